@@ -10,7 +10,13 @@ from dtypedoctor.diagnosis.wording import limit_of, listed, number
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.trace.events import Observed
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.models import Pretrained, RoundedAndTrained, StateLoaded
+from dtypedoctor.trace.records.models import (
+    MomentsStoredInHalf,
+    OptimizerStateCast,
+    Pretrained,
+    RoundedAndTrained,
+    StateLoaded,
+)
 
 SPEC = FindingSpec(
     id="checkpoint-dtype-mismatch",
@@ -39,6 +45,10 @@ def detect_loading(trace: Trace) -> Iterator[Finding]:
         yield from _state(state)
     for trained in trace.observed(RoundedAndTrained):
         yield _trained(trained)
+    for moments in trace.observed(MomentsStoredInHalf):
+        yield from _moments(moments)
+    for cast in trace.observed(OptimizerStateCast):
+        yield _optimizer_state(cast)
 
 
 def _pretrained(seen: Observed[Pretrained]) -> Iterator[Finding]:
@@ -100,14 +110,64 @@ def _trained(seen: Observed[RoundedAndTrained]) -> Finding:
     )
 
 
+def _moments(seen: Observed[MomentsStoredInHalf]) -> Iterator[Finding]:
+    what = seen.what
+    if not what.became_inf and what.became_zero <= LOST * what.compared:
+        return
+    keys = listed(what.keys)
+    yield _finding(
+        (
+            f"{what.optimizer} goes on with {keys} that was stored in float16: {what.became_zero:,} of {what.compared:,} elements "
+            f"were rounded to 0 and {what.became_inf:,} became inf."
+        ),
+        (
+            f"{keys} is a mean of squared gradients. What is below 6e-8 becomes 0 in float16, what is above 65,504 inf, and loading it into "
+            f"float32 does not bring it back. {what.optimizer} divides by its square root: a weight whose second moment is 0 moves much too far, "
+            "one whose second moment is inf no longer moves. Save the state of an optimizer in float32."
+        ),
+        (
+            f"{what.became_zero:,} elements are 0 although a mean of the same gradients is not; every other value is exact in float16.",
+            f"State of {what.parameters} parameters, of which {what.compared:,} elements were compared before the first step after loading.",
+        ),
+        "float16",
+        proven_by="a mean of squares is 0 only if the mean of the same gradients is 0 as well",
+    )
+
+
+def _optimizer_state(seen: Observed[OptimizerStateCast]) -> Finding:
+    """torch casts the state to the dtype of the parameters, whatever dtype the optimizer keeps it in."""
+    what = seen.what
+    casts = ", ".join(name.replace("->", " to ") for name in what.casts)
+    stored, dtype = next(iter(what.casts)).split("->")
+    return _finding(
+        f"Optimizer.load_state_dict cast {listed(what.keys)} of {what.optimizer} from {casts}, and it steps with that.",
+        (
+            f"torch casts the state of an optimizer to the dtype of its parameters. The checkpoint holds {stored} state; {dtype} keeps "
+            f"{_BITS.get(dtype, 'fewer')} bits of each value, and a slow mean (beta 0.99 or more) in it stands still. Set the {stored} tensors in "
+            "optimizer.state again after load_state_dict, or override it as bitsandbytes does."
+        ),
+        (
+            f"{what.rounded:,} of {what.compared:,} elements that were compared were rounded.",
+            f"State of {what.parameters} parameters.",
+        ),
+        dtype,
+    )
+
+
 _BITS = {"bfloat16": "8", "float16": "11"}
 
 
-def _finding(summary: str, cause: str, evidence: tuple[str, ...], dtype: str) -> Finding:
+def _finding(
+    summary: str,
+    cause: str,
+    evidence: tuple[str, ...],
+    dtype: str,
+    proven_by: str = "the dtypes before and after loading were compared",
+) -> Finding:
     statement = Statement(
         id="checkpoint-dtype-mismatch",
         severity=Severity.WARNING,
-        proven_by="the dtypes before and after loading were compared",
+        proven_by=proven_by,
         summary=summary,
         cause=cause,
         evidence=evidence,

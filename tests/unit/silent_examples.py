@@ -193,6 +193,12 @@ def state_loaded(became_zero: int) -> TraceBuilder:
                 names=["0.weight"])  # fmt: skip
 
 
+def moments(*, became_zero: int = 0, became_inf: int = 0) -> TraceBuilder:
+    """Second moments that were stored in float16."""
+    return seen("moments-stored-in-half", optimizer="Adam", keys=["exp_avg_sq"], parameters=2, became_zero=became_zero,
+                became_inf=became_inf, compared=4096)  # fmt: skip
+
+
 def erased(*, rewards_finite: bool = False) -> TraceBuilder:
     """Eight rewards minus their mean are NaN and are replaced: because one reward is -inf, or because all are divided by 0."""
     made = TraceBuilder()

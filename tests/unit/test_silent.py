@@ -9,6 +9,7 @@ from silent_examples import (
     absorbed,
     cast,
     correction,
+    moments,
     pretrained,
     refused,
     rotary,
@@ -244,6 +245,21 @@ def test_a_correction_whose_calls_were_never_counted_is_not_said_to_be_uncalled(
                 "state-loaded", casts={"float32->float16": 1000}, became_inf=0, became_zero=1, elements=1000, names=[]
             ),
             False,
+        ),
+        (moments(became_zero=512), True),
+        (moments(became_inf=1), True),
+        (moments(became_zero=1), False),
+        (
+            seen(
+                "optimizer-state-cast",
+                optimizer="Adam",
+                casts={"float32->bfloat16": 64},
+                keys=["exp_avg"],
+                parameters=1,
+                rounded=60,
+                compared=64,
+            ),
+            True,
         ),
         (
             seen("state-loaded", casts={"float32->bfloat16": 9}, became_inf=0, became_zero=0, elements=9, names=[]),

@@ -18,6 +18,7 @@ from dtypedoctor.instrument.silent.logprobs import LogprobCheck, is_followed
 from dtypedoctor.instrument.silent.look import RoutineLook
 from dtypedoctor.instrument.silent.policies import RatioCheck
 from dtypedoctor.instrument.silent.reruns import CacheCheck, EagerReplay
+from dtypedoctor.instrument.silent.resuming import ResumeCheck
 from dtypedoctor.instrument.silent.rounding import IntegerCasts, PositionCheck, RotaryTables
 from dtypedoctor.instrument.silent.scaling import ScaleCheck
 from dtypedoctor.instrument.silent.sums import SumCheck, is_built_up
@@ -45,6 +46,7 @@ class SilentChecks:
     def __init__(self, session: Session, originals: Originals, *, look: bool = True) -> None:
         whereabouts = Whereabouts(session)
         self._loading = LoadingCheck(session, originals)
+        self._resuming = ResumeCheck(session)
         self._rotary = RotaryTables(session, self._loading.rounded_at)
         self.logprobs = LogprobCheck(session)
         self._indices = IndexCheck(session)
@@ -75,12 +77,14 @@ class SilentChecks:
     def start(self) -> None:
         """Begins to look."""
         self._loading.start()
+        self._resuming.start()
 
     def stop(self) -> None:
         """Stops looking."""
         self._look.after_call()
         self._cache.after_call()
         self._loading.stop()
+        self._resuming.stop()
         self.writes.stop()
         self._sums.stop()
         self.logprobs.finish()
@@ -163,6 +167,7 @@ class SilentChecks:
         self._ratios.before_step()
         self.scales.before_step(optimizer)
         self._loading.before_step(optimizer)
+        self._resuming.before_step(optimizer)
         self._gradients.before_step(optimizer)
         self._updates.before_step(optimizer)
 

@@ -198,6 +198,52 @@ class RoundedAndTrained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStateCast:
+    """State of an optimizer that lost bits when it was loaded, and that it is about to step with.
+
+    Attributes:
+        optimizer: its class.
+        casts: elements by ``FROM->TO``.
+        keys: names of the state.
+        parameters: how many it belongs to.
+        rounded: of the elements that were compared, those that the cast changed.
+        compared: elements that were compared.
+    """
+
+    KIND: ClassVar[str] = "optimizer-state-cast"
+
+    optimizer: str
+    casts: Mapping[str, int]
+    keys: list[str]
+    parameters: int
+    rounded: int
+    compared: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MomentsStoredInHalf:
+    """Means of squared gradients that were stored in float16, and that an optimizer is about to step with.
+
+    Attributes:
+        optimizer: its class.
+        keys: names of the state.
+        parameters: how many it belongs to.
+        became_zero: elements that are 0 though another mean of the same gradients is not.
+        became_inf: elements that are inf.
+        compared: elements that were looked at.
+    """
+
+    KIND: ClassVar[str] = "moments-stored-in-half"
+
+    optimizer: str
+    keys: list[str]
+    parameters: int
+    became_zero: int
+    became_inf: int
+    compared: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pretrained:
     """A model that transformers' ``from_pretrained`` has loaded.
 
