@@ -387,6 +387,7 @@ class Instruments:
         sentinel.computed = self._note_child
         sentinel.writing, sentinel.wrote = self.silent.writing, self.silent.writes.after
         sentinel.follow = self.silent.ran
+        sentinel.rounded, sentinel.overflowed = self.silent.overflows.wants, self.silent.overflows.ran
         sentinel.rejected = self.guard.shield(self._keep_rejected, OPERATOR_CAPSULES)
         return sentinel
 

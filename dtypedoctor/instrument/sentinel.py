@@ -12,7 +12,7 @@ operators, in turns, and of backward passes each eighth is seen.
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from threading import get_ident
 from types import FrameType
@@ -135,6 +135,9 @@ class Sentinel(OperatorMode):
         computed: called in a process that the program has forked from this thread, when it first computes with floating point.
         follow: called with each operator that may make, pass on or compare log-probabilities or build up a value, its arguments and its result; raises
             nothing itself.
+        rounded: says whether an operator with these finite results is to be handed to ``overflowed``.
+        overflowed: called with each operator of a forward pass that was run while something is not finite: it, its arguments with copies of what it has written
+            to, its arguments, its result; returns its results in float32 where only what half precision has rounded to 0 makes it fail.
     """
 
     supports_higher_order_operators = True
@@ -174,6 +177,8 @@ class Sentinel(OperatorMode):
         self.writing: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] = lambda *_: None
         self.wrote: Callable[[Any, Line | None], None] = lambda *_: None
         self.follow: Callable[[Any, Arguments, Any], None] = lambda *_: None
+        self.rounded: Callable[[Sequence[Tensor]], bool] = lambda _: False
+        self.overflowed: Callable[[Any, Arguments, Arguments, Any], Sequence[Tensor]] = lambda *_: ()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -436,11 +441,16 @@ class Sentinel(OperatorMode):
         missed = self._missed
         ends = [self._measured(func, line, tensor) for tensor in results]
         self._coverage.operators_measured += self._missed == missed
-        if not self._bad.any and all(one is FINITE or one is None for one in ends):
-            return
         exact = not plan.writes or kept is not arguments
+        follows = exact and node is None
+        if not self._bad.any and all(one is FINITE or one is None for one in ends):
+            if follows and self.rounded(results):
+                self.overflowed(func, kept, arguments, result)
+            return
         operands = [] if plan.fresh else tensors_of(arguments)
         self._bad.ran(Ran(func, kept, exact, operands, results, ends, line, node))
+        if follows:
+            self._bad.in_float32(self.overflowed(func, kept, arguments, result))
 
     def _where(self) -> tuple[Line | None, str | None]:
         """The line that an operator belongs to, in a backward pass the one that it differentiates; and the autograd node."""

@@ -11,7 +11,7 @@ from dtypedoctor.instrument.operators import Arguments
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.angles import AngleCheck
 from dtypedoctor.instrument.silent.decoding import DecodingCheck
-from dtypedoctor.instrument.silent.float32_shadows import AbsorbedOverflows, RouterFlips
+from dtypedoctor.instrument.silent.float32_shadows import AbsorbedOverflows, OverflowsOutside, RouterFlips
 from dtypedoctor.instrument.silent.indices import IndexCheck
 from dtypedoctor.instrument.silent.loading import LoadingCheck, PatchCheck
 from dtypedoctor.instrument.silent.logprobs import LogprobCheck, is_followed
@@ -41,6 +41,7 @@ class SilentChecks:
         scales: follows the loss scale to where gradients are used.
         writes: looks at what is written in place outside of modules.
         logprobs: follows log-probabilities, also outside of modules.
+        overflows: follows what overflows outside of modules to where it is finite again.
     """
 
     def __init__(self, session: Session, originals: Originals, *, look: bool = True) -> None:
@@ -49,6 +50,7 @@ class SilentChecks:
         self._resuming = ResumeCheck(session)
         self._rotary = RotaryTables(session, self._loading.rounded_at)
         self.logprobs = LogprobCheck(session)
+        self.overflows = OverflowsOutside(session, Whereabouts(session))
         self._indices = IndexCheck(session)
         seeing = (
             self._indices,

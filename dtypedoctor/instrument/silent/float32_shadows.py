@@ -4,18 +4,27 @@ An overflow may leave nothing non-finite behind, and a router may choose other e
 """
 
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dtypedoctor._torch_private import schema_of, tree_map
+from dtypedoctor._torch_private import schema_of, tree_map, without_autocast
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.operators import bytes_of, fits, leaves_memory_as_it_was, scalars, tensors_of
+from dtypedoctor.instrument.operators import (
+    Arguments,
+    TensorIds,
+    bytes_of,
+    fits,
+    leaves_memory_as_it_was,
+    scalars,
+    tensors_of,
+    written,
+)
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.statistics import Extent, measurable, measure
@@ -42,6 +51,32 @@ _MADE_ANEW = frozenset(
         "fill",
     }
 )
+_MULTIPLIES = frozenset(
+    {
+        "mul",
+        "div",
+        "pow",
+        "square",
+        "sqrt",
+        "rsqrt",
+        "reciprocal",
+        "exp",
+        "exp2",
+        "sigmoid",
+        "_softmax",
+        "prod",
+        "cumprod",
+        "_to_copy",
+        "copy",
+    }
+)
+"""Operators whose result is off by a part of itself in float32, however large their operands are; that of a sum is off by a part of these."""
+NOISE = 64.0
+"""Roundings of the largest operand that a sum in float32 may be off by."""
+MOST_ROUNDED = 1 << 16
+"""Elements of an operator's operands and results together, up to which what it rounds to 0 is followed."""
+ROUNDED_EACH = 3
+"""Calls of an operator at one line whose zeros are followed."""
 NARROW = (torch.float16, torch.float8_e5m2)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float8_e5m2)
 
@@ -73,8 +108,18 @@ class AbsorbedOverflows:
 
     session: Session
     whereabouts: Whereabouts
+    zeros: bool = False
+    """Whether to follow what float16 rounds to 0 as well, up to where it makes inf or NaN."""
     _shadows: dict[int, _Shadow] = field(default_factory=dict)
     _count: int = 0
+    _begun: Counter[str] = field(default_factory=Counter)
+    made: list[Tensor] = field(default_factory=list)
+    """The float32 results of the last operator that has made inf or NaN of what was rounded to 0; empty if it was not the last one seen."""
+
+    @property
+    def is_following(self) -> bool:
+        """Whether there is an overflow that has not ended yet."""
+        return bool(self._shadows)
 
     def end(self) -> None:
         """Forgets the call."""
@@ -83,6 +128,7 @@ class AbsorbedOverflows:
 
     def saw(self, seen: Seen) -> None:
         """Follows what has overflowed, or finds out that this op has."""
+        self.made = []
         if _reads_no_values(seen):
             return
         held = self._held(seen)
@@ -105,6 +151,8 @@ class AbsorbedOverflows:
         results = [t for t in _measurable(seen.results) if t.dtype in NARROW]
         extents = measure(results)
         operands = _measurable(seen.operands)
+        if self.zeros and operands and _all_finite(extents):
+            self._look_for_zeros(seen, operands, results, extents)
         if _all_finite(extents) or not operands or not _all_finite(measure(operands)):
             return
         wide = self._in_float32(seen, {})
@@ -113,6 +161,20 @@ class AbsorbedOverflows:
             return  # float32 cannot hold it either, or it was asked for
         overflow = _Overflow(self._told(seen, results, extents, floats))
         self._keep(seen, wide, overflow)
+
+    def _look_for_zeros(self, seen: Seen, operands: list[Tensor], results: list[Tensor], extents: list[Extent]) -> None:
+        """Begins to follow what a few calls at each line round to 0."""
+        if sum(t.numel() for t in (*operands, *results)) > MOST_ROUNDED or not _all_finite(measure(operands)):
+            return
+        told = self._told(seen, results, extents, results)
+        at = f"{told.op} {told.source}"
+        if self._begun[at] >= ROUNDED_EACH:
+            return
+        wide = _without_noise(seen, operands, self._in_float32(seen, {}))
+        rounded = sum(_vanished(*pair) for pair in zip(seen.results, wide, strict=False))
+        if rounded and _all_finite(measure(_measurable(wide))):
+            self._begun[at] += 1
+            self._keep(seen, wide, _Overflow(replace(told, rounded=rounded, negative=False)))
 
     def _in_float32(self, seen: Seen, shadows: dict[int, Tensor]) -> list[Tensor]:
         """The results of the same op in float32, where there is memory for it; else nothing is followed any more."""
@@ -145,15 +207,31 @@ class AbsorbedOverflows:
     def _follow(self, seen: Seen, held: dict[int, _Shadow]) -> None:
         self._count += 1
         before = next(iter(held.values())).overflow
-        overflow = _Overflow(before.op, (*before.through, seen.name))
+        overflow = replace(before, through=(*before.through, seen.name))
         wide = self._in_float32(seen, {number: shadow.tensor for number, shadow in held.items()})
         if not wide:
             return
         floats = [(real, other) for real, other in zip(seen.results, wide, strict=False) if measurable(real)]
-        if not floats or not _all_finite(measure([real for real, _ in floats])):
+        if overflow.op.rounded and not overflow.op.made_by:
+            self._follow_zeros(seen, held, overflow, wide)
+        elif not floats or not _all_finite(measure([real for real, _ in floats])):
             self._keep(seen, wide, overflow)
         elif _all_finite(measure(_measurable(other for _, other in floats))):
             self._ended(seen, held, overflow, floats)
+
+    def _follow_zeros(self, seen: Seen, held: dict[int, _Shadow], overflow: _Overflow, wide: list[Tensor]) -> None:
+        """Follows what was rounded to 0 until it makes inf or NaN of finite operands, where the float32 values do not."""
+        stand_ins = [held[id(t)].tensor if id(t) in held else t for t in seen.operands]
+        wide = _without_noise(seen, stand_ins, wide)
+        if not _all_finite(measure(_measurable(wide))):
+            return
+        if not _all_finite(measure(_measurable(seen.results))):
+            if not _all_finite(measure(_measurable(seen.operands))):
+                return  # made by something else
+            made = replace(overflow.op, made_by=seen.name, made_at=self._place().source)
+            overflow = replace(overflow, op=made)
+            self.made = _measurable(wide)
+        self._keep(seen, wide, overflow)
 
     def _keep(self, seen: Seen, wide: Sequence[Tensor], overflow: _Overflow) -> None:
         for real, other in zip(seen.results, wide, strict=False):
@@ -186,6 +264,71 @@ class AbsorbedOverflows:
 
     def _place(self) -> OpPlace:
         return self.whereabouts.here(sys._getframe(), "cpu")
+
+
+def _vanished(real: Tensor, other: Tensor) -> int:
+    """How many elements are 0 that would not be in float32."""
+    if not (real.is_floating_point() and measurable(real) and real.shape == other.shape):
+        return 0
+    return int(((real == 0) & (other != 0)).sum())
+
+
+def _without_noise(seen: Seen, operands: Sequence[Tensor], wide: Sequence[Tensor]) -> list[Tensor]:
+    """The float32 results with 0 where half precision has 0 too and float32 only the rounding error of a sum."""
+    if schema_of(seen.func).name.removeprefix("aten::").rstrip("_") in _MULTIPLIES:
+        return list(wide)
+    largest = max((e.absmax for e in measure(_measurable(operands)) if e.finite), default=0.0)
+    noise = NOISE * torch.finfo(torch.float32).eps * largest
+    return [
+        torch.where((real == 0) & (other.abs() <= noise), 0, other)
+        if real.shape == other.shape and real.is_floating_point() and other.is_floating_point()
+        else other
+        for real, other in zip(seen.results, wide, strict=False)
+    ]
+
+
+class OverflowsOutside:
+    """Shows :class:`AbsorbedOverflows` what operators outside of modules make of an overflow, up to the first finite result.
+
+    Nothing is looked at until something is not finite, or 0 in float16. Backward passes are left out: a loss scaler tests gradients and skips steps, which
+    is no rescue.
+    """
+
+    def __init__(self, session: Session, whereabouts: Whereabouts) -> None:
+        self._check = AbsorbedOverflows(session, whereabouts, zeros=True)
+        self._position = session.position
+        self._ids = TensorIds()
+        self._call = 0
+
+    def wants(self, results: Sequence[Tensor]) -> bool:
+        """Whether an operator with these finite results has to be shown: there is something to follow, or they may have been rounded to 0."""
+        if self._check.is_following:
+            return True
+        small = (t for t in results if t.dtype is torch.float16 and t.device.type == "cpu" and measurable(t))
+        return any(0 < t.numel() <= MOST_ROUNDED and not t.all() for t in small)
+
+    def ran(self, func: Any, kept: Arguments, given: Arguments, result: Any) -> list[Tensor]:
+        """An operator has run that was given, or has returned, something that is not finite, or for which :meth:`wants` is true.
+
+        Args:
+            func: the operator.
+            kept: what it was given, with copies of what it has written to since.
+            given: the same without copies.
+            result: what it returned.
+
+        Returns:
+            Its results in float32, where it has made inf or NaN of what float16 had rounded to 0, and float32 does not.
+        """
+        if self._position.call != self._call or not self._check.is_following:
+            self._call, self._ids = self._position.call, TensorIds()
+            self._check.end()
+        pairs = zip(written(func, kept), written(func, given), strict=True)
+        before = {id(copy): self._ids.of(tensor)[0] for copy, tensor in pairs}
+        for tensor in written(func, given):
+            self._ids.wrote(tensor)
+        with self._position.mute(), torch.no_grad(), without_autocast():
+            self._check.saw(Seen(func, kept, tensors_of(result), self._ids, before))
+        return self._check.made
 
 
 def _in_float32(seen: Seen, shadows: dict[int, Tensor]) -> list[Tensor]:

@@ -22,8 +22,8 @@ from dtypedoctor.diagnosis.wording import (
     place,
     short,
 )
-from dtypedoctor.dtypes import short_name
-from dtypedoctor.rules import Statement, make_finding, make_finding_at
+from dtypedoctor.dtypes import DTYPES, short_name
+from dtypedoctor.rules import Statement, make_finding, make_finding_at, make_finding_of
 from dtypedoctor.trace.events import Observed, Op
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import Absorbed, Overflowed
@@ -320,9 +320,43 @@ def swallowed_overflows(trace: Trace) -> Iterator[Finding]:
 
     A result that differs from float32's is an error; one that does not is worth knowing, and no more than that.
     """
+    told: set[str | None] = set()
     for seen in trace.observed(Absorbed):
-        if not is_rescue(seen) and seen.what.rescued:
+        if seen.what.rescued and seen.what.born.rounded:
+            if seen.what.relative_error > HARMLESS and seen.what.source not in told:
+                told.add(seen.what.source)
+                yield _rounded_and_replaced(seen)
+        elif not is_rescue(seen) and seen.what.rescued:
             yield from _swallowed(trace, seen)
+
+
+def _rounded_and_replaced(seen: Observed[Absorbed]) -> Finding:
+    """What float16 has rounded to 0 made inf or NaN outside of modules, and a later operator made it finite again."""
+    what, born = seen.what, seen.what.born
+    smallest = DTYPES[born.dtype].smallest
+    elements = "1 element" if what.rescued == 1 else f"{what.rescued:,} elements"
+    statement = Statement(
+        id="rounds-out-of-domain",
+        proven_by=(
+            f"{born.op} and what follows it up to {what.op}, run again in float32, is finite everywhere, and the result is another one"
+        ),
+        severity=Severity.WARNING if is_rescue(seen) else Severity.ERROR,
+        summary=(
+            f"The result of {born.op} rounds to 0 in {born.dtype}, {born.made_by} makes inf or NaN of it, and {what.op} replaces {elements} in step "
+            f"{seen.step}."
+        ),
+        cause=(
+            f"The smallest positive {born.dtype} number is {smallest:.3g}. {born.op} at {born.source} gives {born.rounded:,} zeros that are other numbers in "
+            f"float32. {born.made_by} at {born.made_at} makes inf or NaN of them, and {what.op} at {what.source} finite values, so that no check sees it. "
+            "Compute this part in float32."
+        ),
+        evidence=(
+            f"{born.rounded:,} of {born.elements:,} elements are 0 in {born.dtype} only.",
+            f"From there to the first finite result: {', '.join(what.through)}.",
+            f"The result of {what.op} differs from that of the same operations in float32 by {what.relative_error:.2g} times its largest magnitude.",
+        ),
+    )
+    return make_finding_of(seen, statement, dtype=born.dtype, op=born.made_by, source=born.made_at)
 
 
 def is_rescue(seen: Observed[Absorbed]) -> bool:

@@ -38,7 +38,7 @@ SPEC = FindingSpec(
 def detect_rescues(trace: Trace) -> Iterator[Finding]:
     """Clamps and replacements that take inf or NaN out of the middle of a model."""
     for seen in trace.observed(Absorbed):
-        if is_rescue(seen) and seen.what.rescued:
+        if is_rescue(seen) and seen.what.rescued and not seen.what.born.rounded:
             yield _rescue(seen)
     yield from _rescued_by_corrections(trace)
 

@@ -19,6 +19,8 @@ class Overflowed:
         bad: elements of the result that are not finite.
         squares: whether it multiplied a tensor with itself.
         negative: whether all it made was ``-inf``, as masks do.
+        rounded: elements that it has rounded to 0, of which a later operator made inf or NaN; 0 where it has overflowed itself.
+        made_by, made_at: that operator and its line.
     """
 
     op: str
@@ -31,6 +33,9 @@ class Overflowed:
     elements: int
     squares: bool
     negative: bool
+    rounded: int = 0
+    made_by: str = ""
+    made_at: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

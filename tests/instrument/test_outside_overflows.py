@@ -1,0 +1,134 @@
+"""What overflows, or is rounded to 0, in code outside of modules and is finite again before anybody reads it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from watched import watched
+
+from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.rule import Severity
+
+
+def trained_on(weigh: Callable[[Tensor], Tensor]) -> Callable[[object], None]:
+    """A float32 training whose loss is weighted by something that is computed in half precision."""
+
+    def work(_: object) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        for _ in range(2):
+            x = torch.randn(32, 8)
+            optimizer.zero_grad()
+            (model(x).square().mean(1) * weigh(x[:, 0]).float() * 1e-4).mean().backward()
+            optimizer.step()
+
+    return work
+
+
+def squares_replaced(x: Tensor) -> Tensor:
+    """Squares overflow."""
+    return torch.nan_to_num((x * 500).half().square(), posinf=1.0)
+
+
+def squares_masked(x: Tensor) -> Tensor:
+    """The same, replaced where a test says so."""
+    squares = (x * 500).half().square()
+    return torch.where(squares.isinf(), torch.zeros_like(squares), squares)
+
+
+def squares_masked_in_place(x: Tensor) -> Tensor:
+    """The same, in place."""
+    squares = (x * 500).half().square()
+    squares[squares.isinf()] = 0.0
+    return squares
+
+
+def inverted(x: Tensor) -> Tensor:
+    """The inverse of an infinity is 0; that of the number is not."""
+    return 1 / ((x.abs() + 1) * 500).half().square() * 2**20
+
+
+def divided_by_zero(x: Tensor) -> Tensor:
+    """Products that float16 rounds to 0 are divided by."""
+    return torch.nan_to_num(1 / ((x.half() * 1e-4) * 1e-4), posinf=0.0, neginf=0.0)
+
+
+def normalized(x: Tensor) -> Tensor:
+    """A variance of 1e-9 is 0, and so is the number that guards against it."""
+    rewards = (x * 3e-5).half()
+    return torch.nan_to_num((rewards - rewards.mean()) / (rewards.var().sqrt() + 1e-8), posinf=0.0, neginf=0.0)
+
+
+def other_branch(x: Tensor) -> Tensor:
+    """Softplus by hand: where the exponential overflows, the other branch is taken."""
+    wide = (x * 20).half()
+    return torch.where(wide > 9, wide, torch.log1p(torch.exp(wide)))
+
+
+def bounded(x: Tensor) -> Tensor:
+    """What overflows is above the bound in float32 as well."""
+    return (x * 500).half().square().clamp(max=100.0)
+
+
+def masked(x: Tensor) -> Tensor:
+    """An infinity that was asked for."""
+    return x.half().masked_fill(x > 0.5, float("-inf")).softmax(0)
+
+
+def equal(x: Tensor) -> Tensor:
+    """The mean of equal numbers is off by its rounding in float32; what is left when it is subtracted says nothing."""
+    rewards = torch.full_like(x, 0.1).half()
+    return torch.nan_to_num((rewards - rewards.mean()) / rewards.std())
+
+
+def entropy(x: Tensor) -> Tensor:
+    """Probabilities of 0: nothing times the logarithm of nothing."""
+    chances = (x * 30).half().softmax(0)
+    return torch.nan_to_num(chances * chances.log())
+
+
+def in_float32(x: Tensor) -> Tensor:
+    """Nothing is in half precision."""
+    return torch.nan_to_num((x * 500).square(), posinf=1.0)
+
+
+FOUND = {
+    squares_replaced: ["silent-rescue"],
+    squares_masked: ["silent-rescue"],
+    squares_masked_in_place: ["float16-overflow"],
+    inverted: ["float16-overflow"],
+    divided_by_zero: ["rounds-out-of-domain"],
+    normalized: ["rounds-out-of-domain"],
+}
+HEALTHY = (other_branch, bounded, masked, equal, entropy, in_float32)
+
+
+@pytest.mark.parametrize("weigh", [*FOUND, *HEALTHY], ids=lambda weigh: str(weigh.__name__))
+def test_what_is_made_finite_again_is_found_where_float32_gives_something_else(
+    weigh: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    """The operators in between are run beside the real ones; what gives the same in float32 is a note at most."""
+    found = diagnose(watched(tmp_path, trained_on(weigh)))
+    assert [one.id for one in found if one.severity is not Severity.INFO] == FOUND.get(weigh, [])
+    assert all(one.proven_by is not None for one in found)
+
+
+def test_losses_and_random_numbers_are_those_of_an_unwatched_run(tmp_path: Path) -> None:
+    """What runs beside the program changes nothing in it."""
+    left: list[tuple[float, Tensor]] = []
+
+    def work(_: object) -> None:
+        torch.manual_seed(0)
+        x = torch.randn(32)
+        squares = (x * 500).half().square()
+        kept = squares[squares.isinf()] = 0.0
+        noise = torch.nn.functional.dropout(squares, 0.5)
+        left.append((float(noise.float().sum()) + kept, torch.rand(3)))
+
+    watched(tmp_path, work)
+    work(None)
+    assert left[0][0] == left[1][0]
+    assert torch.equal(left[0][1], left[1][1])
