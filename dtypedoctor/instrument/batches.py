@@ -267,8 +267,11 @@ class Batches:
             row.index = index
         self._flying.append((number, batch))
         if self.meter is not None:
-            read = sum(row.tensor.nbytes for row in batch if row.tensor is not None and row.gate is None)
-            self.meter.device += read / bytes_per_second(self._device)
+            self._count_reading(batch, self.meter)
+
+    def _count_reading(self, batch: list[Row], meter: Meter) -> None:
+        read = sum(row.tensor.nbytes for row in batch if row.tensor is not None and row.gate is None)
+        meter.device += read / bytes_per_second(self._device)
 
     def _launch_on_stream(self, batch: list[Row]) -> int:
         """Launches rows of one stream on it."""

@@ -122,16 +122,13 @@ class ModuleWatch:
         These are not on the stack of open calls, so what is said of a position is said of the call around them. One that
         raises is told of as if it had been entered.
         """
-        position, coverage, known = self._position, self._coverage, self._places.known
+        position, coverage = self._position, self._coverage
 
         def passes_by(module: nn.Module) -> bool:
             if self._period == 1 or position.step != self._planned or self._replay is not None or self.alone:
                 return False
-            held = known.get(id(module))
-            if held is None or held[0]() is not module:
-                return False
             here = position.of.here or position.last
-            return bool(here.stack) and here.thread == get_ident() and not self._measures(held[1]) and held[1].fqn != ""
+            return bool(here.stack) and here.thread == get_ident() and self._is_left_out(module)
 
         def enter(module: nn.Module, args: Any) -> None:
             if is_compiling() or not passes_by(module):
@@ -248,6 +245,11 @@ class ModuleWatch:
         if period == LOSS_ALONE:
             return False
         return period == 1 or place.residual or (period > 1 and (place.layer + self.turn) % period == 0)
+
+    def _is_left_out(self, module: nn.Module) -> bool:
+        """Whether ``module`` is a known one inside of another, and not measured in this step."""
+        held = self._places.known.get(id(module))
+        return held is not None and held[0]() is module and held[1].fqn != "" and not self._measures(held[1])
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is called.

@@ -125,7 +125,7 @@ def test_axolotls_solution_is_not_in_the_behavior() -> None:
 def test_the_title_cannot_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is printed as it is pasted, and comes from a report that somebody else may have sent."""
     kept(tmp_path, replace(overflow(), headline="a\x1b]0;title\x07\nb"))
-    reading.report(tmp_path, project="trl")
+    reading.report([tmp_path], project="trl")
     assert "Title: a\\x1b]0;title\\x07 b\n" in capsys.readouterr().err
 
 
