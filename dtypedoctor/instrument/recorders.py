@@ -61,6 +61,10 @@ class News:
         return found
 
 
+Heard = Callable[[Rows, tuple[int, int], Source | None, Sequence[Named]], None]
+"""Hears of rows that are not finite."""
+
+
 class ImmediateRecorder:
     """Measures each tensor when it is handed over, so that a crash loses no more than the module that was at work.
 
@@ -77,8 +81,8 @@ class ImmediateRecorder:
         self._known: dict[int, tuple[ref[Tensor], int, Extent]] = {}
         self.suspicious = False
         self._budget: Budget | None = None
-        self.heard: Callable[[Rows, Source | None, Sequence[Named]], None] = lambda *_: None
-        """Called with rows that are not finite, the call that has returned them and what went into it."""
+        self.heard: Heard = lambda *_: None
+        """Called with rows that are not finite, the step and the call that they belong to, the module call that has returned them and what went into it."""
 
     def keep_to(self, budget: Budget | None) -> None:
         """Tells ``budget`` of each sample from here on."""
@@ -91,7 +95,7 @@ class ImmediateRecorder:
         if self._write(rows, when):
             return
         self.suspicious = True
-        self.heard(rows, source, given)
+        self.heard(rows, when[1:], source, given)
         if source is not None and given:  # whether it came in from outside decides who is to blame
             found = [(self._sites.id_of(source.place, source.looks(path, t)), t) for path, t in given]
             _, step, call = when
@@ -538,7 +542,7 @@ class Recorders:
         """The recorder of ``device``, always the same one."""
         return self._of.get(device) or self._begin(device)
 
-    def hear_nonfinite(self, listener: Callable[[Rows, Source | None, Sequence[Named]], None]) -> None:
+    def hear_nonfinite(self, listener: Heard) -> None:
         """Has ``listener`` called with tensors on a CPU that are not finite, while they are there; see :class:`ImmediateRecorder`."""
         self._immediate.heard = listener
 

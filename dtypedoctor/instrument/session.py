@@ -461,18 +461,22 @@ class Session:
         self.coverage = Coverage()
         self._once: dict[str, set[Any]] = {}
 
-    def emit(self, record: Any, *, fqn: str | None = None, phase: str | None = None) -> None:
+    def emit(
+        self, record: Any, *, fqn: str | None = None, phase: str | None = None, at: tuple[int, int] | None = None
+    ) -> None:
         """Writes what an instrument has observed, with the coordinates of the moment.
 
         Args:
             record: one of :mod:`dtypedoctor.trace.records`.
             fqn: dotted name of the module that it is about.
             phase: the phase that it belongs to, where it is not the present one.
+            at: step and call that it belongs to, where they are not the present ones.
         """
         here = self.position
+        step, call = at if at is not None else (here.step, here.call)
         phase = phase if phase is not None else here.phase
         n = self.writer.next_n()
-        self.writer.write(Observed(n=n, step=here.step, call=here.call, phase=phase, what=record, fqn=fqn))
+        self.writer.write(Observed(n=n, step=step, call=call, phase=phase, what=record, fqn=fqn))
 
     def once(self, record: Any, key: Any, fqn: str | None = None) -> None:
         """Does the same unless a record of this kind and ``key`` has been written, or :data:`MAX_NOTES` of this kind."""

@@ -19,7 +19,7 @@ from dtypedoctor._torch_private import count_no_global_hook_of, forget_global_ho
 from dtypedoctor.instrument.budget import LOSS_ALONE, Budget
 from dtypedoctor.instrument.operators import being_recorded
 from dtypedoctor.instrument.places import Looks, Place, Places, Rows, Sites, Source, When
-from dtypedoctor.instrument.recorders import Nonfinite, Recorders
+from dtypedoctor.instrument.recorders import Heard, Nonfinite, Recorders
 from dtypedoctor.instrument.returned import Returned
 from dtypedoctor.instrument.session import Here, Session, forget_ended_calls
 from dtypedoctor.instrument.statistics import Named, Rooted
@@ -194,8 +194,12 @@ class ModuleWatch:
         """Has ``listener`` called with each gradient of a module output and the number of its sample, while there is something in ``anything``."""
         self._returned.hear_gradients(listener, anything)
 
-    def hear_nonfinite(self, listener: Callable[[Rows, Source | None, Sequence[Named]], None]) -> None:
-        """Has ``listener`` called with tensors on a CPU that are not finite, the call that has returned them and what went into it."""
+    def kind_and_fqn(self, site: int) -> tuple[str, str]:
+        """The kind of a site, and the dotted name of what lies there."""
+        return self._sites.kind_and_fqn(site)
+
+    def hear_nonfinite(self, listener: Heard) -> None:
+        """Has ``listener`` called with tensors on a CPU that are not finite, step and call, the module call that has returned them and what went into it."""
         self._recorders.hear_nonfinite(listener)
 
     def flush(self) -> None:

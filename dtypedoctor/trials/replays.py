@@ -235,17 +235,24 @@ def _both_losses(first: Trace, again: Trace) -> list[tuple[float, float]]:
 def _both_bits(first: Trace, again: Trace) -> list[tuple[str, str, str]]:
     """Name, and digests in the run and in the replay, of each tensor that was compared bit by bit where the run fails."""
     one, other = _digests(first), _digests(again)
-    return [(key[-2], digest, other[key]) for key, digest in one.items() if key in other]
+    return [(key[-2], *_alike(seen, other[key])) for key, seen in one.items() if key in other]
 
 
-def _digests(trace: Trace) -> dict[tuple[Any, ...], str]:
+def _alike(one: FailingBits, now: FailingBits) -> tuple[str, str]:
+    """What must be equal: digests of the tensor, and of the random state where both were taken when the tensor was made."""
+    if not one.random or not now.random:
+        return one.digest, now.digest
+    return f"{one.digest} {one.random}", f"{now.digest} {now.random}"
+
+
+def _digests(trace: Trace) -> dict[tuple[Any, ...], FailingBits]:
     times: Counter[tuple[Any, ...]] = Counter()
-    found: dict[tuple[Any, ...], str] = {}
+    found: dict[tuple[Any, ...], FailingBits] = {}
     for seen in trace.observed(FailingBits):
         name = f"{seen.what.name} of {seen.fqn}" if seen.fqn else seen.what.name
         where = (seen.step, seen.call, seen.phase, tuple(seen.what.shape), seen.what.dtype, name)
         times[where] += 1
-        found[(*where, times[where])] = f"{seen.what.digest} {seen.what.random}"
+        found[(*where, times[where])] = seen.what
     return found
 
 

@@ -198,20 +198,31 @@ class Standbys:
         inputs = [(f"input.{path}", tensor) for path, tensor in tensors_given(args, {})]
         self._note_bits(place[1] if place is not None else None, None, inputs)
 
-    def _note_nonfinite(self, rows: Rows, source: Source | None, given: Sequence[Named]) -> None:
+    def _note_nonfinite(self, rows: Rows, at: tuple[int, int], source: Source | None, given: Sequence[Named]) -> None:
         """Tensors are not finite; what went into the module that has returned them, too, where one has."""
         if source is None:
-            self._note_bits(None, None, [("gradient", tensor) for _, tensor in rows])
+            for (
+                site,
+                tensor,
+            ) in rows:  # each by its place: a run that leaves modules out by turns has others than its replay
+                kind, fqn = self._watch.instruments.modules.kind_and_fqn(site)
+                self._note_bits(fqn, None, [(kind, tensor)], at)
             return
         found = [(f"output.{number}", tensor) for number, (_, tensor) in enumerate(rows)]
         found += [(f"input.{path}", tensor) for path, tensor in given]
-        self._note_bits(source.place.fqn, source.phase, found)
+        self._note_bits(source.place.fqn, source.phase, found, at)
 
-    def _note_bits(self, fqn: str | None, phase: str | None, found: Sequence[Named]) -> None:
-        """Writes what a replay is compared with by; a program that works with infinities in every call is not to wait for it."""
+    def _note_bits(
+        self, fqn: str | None, phase: str | None, found: Sequence[Named], at: tuple[int, int] | None = None
+    ) -> None:
+        """Writes what a replay is compared with by; a program that works with infinities in every call is not to wait for it.
+
+        ``at`` is the step and the call of the tensors where they are not those of the moment: parameters may be looked at later.
+        """
         session = self._watch.instruments.session
         with session.position.mute():
-            random = digest_of(torch.default_generator.get_state())
+            now = at is None or at == (session.position.step, session.position.call)
+            random = digest_of(torch.default_generator.get_state()) if now else ""
             for name, tensor in found:
                 if tensor.device.type != "cpu" or tensor.nbytes > self._bytes_to_compare:
                     continue
@@ -223,7 +234,7 @@ class Standbys:
                     digest=digest_of(tensor),
                     random=random,
                 )
-                session.emit(record, fqn=fqn, phase=phase)
+                session.emit(record, fqn=fqn, phase=phase, at=at)
 
     def _go_on(self, request: dict[str, Any], module: nn.Module) -> None:
         directory = Path(request["directory"])

@@ -326,10 +326,10 @@ class FailingBits:
     Written only in a run that can be replayed, and in the replay. The observation's ``fqn`` is the module.
 
     Attributes:
-        name: ``input.PATH`` or ``output.PATH``; ``gradient`` where no call has returned it.
+        name: ``input.PATH`` or ``output.PATH``; the kind of its site where no call has returned it.
         dtype, shape: of the tensor.
         digest: of its bits, 16 hexadecimal digits.
-        random: digest of the state of torch's default generator on the CPU at that moment.
+        random: digest of the state of torch's default generator on the CPU at that moment; empty for a tensor that was looked at later.
     """
 
     KIND: ClassVar[str] = "failing-bits"
