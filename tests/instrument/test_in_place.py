@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import cpu_offload
+from accelerate import cpu_offload, dispatch_model
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -735,13 +735,26 @@ def test_a_program_that_allows_no_hooks_of_saved_tensors_is_replayed(tmp_path: P
     assert not trace.all(NotWatched)
 
 
-def test_a_call_whose_weights_an_offload_loads_is_made_again(tmp_path: Path) -> None:
+def offloaded(model: nn.Module, folder: Path) -> None:
+    """As with ``cpu_offload``: weights are on the CPU, and on ``meta`` between calls."""
+    cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def dispatched(model: nn.Module, folder: Path) -> None:
+    """As with ``device_map="auto"`` where memory is short: one part on a device, another on the disk."""
+    dispatch_model(model, {"0": "disk", "1": "cpu"}, "cpu", offload_dir=folder / "offload", force_hooks=True)
+
+
+@pytest.mark.parametrize("spread", [offloaded, dispatched])
+def test_a_call_whose_weights_an_offload_loads_is_made_again(
+    spread: Callable[[nn.Module, Path], None], tmp_path: Path
+) -> None:
     """Its hooks set variables of the environment, which are put back, and hold a mapping that raises where somebody else iterates it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), Square()).half()
     with torch.no_grad():
         model[0].weight.fill_(100.0)
-    cpu_offload(model, execution_device=torch.device("cpu"))
+    spread(model, tmp_path)
     before = dict(os.environ)
     trace = in_place(tmp_path, lambda: model(torch.ones(2, 4, dtype=torch.float16)))
     assert [note for note in trace.all(NotWatched) if "operators" in note.what or note.what == REPLAY_OF_FAILURES] == []
