@@ -211,9 +211,8 @@ def machines(where: Where, folder: Path, seconds: float) -> Iterator[tuple[Execu
         UsageError: it cannot be used, or there is no such cluster.
     """
     require_executor(where)
-    with (
-        redirect_stdout(sys.stderr) if where.executor == RAY else nullcontext()
-    ):  # Ray prints there what it hears of nodes
+    # Ray prints to stdout what it hears of its nodes, and that is for the answer
+    with redirect_stdout(sys.stderr) if where.executor == RAY else nullcontext():
         executor = _make(where, folder, seconds)
         try:
             yield executor, where.jobs or int(getattr(executor, "width", 1))

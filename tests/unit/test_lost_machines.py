@@ -15,6 +15,7 @@ from scenario_files import HEALTHY, written
 
 from dtypedoctor.cli.run import run
 from dtypedoctor.errors import ExitCode, NodeLostError, UsageError
+from dtypedoctor.runner import machines as runner_machines
 from dtypedoctor.runner.job import HERE, OUT, PYTHON, perform
 from dtypedoctor.runner.machines import (
     MOST_SUBMITTED,
@@ -246,3 +247,21 @@ def test_an_unknown_parameter_of_slurm_is_refused_with_those_that_there_are(slur
     (slurm / "srun").unlink()
     with pytest.raises(UsageError, match="srun"):
         SubmititExecutor(Where(executor="slurm"), slurm / "jobs", 60)
+
+
+@pytest.mark.parametrize(("executor", "printed"), [("ray", ("", "a node died\n")), ("local", ("a node died\n", ""))])
+def test_what_ray_prints_of_its_nodes_is_no_part_of_the_answer(
+    executor: str,
+    printed: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One of its threads prints to standard output when it hears of one."""
+    monkeypatch.setattr(runner_machines, "require_executor", lambda where: None)
+    monkeypatch.setattr(runner_machines, "_make", lambda *_: ThreadPoolExecutor(1))
+    with machines(Where(executor=executor), tmp_path, 1.0) as (threads, _):
+        threads.submit(print, "a node died").result()
+    print("the answer")
+    out, err = capsys.readouterr()
+    assert (out, err) == (f"{printed[0]}the answer\n", printed[1])
