@@ -18,6 +18,38 @@ BOUND = Sizes.head + (1 + Sizes.last + 2 * Sizes.around_events) * Sizes.file
 """Bytes that a trace of small steps never exceeds by more than what is written once."""
 READ_SECONDS = 5.0
 
+LATE = """
+import torch
+from torch import nn
+
+class Scale(nn.Module):
+    factor = 1.0
+
+    def forward(self, x):
+        return x * self.factor
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), Scale(), nn.Linear(8, 8)) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+torch.manual_seed(0)
+net = Net().half()
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+for step in range(1, 23):
+    if step == 20:
+        net.layers[1][1].factor = 1e6
+    net(torch.randn(4, 8, dtype=torch.float16)).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+KEYS = ("id", "fqn", "op", "phase", "step", "confidence")
+
 
 def watched(steps: int, out: Path, timeout: float = 240) -> tuple[dict[str, float], int]:
     """What the watched training says of itself, and the bytes of its trace, in which every step is measured whole."""
@@ -34,6 +66,32 @@ def test_two_thousand_steps_take_little_memory_and_room(tmp_path: Path) -> None:
     assert 2_000 * 500 < size < 2_000 * 1_500
     report = report_of(tmp_path / "run")
     assert (report["status"], report["before"]["steps_completed"]) == ("healthy", 2_000)
+
+
+def test_a_failure_in_a_thinned_step_is_proven_as_in_a_whole_one(tmp_path: Path) -> None:
+    """The replay measures more than the run did; it is compared by what both have, each at its place and step."""
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    found = []
+    for budget in ("off", "1/50"):
+        out = tmp_path / f"run-{budget.replace('/', '-')}"
+        finished = dtypedoctor("exec", "--overhead-budget", budget, "--out", out, script, timeout=240)
+        assert finished.code == 10, finished.err
+        found.append([{key: one[key] for key in KEYS} for one in report_of(out)["findings"][:1]])
+    assert (
+        found[0]
+        == found[1]
+        == [
+            {
+                "id": "float16-overflow",
+                "fqn": "layers.1.1",
+                "op": "aten.mul.Tensor",
+                "phase": "forward",
+                "step": 20,
+                "confidence": "proven",
+            }
+        ]
+    )
 
 
 @pytest.mark.soak
