@@ -2,8 +2,10 @@
 
 import os
 import sys
+from collections.abc import Generator, Sequence
 from compileall import compile_dir
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -73,6 +75,33 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Marks as slow whatever starts processes of its own: all of `e2e` and `benchmarks`. Elsewhere a test says it itself."""
     if item.path.parent.name in SLOW_FOLDERS:
         item.add_marker(pytest.mark.slow)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The first tier does not import test modules of which it runs nothing."""
+    return True if config.getoption("markexpr") == "not slow" and collection_path.name in SLOW_FOLDERS else None
+
+
+_commands: list[Sequence[Any]] = []
+"""Arguments of the processes that the test at hand has started."""
+
+
+def _note_command(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "subprocess.Popen":
+        _commands.append(arguments[1])
+
+
+sys.addaudithook(_note_command)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Fails a test that starts the command line and does not say that it is slow, so that the first tier stays quick on any machine."""
+    _commands.clear()
+    yield
+    started = next((words for words in _commands if "dtypedoctor" in words), None)
+    if started is not None and item.get_closest_marker("slow") is None:
+        pytest.fail(f"it starts dtypedoctor, so mark it as slow: {started}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -26,6 +26,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["run", "bisect"])
 def test_unknown_ids_end_a_command_before_anything_runs(verb: str, tmp_path: Path) -> None:
     """Exit 2 with file, line, column and what may be meant; no run directory is made."""

@@ -249,6 +249,7 @@ def test_make_finding_without_a_class_proposes_the_corrections_for_it(fqn: str, 
     assert printed(tmp_path, code) == [fixes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "why"),
     [("1 / 0", "ZeroDivisionError: division by zero"), ("None", "TypeError: render returned NoneType, not str")],
@@ -267,6 +268,7 @@ def test_a_format_that_fails_is_named_with_its_package(body: str, why: str, tmp_
     )
 
 
+@pytest.mark.slow
 def test_a_finding_without_a_readable_page_names_the_file_and_the_package(tmp_path: Path) -> None:
     """Installing dtypedoctor again would not help."""
     code = rule_of("return ()").replace("title=", "page='/no/such/page.md', title=")
