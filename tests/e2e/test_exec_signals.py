@@ -67,7 +67,8 @@ def state(pid: int) -> str:
 @pytest.mark.parametrize("options", [[], ["--nproc-per-node", "2"]], ids=["alone", "ranks"])
 def test_every_signal_that_a_script_can_catch_reaches_it(options: list[str], tmp_path: Path) -> None:
     """Of SLURM, of launchers, of the terminal, real-time ones; in every rank where there are several."""
-    source = COUNTS + f'    print("ready", flush=True)\n    print("got", *wait({len(CAUGHT)}), flush=True)\n'
+    say = "    print({} + chr(10), end='', flush=True)\n"  # in one piece: torchrun's ranks are unbuffered and write to one stream
+    source = COUNTS + say.format("'ready'") + say.format(f"' '.join(map(str, ('got', *wait({len(CAUGHT)}))))")
     process = started(tmp_path, source, *options)
     count = 2 if options else 1
     for _ in range(count):
