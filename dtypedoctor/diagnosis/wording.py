@@ -32,6 +32,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("convolution", rf"Input type \({_DTYPE}\) and (?:bias|weight) type \({_DTYPE}\) should be the same"),
     ("norm", r"mixed dtype \(CPU\): expect parameter to have scalar type of"),
     ("recurrent", rf"RNN input dtype \({_DTYPE}\) does not match weight dtype \({_DTYPE}\)"),
+    ("recurrent", rf"input must have the type (?=\S+ got type {_DTYPE}){_DTYPE}"),  # torch 2.9
     ("shards", r"Must flatten tensors with uniform dtype"),
     ("shards", r"FSDP expects uniform original parameter dtype"),
     ("shards", r"FSDP reduce-scatter expects uniform gradient dtype"),
@@ -74,7 +75,7 @@ def dtype_named(word: str) -> str:
     return _SPELLINGS.get(plain.lower(), plain)
 
 
-DTYPE_WORDS = ("dtype", "scalar type", "same type", "bias type", "Half", "BFloat16")
+DTYPE_WORDS = ("dtype", "scalar type", "same type", "bias type", "must have the type", "Half", "BFloat16")
 """Words by which torch's messages about mixed dtypes are recognized."""
 COMPILER_ERRORS = frozenset({"Unsupported", "FailOnRecompileLimitHit"})
 """Exceptions of Dynamo, which quote the code that it could not trace; that code may well speak of dtypes."""

@@ -9,11 +9,11 @@ from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.registry import rules
 from dtypedoctor.diagnosis.rule import Confidence, Severity
-from dtypedoctor.diagnosis.wording import complaint_of, dtype_named
+from dtypedoctor.diagnosis.wording import complaint_of, dtype_named, is_dtype_error
 from dtypedoctor.rules.mismatch.census import Census
 from dtypedoctor.rules.mismatch.dtype_origin import is_dequantization
 from dtypedoctor.rules.mismatch.rule import detect_mismatch
-from dtypedoctor.trace.events import Flow, Observed, Replay
+from dtypedoctor.trace.events import Flow, Observed, Raised, Replay
 from dtypedoctor.trace.records.models import ModelConfig
 
 
@@ -296,12 +296,13 @@ MESSAGES = [
         "recurrent",
         ("float32", "bfloat16"),
     ),
+    ("input must have the type torch.bfloat16, got type torch.float32", "recurrent", ("float32", "bfloat16")),
     ("FlashAttention only support fp16 and bf16 data type", "flash-attention", ()),
     ("Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32", "shards", ()),
 ]
 
 
-@pytest.mark.parametrize(("message", "family", "dtypes"), MESSAGES, ids=[m[1] for m in MESSAGES])
+@pytest.mark.parametrize(("message", "family", "dtypes"), MESSAGES, ids=[m[0][:30] for m in MESSAGES])
 def test_a_message_gives_the_family_of_the_op_and_the_dtypes(
     message: str, family: str, dtypes: tuple[str, ...]
 ) -> None:
@@ -309,6 +310,13 @@ def test_a_message_gives_the_family_of_the_op_and_the_dtypes(
     complaint = complaint_of(message)
     assert complaint is not None
     assert (complaint.family, complaint.dtypes) == (family, dtypes)
+
+
+def test_a_recurrent_layer_that_rejects_its_input_complains_about_dtypes_in_each_version() -> None:
+    """torch 2.9 says neither dtype nor scalar type."""
+    for message in (said for said, family, _ in MESSAGES if family == "recurrent"):
+        place = {"n": 1, "step": 1, "call": 1, "phase": "forward", "frames": [], "modules": []}
+        assert is_dtype_error(Raised(type="ValueError", message=message, **place))
 
 
 @pytest.mark.parametrize(
