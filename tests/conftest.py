@@ -1,6 +1,8 @@
 """What holds for all tests."""
 
+import functools
 import os
+import subprocess
 import sys
 from collections.abc import Generator, Sequence
 from compileall import compile_dir
@@ -86,12 +88,16 @@ _commands: list[Sequence[Any]] = []
 """Arguments of the processes that the test at hand has started."""
 
 
-def _note_command(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "subprocess.Popen":
-        _commands.append(arguments[1])
+_begin = subprocess.Popen.__init__
 
 
-sys.addaudithook(_note_command)
+@functools.wraps(_begin)
+def _noting(process: Any, args: Any, *others: Any, **named: Any) -> None:
+    _commands.append(args)
+    _begin(process, args, *others, **named)
+
+
+subprocess.Popen.__init__ = _noting  # type: ignore[method-assign]  # no audit hook: Dynamo would compile it among the tests' functions
 
 
 @pytest.hookimpl(wrapper=True)
