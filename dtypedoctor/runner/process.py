@@ -540,7 +540,7 @@ def _collect(
     code = int(failures[rank]["code"]) if rank in failures else -signal.SIGTERM if failures else ended.code
     if ended.timed_out:
         return replace(collect(place, ended, foreign=foreign), rank=rank)
-    by_launcher = signal.SIGTERM if rank in failures and code == -signal.SIGTERM else 0
+    by_launcher = signal.SIGTERM if failures and code == -signal.SIGTERM else 0
     run = collect(place, replace(ended, code=code, ended_by_launcher=by_launcher), foreign=foreign)
     end = run.trace.end
     if end is not None and run.exit.code == -signal.SIGTERM:
