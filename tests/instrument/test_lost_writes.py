@@ -300,3 +300,35 @@ def test_averages_that_move_once_or_are_assigned_anew_are_found(
 def test_quick_averages_are_none(tmp_path: Path, work: Callable[[object], None]) -> None:
     """They move in every step."""
     assert findings(tmp_path, work) == []
+
+
+def merged(size: float, dtype: torch.dtype = torch.bfloat16, *, into_copy: bool = False) -> Callable[[object], None]:
+    """An adapter of low rank is added to the weights of a model that has been called."""
+
+    def work(_: object) -> None:
+        model = net(dtype)
+        model(torch.ones(2, 16, dtype=dtype))
+        for layer in model:
+            weight = layer.weight.data.clone() if into_copy else layer.weight.data
+            weight += (size * torch.randn(16, 2) @ torch.randn(2, 16)).to(dtype)
+
+    return work
+
+
+def test_an_adapter_whose_merge_is_rounded_away_is_found(tmp_path: Path) -> None:
+    """One write is enough where it is all that a line does to parameters."""
+    (finding,) = findings(tmp_path, merged(1e-5))
+    assert finding.source is not None
+    assert finding.source.startswith("test_lost_writes.py:")
+    assert "of 2 bfloat16 tensors" in finding.evidence[0]
+    assert "Compared in 1 update:" in finding.evidence[2]
+
+
+@pytest.mark.parametrize(
+    "work",
+    [merged(0.01), merged(1e-5, torch.float32), merged(0.0), merged(1e-5, into_copy=True)],
+    ids=["arrives", "float32", "zero", "another-tensor"],
+)
+def test_an_adapter_that_arrives_or_is_zero_is_none(tmp_path: Path, work: Callable[[object], None]) -> None:
+    """Nor is a single write to what is no parameter: it may be anything."""
+    assert findings(tmp_path, work) == []

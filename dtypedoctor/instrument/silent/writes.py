@@ -1,6 +1,7 @@
 """Updates in place that rounding loses outside of optimizers: parameters that a program steps by itself, and averages that it keeps of them."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ class _Followed:
     elements: int
     line: Line | None = None
     writes: int = 0
+    sums: int = 0
+    """Writes that add a tensor of its size."""
     judged: int = 0
     """Checks in which float32 moves something; ``checks`` are those of them since it has last moved."""
     checks: int = 0
@@ -73,6 +76,11 @@ class _Followed:
         """Whether it stood still although it should have moved."""
         lost = self.checks >= CHECKS and self.lost >= LOST * self.wanted
         return lost and not self.kept >= min(KEPT, max(self.followed_on, 1))
+
+    @property
+    def is_merged_in_vain(self) -> bool:
+        """Whether its last write should have moved it and has not."""
+        return bool(self.wanted) and self.lost >= LOST * self.wanted
 
     def written_again(self) -> None:
         """Another write follows the one that was checked."""
@@ -103,6 +111,8 @@ class Write:
 class WriteCheck:
     """Writes a :class:`LostWrites` for each line whose updates in place leave half-precision tensors as they are.
 
+    A parameter to which the program adds a tensor only once, as where an adapter is merged, is judged by that one write, at the end.
+
     The same operator runs on a float32 copy of a few thousand elements. A tensor counts where several checks find that nearly all elements which float32
     moves have stayed as they are, and find it as the check before has left it; not where a sum between two writes takes what the first has lost,
     which so is not lost. Only memory of the CPU is looked at.
@@ -114,6 +124,7 @@ class WriteCheck:
         self._followed: dict[tuple[Any, ...], _Followed] = {}
         self._over: list[_Followed] = []
         self._told: dict[Line | None, int] = {}
+        self._merges: list[_Followed] = []
         self._losses: dict[torch.Size, dict[int, _Followed]] = {}
         self._sweep_at = SWEPT
 
@@ -137,6 +148,10 @@ class WriteCheck:
         self._forget_loss(target.shape, followed)
         if not is_checked(followed.writes):
             return None
+        if _adds_tensor(func, args) and len(self._merges) < MOST_FOLLOWED:
+            followed.sums += 1
+            if followed.sums == 1 and self._is_parameter(target):
+                self._merges.append(followed)
         stride = -(-target.numel() // SAMPLED)
         operands = [sampled(value, target, stride) for value in args[1:]]
         if (
@@ -240,6 +255,19 @@ class WriteCheck:
         """The program is over: what was written down of a line when its first tensor was checked becomes what holds of all."""
         for line in self._told:
             self._tell(line)
+        for line in {one.line for one in self._merges} - set(self._told):
+            self._tell_of_merges([one for one in self._merges if one.line == line])
+
+    def _is_parameter(self, target: Tensor) -> bool:
+        held = (tensor for _, _, tensor, _, is_buffer in self._session.names.tensors() if not is_buffer)
+        return any(one.shape == target.shape and one.data_ptr() == target.data_ptr() for one in held)
+
+    def _tell_of_merges(self, once: list[_Followed]) -> None:
+        once = [one for one in once if one.sums == 1]
+        lost = [one for one in once if one.is_merged_in_vain]
+        if not lost or _elements(lost) < MOSTLY * _elements(once):
+            return
+        self._emit(lost[0].line, max(lost, key=lambda one: one.wanted), lost, once)
 
     def _tell(self, line: Line | None) -> None:
         everything = (*self._over, *self._followed.values())
@@ -249,13 +277,17 @@ class WriteCheck:
             return
         if _elements(stalled) < MOSTLY * _elements(of_line):
             stalled = []  # withdraws what was written before
-        worst = max(stalled or of_line, key=lambda one: one.wanted)
+        self._emit(line, max(stalled or of_line, key=lambda one: one.wanted), stalled, of_line)
+
+    def _emit(
+        self, line: Line | None, worst: _Followed, stalled: Sequence[_Followed], compared: Sequence[_Followed]
+    ) -> None:
         self._session.emit(
             LostWrites(
                 source="" if line is None else line.source,
                 dtype=worst.dtype,
                 tensors=len({(one.held, one.memory) for one in stalled}),
-                compared=len({(one.held, one.memory) for one in of_line}),
+                compared=len({(one.held, one.memory) for one in compared}),
                 checks=worst.checks,
                 wanted=sum(one.wanted for one in stalled),
                 lost=sum(one.lost for one in stalled),
@@ -289,6 +321,12 @@ def _taken_of(tensor: Tensor) -> _Taken | None:
         return None
     values = tensor.detach().reshape(-1)[:: -(-tensor.numel() // SAMPLED)][:COMPARED].double()
     return _Taken(values, float(values.abs().sum()))
+
+
+def _adds_tensor(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a whole tensor is added; a number, an epsilon say, may well be too small to count."""
+    name = schema_of(func).name.removeprefix("aten::")
+    return name in ("add_", "sub_") and isinstance(args[1], Tensor) and args[1].shape == args[0].shape
 
 
 def _elements(tensors: list[_Followed]) -> int:

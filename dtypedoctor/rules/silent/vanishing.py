@@ -276,6 +276,7 @@ def detect_lost_writes(trace: Trace) -> Iterator[Finding]:
 
 def _lost_writes(what: LostWrites) -> Statement:
     epsilon = DTYPES[what.dtype].epsilon
+    updates = "update" if what.checks == 1 else "updates"
     tensors = "1 tensor" if what.tensors == 1 else f"{what.tensors:,} tensors"
     return Statement(
         id="update-stall",
@@ -284,7 +285,7 @@ def _lost_writes(what: LostWrites) -> Statement:
         cause=(
             f"Near 1 the spacing of {what.dtype} numbers is {epsilon:.3g}, and in proportion elsewhere. An update below half "
             "of the spacing is rounded away, each time, without adding up. This holds "
-            "for parameters that the script steps by itself as for a moving average of them."
+            "for parameters that the script steps by itself, for a moving average of them, and for an adapter that is merged into them."
         ),
         evidence=(
             (
@@ -292,7 +293,7 @@ def _lost_writes(what: LostWrites) -> Statement:
                 f"change in float32 is {what.change:.3g}."
             ),
             "The same operators on float32 copies of their operands change them; no sum between two updates takes what the first lost, as Kahan summation does.",
-            f"Compared in {what.checks} updates: of {what.wanted:,} elements that float32 moves {what.lost:,} did not move.",
+            f"Compared in {what.checks} {updates}: of {what.wanted:,} elements that float32 moves {what.lost:,} did not move.",
         ),
     )
 
