@@ -437,20 +437,32 @@ class Sentinel(OperatorMode):
         if plan.reads:
             self._bad.read(arguments[0][0], result, line)
             return
+        self._computed(func, plan, arguments, kept, result, line, node)
+
+    def _computed(
+        self,
+        func: Any,
+        plan: _Plan,
+        arguments: Arguments,
+        kept: Arguments,
+        result: Any,
+        line: Line | None,
+        node: str | None,
+    ) -> None:
         results = written(func, arguments) if plan.writes else _results(func, result)
         missed = self._missed
         ends = [self._measured(func, line, tensor) for tensor in results]
         self._coverage.operators_measured += self._missed == missed
         exact = not plan.writes or kept is not arguments
-        follows = exact and node is None
-        if not self._bad.any and all(one is FINITE or one is None for one in ends):
-            if follows and self.rounded(results):
-                self.overflowed(func, kept, arguments, result)
+        call = (func, kept, arguments, result) if exact and node is None else None
+        if not self._bad.any and _all_finite(ends):
+            if call is not None and self.rounded(results):
+                self.overflowed(*call)
             return
         operands = [] if plan.fresh else tensors_of(arguments)
         self._bad.ran(Ran(func, kept, exact, operands, results, ends, line, node))
-        if follows:
-            self._bad.in_float32(self.overflowed(func, kept, arguments, result))
+        if call is not None:
+            self._bad.in_float32(self.overflowed(*call))
 
     def _where(self) -> tuple[Line | None, str | None]:
         """The line that an operator belongs to, in a backward pass the one that it differentiates; and the autograd node."""
@@ -506,6 +518,11 @@ class Sentinel(OperatorMode):
         key = (what, line)
         self._visits[key] = number = self._visits.get(key, 0) + 1
         return number % each == 1
+
+
+def _all_finite(ends: Iterable[Ends | None]) -> bool:
+    """Whether nothing that was measured is not finite."""
+    return all(one is FINITE or one is None for one in ends)
 
 
 def _is_in_a_graph(tensor: Tensor) -> bool:

@@ -151,9 +151,10 @@ class AbsorbedOverflows:
         results = [t for t in _measurable(seen.results) if t.dtype in NARROW]
         extents = measure(results)
         operands = _measurable(seen.operands)
-        if self.zeros and operands and _all_finite(extents):
+        if not operands or not _all_finite(measure(operands)):
+            return
+        if _all_finite(extents):
             self._look_for_zeros(seen, operands, results, extents)
-        if _all_finite(extents) or not operands or not _all_finite(measure(operands)):
             return
         wide = self._in_float32(seen, {})
         floats = _measurable(wide)
@@ -164,7 +165,7 @@ class AbsorbedOverflows:
 
     def _look_for_zeros(self, seen: Seen, operands: list[Tensor], results: list[Tensor], extents: list[Extent]) -> None:
         """Begins to follow what a few calls at each line round to 0."""
-        if sum(t.numel() for t in (*operands, *results)) > MOST_ROUNDED or not _all_finite(measure(operands)):
+        if not self.zeros or sum(t.numel() for t in (*operands, *results)) > MOST_ROUNDED:
             return
         told = self._told(seen, results, extents, results)
         at = f"{told.op} {told.source}"
@@ -211,10 +212,14 @@ class AbsorbedOverflows:
         wide = self._in_float32(seen, {number: shadow.tensor for number, shadow in held.items()})
         if not wide:
             return
-        floats = [(real, other) for real, other in zip(seen.results, wide, strict=False) if measurable(real)]
         if overflow.op.rounded and not overflow.op.made_by:
             self._follow_zeros(seen, held, overflow, wide)
-        elif not floats or not _all_finite(measure([real for real, _ in floats])):
+        else:
+            self._follow_overflow(seen, held, overflow, wide)
+
+    def _follow_overflow(self, seen: Seen, held: dict[int, _Shadow], overflow: _Overflow, wide: list[Tensor]) -> None:
+        floats = [(real, other) for real, other in zip(seen.results, wide, strict=False) if measurable(real)]
+        if not floats or not _all_finite(measure([real for real, _ in floats])):
             self._keep(seen, wide, overflow)
         elif _all_finite(measure(_measurable(other for _, other in floats))):
             self._ended(seen, held, overflow, floats)

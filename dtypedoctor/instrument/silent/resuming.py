@@ -105,13 +105,7 @@ class ResumeCheck:
         self._session.once(found, type(optimizer).__name__)
 
     def _tell_of_moments(self, optimizer: Optimizer, held: list[_Loaded]) -> None:
-        """Pairs each mean of squares with the other tensors of its parameter: where it is 0, they have to be 0 as well."""
-        of_parameter: dict[int, list[_Loaded]] = {}
-        for one in held:
-            if one.tensor.dtype not in HALF:
-                of_parameter.setdefault(id(one.parameter), []).append(one)
-        lost = [(one, _lost(one, others)) for others in of_parameter.values() for one in others]
-        lost = [(one, (zeros, infinite)) for one, (zeros, infinite) in lost if zeros or infinite]
+        lost = _all_lost(held)
         if not lost:
             return
         found = MomentsStoredInHalf(
@@ -123,6 +117,16 @@ class ResumeCheck:
             compared=sum(len(_some(one.tensor)) for one, _ in lost),
         )
         self._session.once(found, type(optimizer).__name__)
+
+
+def _all_lost(held: list[_Loaded]) -> list[tuple[_Loaded, tuple[int, int]]]:
+    """Pairs each mean of squares with the other tensors of its parameter: where it is 0, they have to be 0 as well."""
+    of_parameter: dict[int, list[_Loaded]] = {}
+    for one in held:
+        if one.tensor.dtype not in HALF:
+            of_parameter.setdefault(id(one.parameter), []).append(one)
+    found = [(one, _lost(one, others)) for others in of_parameter.values() for one in others]
+    return [(one, lost) for one, lost in found if any(lost)]
 
 
 def _loaded(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[_Loaded]:
