@@ -132,3 +132,16 @@ def test_losses_and_random_numbers_are_those_of_an_unwatched_run(tmp_path: Path)
     work(None)
     assert left[0][0] == left[1][0]
     assert torch.equal(left[0][1], left[1][1])
+
+
+def test_no_operator_of_another_library_is_run_again(tmp_path: Path) -> None:
+    """It may do more than compute its result."""
+    calls: list[int] = []
+
+    @torch.library.custom_op("outside_overflows::squares", mutates_args=())
+    def squares(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x.square()
+
+    watched(tmp_path, trained_on(lambda x: torch.nan_to_num(squares((x * 500).half()), posinf=1.0)))
+    assert len(calls) == 2

@@ -27,7 +27,7 @@ from dtypedoctor.instrument.operators import (
 )
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.look import Seen
-from dtypedoctor.instrument.statistics import Extent, measurable, measure
+from dtypedoctor.instrument.statistics import Extent, is_spread, measurable, measure
 from dtypedoctor.instrument.whereabouts import OUTSIDE, OpPlace, Whereabouts
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.records.silent import Absorbed, Overflowed, RouterChoice
@@ -292,6 +292,11 @@ def _without_noise(seen: Seen, operands: Sequence[Tensor], wide: Sequence[Tensor
     ]
 
 
+def _may_be_repeated(tensors: Any) -> bool:
+    """Whether an experiment with them neither waits for a device, at each operator of a program, nor for other ranks."""
+    return not any(t.device.type != "cpu" or is_spread(t) for t in tensors_of(tensors))
+
+
 class OverflowsOutside:
     """Shows :class:`AbsorbedOverflows` what operators outside of modules make of an overflow, up to the first finite result.
 
@@ -324,6 +329,8 @@ class OverflowsOutside:
         Returns:
             Its results in float32, where it has made inf or NaN of what float16 had rounded to 0, and float32 does not.
         """
+        if func.namespace != "aten" or not _may_be_repeated((kept, result)):
+            return []
         if self._position.call != self._call or not self._check.is_following:
             self._call, self._ids = self._position.call, TensorIds()
             self._check.end()
