@@ -101,6 +101,13 @@ _KEEPING = (
 """Beginnings of the names of operators whose further results only their backward reads."""
 
 
+HALF = (torch.float16, torch.bfloat16)
+_NOT_FOLLOWED = (
+    "sums, indices, writes in place and overflows that become finite again, outside of modules on a GPU",
+    "there only tensors on a CPU are followed from operator to operator; a run on a CPU finds what they lose",
+)
+
+
 class _Plan(NamedTuple):
     """What is to be done about an operator."""
 
@@ -502,11 +509,19 @@ class Sentinel(OperatorMode):
             self._missed += 1
         elif device == "cpu" and self._affords(tensor):
             return ends_of(tensor)
-        elif device in BEHIND and self._is_turn(("sampled", func), line, EACH):
-            self._sample(_label(func, line), tensor)
+        elif device in BEHIND:
+            self._sampled(func, line, tensor)
         else:
             self._missed += 1
         return None
+
+    def _sampled(self, func: Any, line: Line | None, tensor: Tensor) -> None:
+        if tensor.dtype in HALF:
+            self._guard.tell(*_NOT_FOLLOWED)
+        if self._is_turn(("sampled", func), line, EACH):
+            self._sample(_label(func, line), tensor)
+        else:
+            self._missed += 1
 
     def _affords(self, tensor: Tensor) -> bool:
         size = tensor.nbytes

@@ -18,11 +18,11 @@ from torch.nn.modules import module as hooks
 from dtypedoctor._torch_private import count_no_global_hook_of, forget_global_hook, tracing_state
 from dtypedoctor.instrument.budget import LOSS_ALONE, Budget
 from dtypedoctor.instrument.operators import being_recorded
-from dtypedoctor.instrument.places import Looks, Place, Places, Rows, Sites, Source, When
+from dtypedoctor.instrument.places import Looks, Place, Places, Rows, Sites, When
 from dtypedoctor.instrument.recorders import Heard, Nonfinite, Recorders
 from dtypedoctor.instrument.returned import Returned
 from dtypedoctor.instrument.session import Here, Session, forget_ended_calls
-from dtypedoctor.instrument.statistics import Named, Rooted
+from dtypedoctor.instrument.statistics import Rooted
 
 CallListener = Callable[[nn.Module], None]
 
