@@ -204,7 +204,11 @@ def test_ctrl_c_before_a_script_has_begun_shows_no_traceback(
     imported: str, pause: float | None, tmp_path: Path
 ) -> None:
     """Its process imports the recording first; one that the signal ends tells the doctor enough."""
-    assert interrupted([str(BOOT), str(tmp_path)], tmp_path, f"dtypedoctor.{imported}", pause) == (-signal.SIGINT, [])
+    for _ in range(5):
+        status, said = interrupted([str(BOOT), str(tmp_path)], tmp_path, f"dtypedoctor.{imported}", pause)
+        if not (status == 1 and "request.json" in said[-1]):  # else the signal came when it had imported all
+            break
+    assert (status, said) == (-signal.SIGINT, [])
 
 
 def test_a_signal_that_comes_between_two_runs_does_not_end_the_doctor() -> None:
