@@ -114,7 +114,9 @@ def _boot() -> str:
 
 def _write_once(path: Path, content: dict[str, Any]) -> None:
     """Writes a file as a whole; whoever comes second leaves that of the first."""
-    own = path.with_name(f".{path.name}.{os.urandom(8).hex()}")  # containers of one machine may have the same process numbers
+    own = path.with_name(
+        f".{path.name}.{os.urandom(8).hex()}"
+    )  # containers of one machine may have the same process numbers
     own.write_text(json.dumps(content), encoding="utf-8")
     try:
         with contextlib.suppress(FileExistsError):
