@@ -120,7 +120,7 @@ class Budget:
         host, device, waited = (after - before for after, before in zip(metered, self._metered, strict=True))
         cost = waited + device + (0.0 if meter.behind else host)
         meter.behind = False
-        # the first step builds what all others use: the seconds of that are said, and not brought back
+        # the first step builds what all others use: its seconds are not brought back
         if step == self._step + 1 and self._step > 1:
             program = max(0.0, now - self._began - cost)
             self._program += program

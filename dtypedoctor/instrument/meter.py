@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from dtypedoctor.trace.events import Coverage
 from dtypedoctor.unpatched import perf_counter
@@ -55,9 +56,11 @@ class Meter:
         self._hooks += seconds
 
     def timed(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """``hook``, with its seconds added; what it calls itself is in them."""
+        """``hook``, with its seconds added; what it calls itself is in them. Inside compiled code, where a clock would break the graph, it is not called."""
 
         def called(*args: Any) -> None:
+            if is_compiling():
+                return
             if self._inside:
                 hook(*args)
                 return

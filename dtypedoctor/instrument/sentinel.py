@@ -50,6 +50,7 @@ from dtypedoctor.instrument.recorders import BEHIND
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.logprobs import is_followed
 from dtypedoctor.instrument.silent.sums import is_built_up
+from dtypedoctor.instrument.silent.updates import HALF
 from dtypedoctor.instrument.silent.writes import SUMS
 from dtypedoctor.instrument.statistics import measurable, real_of
 from dtypedoctor.lasting import at_fork
@@ -101,7 +102,6 @@ _KEEPING = (
 """Beginnings of the names of operators whose further results only their backward reads."""
 
 
-HALF = (torch.float16, torch.bfloat16)
 _NOT_FOLLOWED = (
     "sums, indices, writes in place and overflows that become finite again, outside of modules on a GPU",
     "there only tensors on a CPU are followed from operator to operator; a run on a CPU finds what they lose",

@@ -1,7 +1,7 @@
 """A job on several machines that all name one folder: each records in a directory of its own there, ``node-0``, ``node-1``, …
 
-No machine writes into the directory of another. What tells of all of them, beside these directories, is written by whoever ends, one
-after the other, so that the last one's stays.
+No machine writes into the directory of another. Each machine that ends writes the joint report beside these directories, one at a
+time, so the report of the last one stays.
 """
 
 import contextlib
@@ -113,7 +113,7 @@ def _boot() -> str:
 
 
 def _write_once(path: Path, content: dict[str, Any]) -> None:
-    """Writes a file as a whole; whoever comes second leaves that of the first."""
+    """Writes a file as a whole, unless it is there already."""
     own = path.with_name(
         f".{path.name}.{os.urandom(8).hex()}"
     )  # containers of one machine may have the same process numbers

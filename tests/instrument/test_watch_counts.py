@@ -19,6 +19,7 @@ from watched import watched as watched_by
 
 import dtypedoctor
 from dtypedoctor.instrument import batches, recorders
+from dtypedoctor.instrument.budget import budget_of
 from dtypedoctor.instrument.device_rows import Asked, NormRows
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.readable import Arrivals
@@ -293,8 +294,8 @@ def test_training_is_bitwise_the_same_under_every_kind_of_watch(tmp_path: Path, 
     assert all(torch.equal(a, b) for a, b in zip(bare.state(), watched.training.state(), strict=True))
 
 
-@pytest.mark.parametrize("every", [1, 0])
-def test_no_graph_break_and_no_compilation_is_added(tmp_path: Path, every: int) -> None:
+@pytest.mark.parametrize("options", [{}, {"every": 0}, {"budget": "5%"}, {"budget": "1/4"}], ids=str)
+def test_no_graph_break_and_no_compilation_is_added(tmp_path: Path, options: dict[str, Any]) -> None:
     """What torch compiles is the same with the watch as without, also at the second call."""
 
     def compiled() -> tuple[dict[str, int], dict[str, int]]:
@@ -308,7 +309,8 @@ def test_no_graph_break_and_no_compilation_is_added(tmp_path: Path, every: int) 
         return dict(counters["stats"]), dict(counters["graph_break"])
 
     bare = compiled()
-    with Watched(tmp_path, Training(), every=every):
+    budget = budget_of(options.get("budget"))
+    with Watched(tmp_path, Training(), **options | {"budget": budget}):
         found = compiled()
     assert found == bare
 
