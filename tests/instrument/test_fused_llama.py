@@ -17,6 +17,7 @@ from fused_llama import (
     relative_error,
 )
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from dtypedoctor.corrections.contract import TargetMismatchError, put_in
 from dtypedoctor.errors import UsageError
@@ -189,6 +190,15 @@ def test_the_decode_path_generates_what_the_fused_functions_generate() -> None:
         adapted = model(prompt).logits
         with model.disable_adapter():
             assert relative_error(model(prompt).logits, adapted) > 0.01
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_key_value_cache_is_filled_under_its_new_and_its_old_name(name: str) -> None:
+    """transformers 5.24 renamed the argument; a forward that takes any others too would generate without a cache, in silence."""
+    cache, attention = DynamicCache(), fuse(llama_tiny(layers=1)).get_submodule("model.layers.0.self_attn")
+    angles = torch.zeros(1, 3, attention.head_dim)
+    attention(torch.ones(1, 3, 64), (angles.cos(), angles.sin()), None, **{name: cache})
+    assert cache.get_seq_length() == 3
 
 
 def test_projections_that_cannot_be_fused_are_refused() -> None:

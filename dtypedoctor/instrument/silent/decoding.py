@@ -42,6 +42,8 @@ BEYOND_BEFORE = 8
 """And where float32 cannot be had, so many times what it was in an earlier step."""
 _PROPOSED = "assistant_model", "prompt_lookup_num_tokens", "penalty_alpha"
 """Options of ``generate`` with which a call gets tokens that are not what the one before has chosen."""
+_CACHES = "cache", "past_key_values"
+"""What a model's answer calls the KV cache: the first since transformers 5.24, the second before."""
 _BESIDE_IMAGES = (
     "whether texts about images (or other content) are generated as they are trained",
     "log-probabilities of decoding and training are compared of text alone; run once without images to have them compared",
@@ -253,8 +255,8 @@ class DecodingCheck:
         with contained(), beside(self._session, module, call, generation.autocast):
             answer = module(input_ids=tokens[:, : columns[0]], use_cache=True)
             for column in columns[:-1]:
-                cache = answer.past_key_values
-                answer = module(input_ids=tokens[:, column : column + 1], past_key_values=cache, use_cache=True)
+                cache = {name: answer[name] for name in _CACHES if name in answer}
+                answer = module(input_ids=tokens[:, column : column + 1], use_cache=True, **cache)
                 said.append(answer.logits[0, -1].float().log_softmax(-1)[tokens[0, column + 1]])
         now = _of_call(call, chosen[1:])
         return float((torch.stack(said) - now).abs().mean()) if now is not None and 0 < len(said) == len(now) else None

@@ -194,17 +194,22 @@ def attention_forward(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
+    cache: Any = None,
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """``LlamaAttention.forward`` through :class:`LoraQkv` and :class:`LoraO`; shapes (batch, tokens, hidden)."""
+    """``LlamaAttention.forward`` through :class:`LoraQkv` and :class:`LoraO`; shapes (batch, tokens, hidden).
+
+    The KV cache is called ``cache`` since transformers 5.24, ``past_key_values`` before.
+    """
+    cache = past_key_values if cache is None else cache
     tokens = hidden_states.shape[:-1]
     query, key, value = (
         heads.view(*tokens, -1, self.head_dim).transpose(1, 2) for heads in _query_key_value(self, hidden_states)
     )
     query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, self.layer_idx)
+    if cache is not None:
+        key, value = cache.update(key, value, self.layer_idx)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
     dropout = self.attention_dropout if self.training else 0.0
     mixed, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextAttention
 
 from dtypedoctor.corrections.contract import (
     Counters,
@@ -275,15 +276,18 @@ def _embedding(original: Forward, counters: Counters) -> Forward:
     return forward
 
 
+CACHE = "cache" if "cache" in inspect.signature(Gemma4TextAttention.forward).parameters else "past_key_values"
+"""What attention calls the KV cache: ``cache`` since transformers 5.24."""
+
+
 def _attention(original: Forward, counters: Counters) -> Forward:
     def forward(self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Tensor | None,
-                shared_kv_states: Any, past_key_values: Any = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+                shared_kv_states: Any, cache: Any = None, past_key_values: Any = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        cache = past_key_values if cache is None else cache
         if hidden_states.dtype is not torch.float16:
-            return original(
-                self, hidden_states, position_embeddings, attention_mask, shared_kv_states, past_key_values, **kwargs
-            )
+            return original(self, hidden_states, position_embeddings, attention_mask, shared_kv_states, cache, **kwargs)
         out = attention_float32(
-            self, hidden_states, position_embeddings, attention_mask, shared_kv_states, past_key_values, counters
+            self, hidden_states, position_embeddings, attention_mask, shared_kv_states, cache, counters
         )
         return out, None
 
@@ -317,7 +321,7 @@ install_attention_float32 = _replacing(
             "position_embeddings",
             "attention_mask",
             "shared_kv_states",
-            "past_key_values",
+            CACHE,
             "kwargs",
         ),
         parts=("q_proj", "q_norm", "o_proj", "head_dim", "scaling", "is_kv_shared_layer", "store_full_length_kv"),
