@@ -22,6 +22,7 @@ from dtypedoctor.instrument.operators import keep_compiler_out
 from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.instrument.readable import values_of
 from dtypedoctor.instrument.session import FOR_GOOD
+from dtypedoctor.instrument.silent.patches import PATCHER
 from dtypedoctor.lasting import at_fork
 from dtypedoctor.replay.standby import is_forking
 from dtypedoctor.trace.events import Environment, Metric, NotWatched
@@ -105,6 +106,7 @@ class ProcessWatch:
             after_import(FRAME_COMPILER, self._compiler_is_there),
             after_import(COMPILER, self._keep_compiler_out),
             after_import(PRETRAINED, instruments.silent.follow_pretrained),
+            after_import(PATCHER, instruments.silent.follow_patcher),
             after_import(GENERATION, instruments.phases.follow_generate),
             after_import(SHARDING, instruments.sharding.follow),
             follow_test_runners(self._note_test),

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.instrument.silent.loading import header_dtypes
+from dtypedoctor.instrument.silent.patches import PATCHER
 from dtypedoctor.trace.events import NotWatched, Observation, Op, ScalerState
 from dtypedoctor.trace.model import Trace
 
@@ -669,6 +671,52 @@ def unrelated(Product):
         del Product._original_forward  # type: ignore[attr-defined]
     assert (one.values["patcher"], one.values["replacement"]) == ("patch_product", "patches_of_a_library.py:5")
     assert (one.values["surplus"], one.values["missing"]) == ("cache, *rest", "scale")
+
+
+ZOO = """
+def patch_function(target_obj, attr_name, new_func, force = False):
+    if target_obj.forward.__code__.co_varnames[:2] != new_func.__code__.co_varnames[:2]: return False
+    setattr(target_obj, attr_name, new_func)
+    return True
+
+
+def patch_function_past_key_values(target_obj, attr_name, new_functions):
+    return any(patch_function(target_obj, attr_name, function) for function in new_functions)
+"""
+
+
+@pytest.mark.parametrize(("takes", "answered"), [(("h",), False), (("h", "x"), True), (("x",), True)])
+def test_a_patch_that_unsloth_zoo_answers_it_did_not_make_is_observed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes: tuple[str, ...], answered: bool
+) -> None:
+    """No original is kept then. Where one of several replacements fits, or the class is not the model's, there is nothing to say."""
+
+    class Squares(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x
+
+    class Elsewhere(Squares):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    zoo = ModuleType(PATCHER)
+    exec(ZOO, vars(zoo))  # noqa: S102
+    monkeypatch.setitem(sys.modules, PATCHER, zoo)
+    original = zoo.patch_function
+    choices = {"h": lambda self, h: h, "x": lambda self, x: x}
+
+    def program(instruments: Instruments) -> None:
+        instruments.silent.follow_patcher()
+        functions = [choices[name] for name in takes]
+        assert zoo.patch_function_past_key_values(Squares, "forward", functions) is answered
+        zoo.patch_function(Elsewhere, "forward", choices["h"])
+        Squares()(torch.ones(2))
+
+    found = observed(tmp_path, "unpatched", program)
+    assert zoo.patch_function is original
+    assert [(one.values["class"], one.values["surplus"], one.values["missing"]) for one in found] == (
+        [] if answered else [("Squares", "h", "x")]
+    )
 
 
 def fused(graph: Any, inputs: Any) -> Any:

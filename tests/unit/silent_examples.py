@@ -152,12 +152,13 @@ def unpatched() -> TraceBuilder:
     )
 
 
-def refused() -> TraceBuilder:
-    """The same, and it is known what was to replace it."""
+def refused(by: str = "") -> TraceBuilder:
+    """The same, and it is known what was to replace it; the patch may have been left out before the original was kept."""
     return seen(
         "unpatched",
         "mlp",
-        attribute="_original_forward",
+        attribute="" if by else "_original_forward",
+        refused_by=by,
         method="forward",
         source="m.py:3",
         patcher="patch_mlp",

@@ -220,6 +220,12 @@ def test_a_patch_that_was_refused_is_found_where_its_replacement_is_defined() ->
         "patch_mlp was to replace MLP.forward but did not: its replacement takes cache, the method does not; "
         "the method takes scale, its replacement does not."
     )
+    assert (
+        found.evidence[0]
+        == "MLP._original_forward keeps the original, and MLP.forward still runs the same code object, m.py:3."
+    )
+    by = only(refused("lib.make_patch"))
+    assert by.evidence[0] == "lib.make_patch was asked to patch MLP.forward and returned False; m.py:3 still runs."
 
 
 def test_a_correction_whose_calls_were_never_counted_is_not_said_to_be_uncalled() -> None:

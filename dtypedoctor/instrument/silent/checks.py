@@ -13,9 +13,10 @@ from dtypedoctor.instrument.silent.angles import AngleCheck
 from dtypedoctor.instrument.silent.decoding import DecodingCheck
 from dtypedoctor.instrument.silent.float32_shadows import AbsorbedOverflows, OverflowsOutside, RouterFlips
 from dtypedoctor.instrument.silent.indices import IndexCheck
-from dtypedoctor.instrument.silent.loading import LoadingCheck, PatchCheck
+from dtypedoctor.instrument.silent.loading import LoadingCheck
 from dtypedoctor.instrument.silent.logprobs import LogprobCheck, is_followed
 from dtypedoctor.instrument.silent.look import RoutineLook
+from dtypedoctor.instrument.silent.patches import PatchCheck
 from dtypedoctor.instrument.silent.policies import RatioCheck
 from dtypedoctor.instrument.silent.reruns import CacheCheck, EagerReplay
 from dtypedoctor.instrument.silent.resuming import ResumeCheck
@@ -86,6 +87,7 @@ class SilentChecks:
         self._look.after_call()
         self._cache.after_call()
         self._loading.stop()
+        self._patches.stop()
         self._resuming.stop()
         self.writes.stop()
         self._sums.stop()
@@ -111,6 +113,10 @@ class SilentChecks:
     def follow_pretrained(self) -> None:
         """transformers has been imported."""
         self._loading.follow_pretrained()
+
+    def follow_patcher(self) -> None:
+        """unsloth_zoo's functions that make patches have been imported."""
+        self._patches.follow_patcher()
 
     def entered(self, region: AutocastRegion) -> None:
         """An autocast region is entered."""

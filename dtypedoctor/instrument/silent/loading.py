@@ -1,17 +1,15 @@
-"""What is done to a model before it is first called: dtypes that loading changes, patches that are prepared and not in place."""
+"""What is done to a model before it is first called: dtypes that loading changes."""
 
 import functools
-import inspect
 import math
 import struct
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from inspect import CO_VARARGS, CO_VARKEYWORDS
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import FrameType
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +17,12 @@ from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import follow_casts
 from dtypedoctor.instrument.float32_program import HALF, SMALL, Originals
-from dtypedoctor.instrument.frames import Line, local_of, source_of
+from dtypedoctor.instrument.frames import local_of, source_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.models import Pretrained, RoundedAndTrained, StateLoaded
-from dtypedoctor.trace.records.silent import Unpatched
-from dtypedoctor.unpatched import from_json, unwrap
+from dtypedoctor.unpatched import from_json
 from dtypedoctor.values import dataclass
 
 LONGEST_HEADER = 100_000_000
@@ -284,114 +281,3 @@ def _cached(repository: str, revision: Any) -> Path | None:
         if isinstance(found, str):
             return Path(found).parent
     return None
-
-
-BACKUP = "orig"
-"""Part of the names under which originals are kept."""
-
-
-class PatchCheck:
-    """Writes an :class:`Unpatched` for each class whose kept original is what still runs.
-
-    A patcher keeps the original under another name and then replaces the method. Where it stops after the first half, the kept
-    original and the method that runs are the same function: the code object tells, the presence of the backup does not.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._roots: WeakSet[nn.Module] = WeakSet()
-        self._classes: set[type] = set()
-
-    def before_call(self, module: nn.Module) -> None:
-        """An outermost call begins; at the first one of a module the classes in it are looked at."""
-        if module in self._roots:
-            return
-        self._roots.add(module)
-        for child in module.modules():
-            if type(child) in self._classes:
-                continue
-            self._classes.add(type(child))
-            place = self._session.names.find(child)
-            for found in _unpatched(type(child)):
-                self._session.once(found, (type(child), found.attribute), place[1] if place is not None else None)
-
-
-def _unpatched(cls: type) -> Iterator[Unpatched]:
-    """Attributes that keep what a method was before a patch, though the method still is that."""
-    methods = {name: _function(cls, name) for name in dir(cls) if BACKUP not in name.lower()}
-    for attribute in _backups(cls):
-        kept = _function(cls, attribute)
-        if kept is None:
-            continue
-        for method, function in methods.items():
-            if function is not None and function.__code__ is kept.__code__:
-                yield Unpatched(
-                    class_=cls.__name__,
-                    attribute=attribute,
-                    method=method,
-                    source=Line(kept.__code__, kept.__module__, kept.__code__.co_firstlineno).source,
-                    **_replacement(cls, method, kept.__code__),
-                )
-
-
-def _replacement(cls: type, method: str, original: CodeType) -> dict[str, str]:
-    """What was to replace a method, as the fields of an :class:`Unpatched`; empty where nothing is known of it.
-
-    A patcher names the class and defines a function with the method's name inside of its own. Of several the one is taken that has most
-    parameters in common with the method; of equal ones the last.
-    """
-    has = _parameters(original)
-    found: tuple[int, FunctionType, CodeType] | None = None
-    for patcher in _functions_naming(cls):
-        for code in patcher.__code__.co_consts:
-            if isinstance(code, CodeType) and code.co_name == method:
-                common = len(set(_parameters(code)) & set(has))
-                if found is None or common >= found[0]:
-                    found = common, patcher, code
-    if found is None:
-        return {}
-    _, patcher, code = found
-    takes = _parameters(code)
-    return {
-        "patcher": patcher.__name__,
-        "replacement": Line(code, patcher.__module__, code.co_firstlineno).source,
-        "surplus": ", ".join(name for name in takes if name not in has),
-        "missing": ", ".join(name for name in has if name not in takes),
-    }
-
-
-def _functions_naming(cls: type) -> Iterator[FunctionType]:
-    """The functions of other modules than the class's own that have its name in their code."""
-    for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType) or module.__name__ == cls.__module__:
-            continue
-        for function in list(vars(module).values()):
-            if type(function) is FunctionType and function.__module__ == module.__name__:  # asks no proxy for its class
-                code = function.__code__
-                if cls.__name__ in (*code.co_names, *code.co_varnames, *code.co_freevars):
-                    yield function
-
-
-def _parameters(code: CodeType) -> list[str]:
-    """Names of a function's parameters, those of ``*args`` and ``**kwargs`` with their stars."""
-    count = code.co_argcount + code.co_kwonlyargcount
-    names = list(code.co_varnames[:count])
-    for flag, stars in ((CO_VARARGS, "*"), (CO_VARKEYWORDS, "**")):
-        if code.co_flags & flag:
-            names.append(stars + code.co_varnames[count])
-            count += 1
-    return names
-
-
-def _backups(cls: type) -> Iterator[str]:
-    """Attributes of a class and its bases whose names say that they keep what was there before."""
-    for owner in cls.__mro__:
-        if owner is not nn.Module and owner is not object:
-            yield from (name for name in vars(owner) if BACKUP in name.lower())
-
-
-def _function(cls: type, name: str) -> FunctionType | None:
-    """The function whose code a call of a method runs; None for what is no Python function."""
-    found = inspect.getattr_static(cls, name, None)
-    function = unwrap(found) if isinstance(found, FunctionType) else None
-    return function if isinstance(function, FunctionType) else None

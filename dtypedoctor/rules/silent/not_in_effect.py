@@ -19,17 +19,20 @@ PATCH_NOT_APPLIED = FindingSpec(
 
 
 def detect_missing_patches(trace: Trace) -> Iterator[Finding]:
-    """Corrections that were asked for and do not run, and originals kept for a patch that was not made."""
+    """Corrections that were asked for and do not run, and methods that a patch was to replace and did not."""
     for seen in trace.observed(Unpatched):
         what = seen.what
         patched = f"{what.class_}.{what.method}"
         summary = f"A patch of {patched} was prepared but is not in effect."
-        evidence = f"{what.class_}.{what.attribute} keeps the original, and {patched} still runs the same code object, {what.source}."
+        if what.refused_by:
+            evidence = f"{what.refused_by} was asked to patch {patched} and returned False; {what.source} still runs."
+        else:
+            evidence = f"{what.class_}.{what.attribute} keeps the original, and {patched} still runs the same code object, {what.source}."
         if not what.patcher:
             yield _not_applied(fqn=seen.fqn, source=what.source, summary=summary, evidence=(evidence,))
             continue
         summary = f"{what.patcher} was to replace {patched} but did not{_other_parameters(what)}."
-        prepared = f"The replacement is defined at {what.replacement}, inside of {what.patcher}."
+        prepared = f"The replacement is defined at {what.replacement}; {what.patcher} prepared it."
         yield _not_applied(fqn=seen.fqn, source=what.replacement, summary=summary, evidence=(evidence, prepared))
     last = {record.id: record for record in trace.all(Correction)}
     for record in last.values():

@@ -119,17 +119,18 @@ class RouterChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpatched:
-    """A class whose kept original is what still runs; the observation's ``fqn`` is the first module of that class.
+    """A class with a method that a patch did not replace; the observation's ``fqn`` is the first module of that class.
 
     Attributes:
         class_: name of the class.
-        attribute: name of the backup.
+        attribute: name of the backup of what still runs; empty where there is none.
         method: name of what was to be replaced.
         source: ``file:line`` of the function that runs.
         patcher: name of the function that prepared the patch; empty where that is not known, and the rest as well.
         replacement: ``file:line`` of the function that was to run instead.
         surplus: parameters that it takes and the method does not, with commas between them.
         missing: parameters that the method takes and it does not.
+        refused_by: dotted name of the function that was asked to make the patch and answered that it did not; empty where none is known.
     """
 
     KIND: ClassVar[str] = "unpatched"
@@ -142,6 +143,7 @@ class Unpatched:
     replacement: str = ""
     surplus: str = ""
     missing: str = ""
+    refused_by: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
