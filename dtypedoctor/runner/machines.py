@@ -19,6 +19,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import field, replace
 from importlib import import_module
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from dtypedoctor.errors import NodeLostError, UsageError, is_installed
@@ -39,6 +40,10 @@ WIDTH = 8
 """Jobs at a time where nobody says and the executor does not know its machines."""
 _POLL_SECONDS = 0.5
 _ANSWER_SECONDS = 20.0
+_QUEUE_SECONDS = 10.0
+"""Between two questions to Slurm."""
+_FILES_SECONDS = 30.0
+"""What a job leaves may be seen so late in a folder of a network."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,6 +371,7 @@ class SubmititExecutor(Executor):
         except (ValueError, TypeError) as error:
             wrong, _, known = str(error).partition("\n")
             raise UsageError(f"--slurm: {wrong}", known) from error
+        self._queue = _SlurmQueue() if where.executor == SLURM else None
         self._closing = threading.Event()
         self._waiting = ThreadPoolExecutor(where.jobs or self.width)
 
@@ -375,7 +381,7 @@ class SubmititExecutor(Executor):
 
     def _through(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
         submitted = self.engine.submit(fn, *args, **kwargs)
-        while not submitted.done():
+        while not self._is_over(submitted):
             if self._closing.wait(_POLL_SECONDS):
                 submitted.cancel(check=False)
                 raise CancelledError
@@ -385,6 +391,23 @@ class SubmititExecutor(Executor):
             for left in (submitted.paths.submitted_pickle, submitted.paths.result_pickle):
                 left.unlink(missing_ok=True)
 
+    def _is_over(self, submitted: Any) -> bool:
+        """Whether a job has left its result.
+
+        Raises:
+            RuntimeError: it is over and has left none: its machine is lost.
+        """
+        if self._queue is None:
+            return bool(submitted.done())
+        result = submitted.paths.result_pickle
+        if _is_there(result):
+            return True
+        if self._queue.holds(submitted.job_id) or self._closing.wait(_FILES_SECONDS):
+            return False
+        if not _is_there(result):
+            raise RuntimeError(f"Slurm's job {submitted.job_id} is over and has left no result")
+        return True
+
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """See :class:`concurrent.futures.Executor`."""
         if cancel_futures:
@@ -392,8 +415,42 @@ class SubmititExecutor(Executor):
         self._waiting.shutdown(wait, cancel_futures=cancel_futures)
 
 
+class _SlurmQueue:
+    """The jobs of this user that wait or run. ``squeue`` is asked, for submitit asks ``sacct``, and where Slurm keeps no accounts that knows of nothing."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._asked = -_QUEUE_SECONDS
+        self._jobs: frozenset[str] | None = None
+
+    def holds(self, job_id: str) -> bool:
+        """Whether a job waits or runs; it does where Slurm does not answer."""
+        with self._lock:
+            if monotonic() < self._asked + _QUEUE_SECONDS and (self._jobs is None or job_id in self._jobs):
+                return True
+            self._asked = monotonic()
+            self._jobs = _jobs_of_this_user()
+            return self._jobs is None or job_id in self._jobs
+
+
+def _jobs_of_this_user() -> frozenset[str] | None:
+    """None where ``squeue`` does not answer."""
+    command = ["squeue", "--noheader", "--user", str(os.getuid()), "--format", "%A"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return frozenset(done.stdout.split())
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a file is in its folder. The folder is listed: of a single name a network's folder may say for a minute what it was."""
+    return path.name in os.listdir(path.parent)
+
+
 _NOTHING_OF_OURS = {
-    "additional_parameters": {"export": "NONE"},  # else sbatch sends every variable of this process
+    # else sbatch sends every variable of this process, and Slurm starts a job again whose machine is lost, beside the one that is submitted again
+    "additional_parameters": {"export": "NONE", "no-requeue": True},
     "setup": ["export SLURM_EXPORT_ENV=ALL"],  # but srun gives its task those of the machine
 }
 

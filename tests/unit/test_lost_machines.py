@@ -24,6 +24,7 @@ from dtypedoctor.runner.machines import (
     SubmititExecutor,
     SubmittedJob,
     Where,
+    _SlurmQueue,
     machines,
     require_executor,
     unpack,
@@ -239,14 +240,31 @@ def test_a_job_of_slurm_gets_no_variable_of_this_process(slurm: Path) -> None:
     assert width == WIDTH
 
 
-def test_an_unknown_parameter_of_slurm_is_refused_with_those_that_there_are(slurm: Path) -> None:
+def test_an_unknown_parameter_of_slurm_is_refused_with_those_that_there_are(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And so is a machine without Slurm."""
     with pytest.raises(UsageError, match="--slurm: Unavailable parameter") as refused:
         SubmititExecutor(Where(executor="slurm", slurm={"acount": "lab"}), slurm / "jobs", 60)
     assert "account" in refused.value.hint
     (slurm / "srun").unlink()
+    monkeypatch.setenv("PATH", str(slurm))
     with pytest.raises(UsageError, match="srun"):
         SubmititExecutor(Where(executor="slurm"), slurm / "jobs", 60)
+
+
+def test_a_job_that_squeue_does_not_name_is_over_and_one_is_not_where_it_does_not_answer(slurm: Path) -> None:
+    """A job that is newer than the last answer is asked for again; the others are not for a while."""
+    squeue, asked = slurm / "squeue", slurm / "asked"
+    squeue.write_text(f"#!/bin/sh\necho >> {asked}\ncat {slurm}/answer\n")
+    squeue.chmod(0o755)
+    queue = _SlurmQueue()
+    assert queue.holds("7"), "there is no answer"
+    assert queue.holds("7"), "nor is it asked again at once"
+    (slurm / "answer").write_text("7\n9\n")
+    queue = _SlurmQueue()
+    assert [queue.holds(one) for one in ("7", "9", "7", "8")] == [True, True, True, False]
+    assert len(asked.read_text()) == 3
 
 
 @pytest.mark.parametrize(("executor", "printed"), [("ray", ("", "a node died\n")), ("local", ("a node died\n", ""))])
