@@ -126,7 +126,7 @@ def execute(
     from dtypedoctor.cli.scripts import treat_script
     from dtypedoctor.runner.directories import job_directory, new_directory, scenario_name
     from dtypedoctor.scenario.model import Distributed, Scenario, ScenarioStep, Script
-    from dtypedoctor.trace.ranks import member, rank_directory
+    from dtypedoctor.trace.ranks import member, member_of_torchrun, rank_directory
     from dtypedoctor.trials.plan import Plan
 
     remedies = _remedies(ablate or [], attempt or [])
@@ -147,7 +147,8 @@ def execute(
             )
         ],
     )
-    here, nodes = member(), nodes_of(launch.launcher)
+    # `srun torchrun …`: Slurm's processes are the machines then
+    here, nodes = member_of_torchrun() if launch.launcher else member(), nodes_of(launch.launcher)
     if launch.launcher and (here is not None or nproc_per_node is not None):
         why = (
             "this process is one of several already" if here is not None else "--nproc-per-node starts torchrun itself"
@@ -155,7 +156,8 @@ def execute(
         raise UsageError(f"{launch.launcher[0]}: {why}", "Give the script without the launcher.")
     if here is not None and nproc_per_node is not None:
         raise UsageError(
-            "--nproc-per-node: this process is one of several already", "Leave it out: RANK and WORLD_SIZE are set."
+            "--nproc-per-node: this process is one of several already",
+            "Leave it out: torchrun, srun or mpirun has started this one.",
         )
     if rerun and (once or here is not None):
         why = "the script is to run once" if once else "only its launcher can start this job again"

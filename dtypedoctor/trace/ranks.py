@@ -24,7 +24,7 @@ _CHILD = "spawned-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One process of several, as torchrun tells it by environment variables.
+    """One process of several, as its launcher tells it by environment variables.
 
     Attributes:
         rank: its number among all processes, from 0.
@@ -37,11 +37,36 @@ class Member:
     local_rank: int
 
 
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_OTHERS = (
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),  # srun; a batch script has no step
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI's mpirun
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # mpiexec of MPICH and of Intel MPI
+)
+"""Variables of launchers that set none of torchrun's: rank, number of processes, rank on this machine."""
+
+
 def member(environment: Mapping[str, str] = os.environ) -> Member | None:
-    """Which process of a distributed program this is; None where it is not one."""
+    """Which process of a distributed program this is; None where it is not one.
+
+    torchrun's variables go first: ``srun torchrun`` has both.
+    """
+    here = member_of_torchrun(environment)
+    if here is not None:
+        return here
+    others = (_member(environment, names) for names in _OTHERS)
+    return next((one for one in others if one is not None and one.world_size > 1), None)
+
+
+def member_of_torchrun(environment: Mapping[str, str] = os.environ) -> Member | None:
+    """The same by the variables of torchrun, accelerate and deepspeed alone."""
+    return _member(environment, _TORCHRUN)
+
+
+def _member(environment: Mapping[str, str], names: tuple[str, str, str]) -> Member | None:
     try:
-        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        local = int(environment.get("LOCAL_RANK", rank))
+        rank, size = int(environment[names[0]]), int(environment[names[1]])
+        local = int(environment.get(names[2], rank))
     except (KeyError, ValueError):
         return None
     return Member(rank=rank, world_size=size, local_rank=local) if 0 <= rank < size else None

@@ -157,9 +157,9 @@ def _job_name() -> str:
 
 def _place(directory: "Path", *, is_first: bool) -> "Path | None":
     """Where this process records; None for one that a launcher starts again, and where there are too many."""
-    from dtypedoctor.trace.ranks import child_directory, member, rank_directory
+    from dtypedoctor.trace.ranks import child_directory, member_of_torchrun, rank_directory
 
-    here = member()
+    here = member_of_torchrun()
     if here is not None:
         candidates = [rank_directory(directory, here.rank)]
     elif is_first:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dtypedoctor.interruptions import contained, noticing
 from dtypedoctor.redaction.redact import read_request, write_request_file
 from dtypedoctor.trace.events import NOT_HERE, NOTHING_WATCHED, NotWatched
-from dtypedoctor.trace.ranks import STREAMS, member, rank_directory
+from dtypedoctor.trace.ranks import STREAMS, member, member_of_torchrun, rank_directory
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import from_json, time_ns, to_json
 from dtypedoctor.worker import main_module
@@ -106,7 +106,7 @@ def _enter_rank(directory: Path) -> Path:
     Raises:
         RuntimeError: the process was not started by torchrun.
     """
-    here = member()
+    here = member_of_torchrun()
     if here is None:
         raise RuntimeError("RANK and WORLD_SIZE are not set: this process was not started by torchrun")
     place = rank_directory(directory, here.rank)

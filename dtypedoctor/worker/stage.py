@@ -21,7 +21,7 @@ from dtypedoctor.instrument.places import residual_blocks
 from dtypedoctor.scenario.model import Capture as Wanted
 from dtypedoctor.scenario.model import Distributed, Grpo, Sft
 from dtypedoctor.trace.events import NotWatched
-from dtypedoctor.trace.ranks import member
+from dtypedoctor.trace.ranks import member_of_torchrun
 from dtypedoctor.trace.records.execution import StreamLaunches
 from dtypedoctor.values import dataclass
 
@@ -207,7 +207,7 @@ def take_device(device: torch.device) -> None:
     Raises:
         UsageError: there are not enough of them.
     """
-    here = member()
+    here = member_of_torchrun()
     if here is None or device.type != "cuda":
         return
     count = torch.cuda.device_count()
@@ -222,7 +222,7 @@ def take_device(device: torch.device) -> None:
 def parallel(context: "Context") -> Iterator[None]:
     """Inside, ``context.model`` is wrapped as the scenario asks, and this process belongs to the group of all ranks."""
     spec = context.scenario.distributed
-    here = member()
+    here = member_of_torchrun()
     if spec is None or here is None:
         yield
         return

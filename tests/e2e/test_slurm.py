@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from command import dtypedoctor
 from patience import PATIENCE, becomes
 
 pytestmark = pytest.mark.slow
@@ -189,3 +190,35 @@ def test_a_scenario_runs_elsewhere_when_its_node_loses_power(slurm: Slurm, tmp_p
     assert "sacct" not in err
     assert "2 of 2 scenarios as expected" in out
     assert slurm.asked("squeue", "-h") == ""
+
+
+TRAINING = """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo", init_method="file://{folder}/meeting", world_size=2, rank=int(os.environ.get("RANK", os.environ["SLURM_PROCID"])))
+model = nn.parallel.DistributedDataParallel(nn.Linear(16, 16).half())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(3):
+    scale = 3e4 if dist.get_rank() == 1 and step == 1 else 1.0
+    loss = model(torch.ones(4, 16).half() * scale * 3).float().square().mean()
+    loss.backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["srun", "srun torchrun"])
+def test_processes_that_srun_starts_are_the_ranks_of_one_report(slurm: Slurm, tmp_path: Path, launcher: str) -> None:
+    """Slurm's variables number them; under torchrun they number the machines, and torchrun's own the ranks."""
+    (tmp_path / "train.py").write_text(TRAINING.format(folder=tmp_path))
+    torchrun = f"torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{_free_port()} --rdzv-id 7"
+    slurm.asked(
+        "srun", "-N2", "-n2", "--chdir", str(tmp_path), sys.executable, "-m", "dtypedoctor", "exec", "--out", "job",
+        *(torchrun.split() if "torchrun" in launcher else ()), "train.py",
+    )  # fmt: skip
+    found = dtypedoctor("report", "job", "--format", "json", cwd=tmp_path)
+    [first, *_] = json.loads(found.out)["findings"]
+    assert (first["id"], first["rank"], first["source"]) == ("float16-overflow", 1, "train.py:12")

@@ -17,10 +17,12 @@ from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.trace.events import Header, Observation, Raised
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.ranks import (
+    Member,
     header,
     lead,
     leading_directory,
     member,
+    member_of_torchrun,
     rank_directories,
     rank_directory,
 )
@@ -247,11 +249,30 @@ def test_a_rank_of_which_nobody_knows_the_end_leads_those_that_complain_of_it() 
         {"RANK": "x", "WORLD_SIZE": "2"},
         {"RANK": "2", "WORLD_SIZE": "2"},
         {"RANK": "-1", "WORLD_SIZE": "2"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"},
     ],
 )
 def test_what_is_not_a_rank_is_one_process(environment: dict[str, str]) -> None:
-    """Half of the variables, or nonsense in them, is no job."""
+    """Half of the variables, or nonsense in them, is no job; nor is Slurm's batch script, which has no step, or a single process of srun."""
     assert member(environment) is None
+
+
+@pytest.mark.parametrize(
+    "launched",
+    [
+        {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"},
+        {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"},
+        {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+        {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"},
+    ],
+)
+def test_every_launcher_says_which_process_this_is(launched: dict[str, str]) -> None:
+    """torchrun's word goes before that of Slurm, which has started torchrun."""
+    assert member(launched) == Member(rank=3, world_size=8, local_rank=1)
+    machine = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+    torchs = member_of_torchrun(machine | launched)
+    assert torchs == (member(launched) if "RANK" in launched else None)
 
 
 def test_a_rank_knows_its_number_and_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
