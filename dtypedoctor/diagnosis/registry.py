@@ -23,7 +23,7 @@ BUILT_IN = "dtypedoctor.rules"
 """The package whose modules name their rules in ``RULES``. Rules import the diagnosis, so it looks them up when they are first needed."""
 
 PRECEDENCE = (
-    "collectives", "mismatch", "scaling", "streams", "non-finite", "loss-scale", "scaled-gradients", "compilation", "missing-patches", "stale-autocast-cache", "integer-casts",
+    "collectives", "mismatch", "scaling", "streams", "non-finite", "loss-scale", "scaled-gradients", "compilation", "missing-patches", "stale-autocast-cache", "integer-casts", "float8-casts",
     "rescues", "erased", "gradient-underflow", "update-stall", "router-flips", "logprob-gap", "rounded-positions", "partial-stall",
     "rotary-tables", "loading", "loaded-dtype", "packed-weights", "trainable-weights", "shard-units", "rotary-weights", "kept-weights",
 )  # fmt: skip

@@ -22,7 +22,7 @@ from dtypedoctor.trace.records.execution import AttentionReplayed
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.values import dataclass
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e5m2, torch.float8_e4m3fn)
 
 
 def replay_wider(writer: TraceWriter, of: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.look import RoutineLook, Seen
 from dtypedoctor.trace.events import NotWatched, Observation
@@ -204,6 +205,90 @@ def test_integers_that_look_something_up_are_compared_or_are_whole_already_are_n
 ) -> None:
     """Bins, lengths and token ids lose their fractions on purpose."""
     assert seen(tmp_path, "float-to-int", work, torch.rand(64)) == []
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "lost"), [(1e-4, E4M3, "vanished"), (3e4, E4M3, "clipped"), (1e-7, E5M2, "vanished")]
+)
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+def test_a_cast_to_float8_that_loses_what_a_scale_would_keep_is_observed(
+    tmp_path: Path, size: float, dtype: torch.dtype, lost: str, outside: bool, source: torch.dtype
+) -> None:
+    """In a module and outside of modules; the experiment is the same cast with a scale."""
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0)).mul(size).to(source)
+
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype).float()
+
+    trace = watched(tmp_path, lambda _: cast(x) if outside else Apply(cast)(x))
+    (one,) = observed(trace, "float8-cast")
+    assert one.values[lost] > 32
+    assert one.values["relative_error"] > 0.5
+    assert one.values["scaled_error"] < 0.1
+    [found] = diagnose(trace)
+    assert (found.id, found.confidence) == ("float8-range", "proven")
+    assert found.source is not None
+    assert found.source.startswith("test_routine_look.py:")
+
+
+def into_cache(x: Tensor) -> Tensor:
+    """Writes to a tensor that is there."""
+    return torch.zeros(64, dtype=E4M3).copy_(x * 1e4).float()
+
+
+def test_a_copy_into_a_float8_cache_is_a_cast(tmp_path: Path) -> None:
+    """The cache was made long before."""
+    (one,) = seen(tmp_path, "float8-cast", into_cache, torch.randn(64))
+    assert one.values["op"] == "aten.copy_.default"
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: x.to(E4M3),
+        lambda x: (x * 0.02).to(E4M3),
+        lambda x: x.mul(100).to(E4M3),
+        lambda x: (x * 1e-4 * (448 / (x * 1e-4).abs().max())).to(E4M3),
+        lambda x: (x * 1e4 * (300 / x.abs().amax(-1, keepdim=True) / 1e4)).to(E4M3),
+        lambda x: (x * 1e-3).to(E5M2),
+        lambda x: torch.cat([x.flatten() * 1e-6, torch.tensor([300.0])]).to(E4M3),
+        lambda x: torch.zeros(4, 4).to(E4M3),
+        lambda x: torch.zeros(4, 4, dtype=E4M3).float().to(E5M2),
+        lambda x: x.new_full((4, 4), -30000.0).to(E5M2),
+    ],
+    ids=[
+        "as it is",
+        "weights",
+        "range in use",
+        "scaled",
+        "scaled by row",
+        "gradients",
+        "outlier",
+        "zeros",
+        "between",
+        "mask",
+    ],
+)
+def test_casts_to_float8_that_only_round_or_that_no_scale_helps_are_not_observed(
+    tmp_path: Path, work: Callable[[Tensor], Tensor]
+) -> None:
+    """Three bits are few, and that is what was asked for."""
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    assert seen(tmp_path, "float8-cast", work, x) == []
+
+
+def test_an_overflow_of_a_cast_to_float8_is_no_rounding(tmp_path: Path) -> None:
+    """float8_e5m2 has inf: the watch sees it, and the cast in a wider dtype proves it."""
+    layer = Apply(lambda x: x.to(E5M2).float())
+    trace = watched(
+        tmp_path, lambda _: layer(torch.full((8,), 1e5)).sum().item(), OpWindow(call=1, step=1, until="next-call")
+    )
+    [found, *_] = diagnose(trace)
+    assert (found.id, found.confidence, found.dtype) == ("float8-range", "proven", "float8_e5m2")
 
 
 def test_a_router_in_half_precision_is_run_again_in_float32(tmp_path: Path) -> None:

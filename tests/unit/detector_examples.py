@@ -27,6 +27,7 @@ from silent_examples import (
     cast,
     correction,
     erased,
+    float8,
     indices,
     lost_writes,
     overshoots,
@@ -97,6 +98,7 @@ DETECTOR_EXAMPLES: dict[str, dict[str, Example]] = {
     "missing-patches": {"patch-not-applied": pair(unpatched, lambda: correction(hits=3))},
     "stale-autocast-cache": {"stale-autocast-cache": pair(stale, TraceBuilder)},
     "integer-casts": {"float-to-int-cast": pair(cast, TraceBuilder)},
+    "float8-casts": {"float8-range": pair(float8, TraceBuilder)},
     "rescues": {
         "silent-rescue": pair(
             lambda: absorbed("aten.nan_to_num.default", "0.0"),

@@ -152,6 +152,22 @@ def unpatched() -> TraceBuilder:
     )
 
 
+def float8(**changed: object) -> TraceBuilder:
+    """A cast of small values to float8 that makes zeros of half of them."""
+    values = {
+        "elements": 64,
+        "clipped": 0,
+        "vanished": 32,
+        "absmax": 0.001,
+        "relative_error": 0.5,
+        "scaled_error": 0.02,
+    }
+    return seen(
+        "float8-cast", "mlp", op="aten._to_copy.default", source="m.py:3", to="float8_e4m3fn",
+        **{"from": "bfloat16"}, **(values | changed),
+    )  # fmt: skip
+
+
 def refused(by: str = "") -> TraceBuilder:
     """The same, and it is known what was to replace it; the patch may have been left out before the original was kept."""
     return seen(

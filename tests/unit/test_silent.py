@@ -9,6 +9,7 @@ from silent_examples import (
     absorbed,
     cast,
     correction,
+    float8,
     moments,
     pretrained,
     refused,
@@ -210,6 +211,19 @@ def test_a_correction_that_is_not_installed_or_never_called_is_not_applied() -> 
     assert only(correction(hits=0)).id == "patch-not-applied"
     assert "the signature has changed" in diagnose(correction(hits=0, installed=False).build())[0].summary
     assert only(correction(hits=5, rescued=7)).id == "silent-rescue"
+
+
+def test_a_cast_to_float8_says_what_most_of_its_loss_is_and_what_a_scale_would_leave() -> None:
+    """Clipped or gone, whichever is more."""
+    found = only(float8())
+    assert (found.id, found.fqn, found.source, found.confidence) == ("float8-range", "mlp", "m.py:3", "proven")
+    assert (
+        found.summary
+        == "mlp casts bfloat16 to float8_e4m3fn without a scale that fits in step 1: 50% of the elements become 0."
+    )
+    assert found.proven_by is not None
+    assert "differ from what they were by 0.02 of their norm, and as the program casts them by 0.5" in found.proven_by
+    assert only(float8(clipped=48)).summary.endswith("75% of the elements become 448 or -448.")
 
 
 def test_a_patch_that_was_refused_is_found_where_its_replacement_is_defined() -> None:

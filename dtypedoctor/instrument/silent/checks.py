@@ -11,6 +11,7 @@ from dtypedoctor.instrument.operators import Arguments
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.angles import AngleCheck
 from dtypedoctor.instrument.silent.decoding import DecodingCheck
+from dtypedoctor.instrument.silent.float8 import Float8Casts
 from dtypedoctor.instrument.silent.float32_shadows import AbsorbedOverflows, OverflowsOutside, RouterFlips
 from dtypedoctor.instrument.silent.indices import IndexCheck
 from dtypedoctor.instrument.silent.loading import LoadingCheck
@@ -53,10 +54,12 @@ class SilentChecks:
         self.logprobs = LogprobCheck(session)
         self.overflows = OverflowsOutside(session, Whereabouts(session))
         self._indices = IndexCheck(session)
+        self._float8 = Float8Casts(session, whereabouts)
         seeing = (
             self._indices,
             AbsorbedOverflows(session, whereabouts),
             IntegerCasts(session, whereabouts),
+            self._float8,
             RouterFlips(session, whereabouts),
             PositionCheck(session, whereabouts),
             AngleCheck(session, whereabouts),
@@ -153,6 +156,7 @@ class SilentChecks:
             self._sums.ran(func, *arguments, result)
         elif str(func) == "aten._to_copy.default":
             self._indices.cast(arguments, result)
+            self._float8.cast(arguments, result)
 
     def before_generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``generate`` of transformers is called."""

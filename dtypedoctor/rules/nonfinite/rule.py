@@ -12,6 +12,7 @@ from dtypedoctor.diagnosis.ops import graph_of
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, NON_FINITE, OF_ANY_FINDING, Finding, FindingSpec, Rule
 from dtypedoctor.diagnosis.wording import how_the_run_ended
 from dtypedoctor.rules import Statement, make_finding
+from dtypedoctor.rules.nonfinite.float8 import FLOAT8_RANGE, judge_float8
 from dtypedoctor.rules.nonfinite.overflow import (
     judge_attention_scores,
     judge_backward,
@@ -306,6 +307,7 @@ SPECS = (
     DIVERGENCE,
     DOMAIN_ERROR,
     COMPILE_ONLY_NONFINITE,
+    FLOAT8_RANGE,
 )
 
 
@@ -315,6 +317,7 @@ JUDGES: tuple[Callable[[Origin], Finding | None], ...] = (
     judge_optimizer_step,
     judge_norm_square,
     judge_attention_scores,
+    judge_float8,
     judge_backward,
     judge_overflow,
     judge_unexamined,

@@ -324,6 +324,35 @@ class FloatToInt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Float8Cast:
+    """A cast of finite values to float8 that loses much more than it would with a scale.
+
+    Attributes:
+        op, source: of the cast.
+        from_, to: dtypes.
+        elements: how many were cast.
+        clipped: of these, larger than the dtype's largest value, which they become.
+        vanished: not 0 before and 0 after.
+        absmax: largest magnitude before the cast.
+        relative_error: of the result, in the Euclidean norm.
+        scaled_error: the same with the dtype's largest value over ``absmax`` as a scale.
+    """
+
+    KIND: ClassVar[str] = "float8-cast"
+
+    op: str
+    source: str | None
+    from_: str
+    to: str
+    elements: int
+    clipped: int
+    vanished: int
+    absmax: float
+    relative_error: float
+    scaled_error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryTable:
     """A table of rotary frequencies that is rounded, and read.
 
