@@ -123,6 +123,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 def nan_and_inf(tensors: Sequence[torch.Tensor]) -> tuple[bool, bool]:
     """Whether any element is NaN, and whether any is infinite."""
     dense = [tensor.detach() for tensor in tensors if tensor.layout == torch.strided and not tensor.is_meta]
+    dense = [t.float() if t.is_floating_point() and t.itemsize == 1 else t for t in dense]  # float8 knows no isinf
     return any(bool(t.isnan().any()) for t in dense), any(bool(t.isinf().any()) for t in dense)
 
 
