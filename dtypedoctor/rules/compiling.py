@@ -56,8 +56,8 @@ MAX_GUARD = 160
 
 _REST = regex(r"torch_dynamo_resume_in_(?P<function>.+)_at_(?P<line>\d+)")
 """Dynamo's name for what follows a graph break."""
-_FOREIGN = regex(r"_ctypes|_FuncPtr|PyCSimpleType|get_ptr")
-"""What a C function that is called through ctypes looks like to Dynamo."""
+_FOREIGN = regex(r"_ctypes|_C?FuncPtr|PyC(Simple|Pointer|FuncPtr)Type|_SimpleCData|get_ptr")
+"""What a C function that is called through ctypes looks like to Dynamo: torch 2.9 names the class, later releases its metaclass."""
 _OF_PRECISION = regex(r"dtype|autocast|quant|bitsandbytes", re.IGNORECASE)
 """What a break that has to do with number formats speaks of."""
 _EXPLANATION = regex(r"^ +Explanation: (?P<text>.+)$", re.MULTILINE)
@@ -197,7 +197,12 @@ def _evidence_of_recompiles(
 
 
 def _with_custom_op(finding: Finding, trace: Trace, texts: Sequence[str]) -> Finding:
-    """The finding; for C functions between packed weights with what hides them from Dynamo, unless their library has a correction."""
+    """The finding; for C functions between packed weights with what hides them from Dynamo, unless their library has a correction.
+
+    What is mere information needs no fix.
+    """
+    if finding.severity is Severity.INFO:
+        return finding
     packed = any(note.quant for note in trace.all(ParameterNote))
     foreign = any(_FOREIGN.search(text) for text in texts)
     if finding.remedies or not (packed and foreign):

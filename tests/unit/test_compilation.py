@@ -57,6 +57,31 @@ def test_the_operator_is_proposed_for_c_functions_between_packed_weights_only() 
     assert found(trace(COUNTS, ("graph-break", BREAK), packed=False))[0].remedies == ()
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        "builtin `<unknown module>._SimpleCData.__new__.`",  # torch 2.9
+        "method `__new__` of class `PyCSimpleType`",
+        "method `__call__` of class `_FuncPtr`",
+    ],
+)
+def test_a_c_function_is_known_by_the_words_of_each_torch_and_corrected_in_its_library(told: str) -> None:
+    """A library that has a correction of its own comes before the operator that hides C functions in general."""
+    explained = BREAK | {"explanation": f"Dynamo does not know how to trace the {told}", "context": ""}
+    (plain,) = found(trace(COUNTS, ("graph-break", explained)))
+    assert (plain.severity, plain.remedies) == (Severity.WARNING, ("nf4-custom-op",))
+    in_library = explained | {"frames": ["/site-packages/axolotl/kernels/quantize.py:143 dequantize"]}
+    (corrected,) = found(trace(COUNTS, ("graph-break", in_library)))
+    assert corrected.remedies == ("axolotl-compiled-dequantize",)
+
+
+def test_a_break_that_is_mere_information_has_no_fix() -> None:
+    """Whatever the functions are called that it happens in."""
+    helper = PRINT | {"frames": ["/home/me/model.py:41 get_ptr"]}
+    (finding,) = found(trace(COUNTS, ("graph-break", helper)))
+    assert (finding.severity, finding.remedies) == (Severity.INFO, ())
+
+
 def test_a_limit_that_was_hit_quotes_the_guard() -> None:
     """And says which functions were compiled how often, Dynamo's advice left out."""
     breaks, limit = found(trace(COUNTS, ("graph-break", BREAK), ("recompile", RECOMPILE), ("recompile-limit", LIMIT)))
