@@ -64,7 +64,7 @@ def load(folder: str) -> tuple[Any, Any]:
     for name in ("unsloth", "unsloth.kernels"):
         _put(name, ModuleType(name), __path__=[str(Path(found.origin).parents[1] / name.replace(".", "/"))], **device)
     _put("unsloth.device_type", ModuleType("unsloth.device_type"), **device)
-    if on_cpu and not hasattr(torch._C, "_cuda_getCurrentRawStream"):
+    if on_cpu:  # a build for CUDA has the function, which raises without a driver
         torch._C._cuda_getCurrentRawStream = lambda index: 0  # type: ignore[attr-defined]
     utils: Any = importlib.import_module("unsloth.kernels.utils")
     if on_cpu:
