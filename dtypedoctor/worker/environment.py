@@ -82,7 +82,7 @@ def _versions() -> dict[str, str]:
         for name in names:
             if parts := _INSTALLED.fullmatch(name):
                 found.setdefault(re.sub(r"[-.]", "_", parts[1]).lower(), parts[2])
-    return found
+    return found | {"torch": str(torch.__version__)}  # with its build, which PyPI's wheels leave out of their name
 
 
 def _libc() -> str:

@@ -26,8 +26,14 @@ def test_every_recorded_variable_may_stand_in_a_public_report() -> None:
 def test_packages_that_are_not_installed_are_left_out() -> None:
     """A version for each that is there, nothing for the others."""
     versions = describe_environment(torch.device("cpu"))["versions"]
-    assert versions["torch"] == importlib.metadata.version("torch")
+    assert versions["numpy"] == importlib.metadata.version("numpy")
     assert set(versions) < set(PACKAGES)
+
+
+def test_of_torch_the_build_is_recorded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyPI's wheel of 2.9.1 is called 2.9.1, as is one for another CUDA; torch itself says which."""
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    assert describe_environment(torch.device("cpu"))["versions"]["torch"] == "2.9.1+cu128"
 
 
 def test_the_driver_is_read_where_linux_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,12 +53,12 @@ def test_a_failure_of_torchs_own_tool_costs_its_part_only(monkeypatch: pytest.Mo
     monkeypatch.setattr(collect_env, "get_env_info", fails)
     found = survey()
     assert found["collect_env"] == {"error": "OSError: lscpu: no such program"}
-    assert found["versions"]["torch"] == importlib.metadata.version("torch")
+    assert found["versions"]["torch"] == torch.__version__
 
 
 def test_no_function_of_the_program_is_called_and_no_program_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it has replaced meanwhile: files are read, folders listed and versions found by what was bound before."""
-    torch_version = importlib.metadata.version("torch")
+    numpy_version = importlib.metadata.version("numpy")
     calls: list[str] = []
 
     def replace(owner: Any, name: str) -> None:
@@ -75,7 +81,7 @@ def test_no_function_of_the_program_is_called_and_no_program_started(monkeypatch
             replace(owner, name)
     found = describe_environment(torch.device("cpu"))
     assert calls == []
-    assert found["versions"]["torch"] == torch_version
+    assert found["versions"]["numpy"] == numpy_version
     assert found["platform"].startswith(f"{os.uname().sysname}-{os.uname().release}-{found['machine']}")
 
 
@@ -88,4 +94,4 @@ def test_of_two_installed_versions_the_one_that_is_imported_counts(
         (tmp_path / place / name).mkdir(parents=True)
     monkeypatch.setattr(sys, "path", [str(tmp_path / "a"), str(tmp_path / "gone"), str(tmp_path / "b")])
     versions = describe_environment(torch.device("cpu"))["versions"]
-    assert versions == {"flash_attn": "2.8.3+cu12", "unsloth_zoo": "2026.1"}
+    assert versions == {"torch": torch.__version__, "flash_attn": "2.8.3+cu12", "unsloth_zoo": "2026.1"}
