@@ -1,6 +1,7 @@
 """What the doctor does not do unless it is told to: run code that came as data, and write where it was not sent."""
 
 import ast
+import fcntl
 import os
 import stat
 import tempfile
@@ -84,7 +85,10 @@ def written(work: Path, *arguments: str | Path) -> set[Path]:
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(work.parent / "torch"), "PYTHONDONTWRITEBYTECODE": "1"}
     finished = dtypedoctor(*arguments, cwd=work, AUDIT_LOG=str(log), PYTHONPATH=path, **caches)
     assert finished.code in (0, 10), finished.err
-    places = {Path(line) for line in log.read_text().splitlines() if not line.startswith(DEVICES)}
+    with log.open() as lines:
+        # the workers' server ends after the command, and then removes what torch 2.9 has made
+        fcntl.flock(lines, fcntl.LOCK_EX)
+        places = {Path(line) for line in lines.read().splitlines() if not line.startswith(DEVICES)}
     return {place for place in places if place.exists() and place != log}
 
 

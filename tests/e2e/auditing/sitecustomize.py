@@ -1,5 +1,9 @@
-"""Every process that is started with this folder on its path writes down which files it creates, changes or removes."""
+"""Every process that is started with this folder on its path writes down which files it creates, changes or removes.
 
+It holds a shared lock on what it writes to, as do its forks: whoever gets an exclusive one knows that all of them have ended.
+"""
+
+import fcntl
 import os
 import sys
 
@@ -31,4 +35,6 @@ def _listen(log):
 
 
 if "AUDIT_LOG" in os.environ:
-    sys.addaudithook(_listen(os.open(os.environ["AUDIT_LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)))
+    _log = os.open(os.environ["AUDIT_LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    fcntl.flock(_log, fcntl.LOCK_SH)
+    sys.addaudithook(_listen(_log))
