@@ -56,7 +56,7 @@ MAX_GUARD = 160
 
 _REST = regex(r"torch_dynamo_resume_in_(?P<function>.+)_at_(?P<line>\d+)")
 """Dynamo's name for what follows a graph break."""
-_FOREIGN = regex(r"_ctypes|_C?FuncPtr|PyC(Simple|Pointer|FuncPtr)Type|_SimpleCData|get_ptr")
+_FOREIGN = regex(r"_ctypes|FuncPtr|PyC(Simple|Pointer)Type|_SimpleCData|get_ptr")
 """What a C function that is called through ctypes looks like to Dynamo: torch 2.9 names the class, later releases its metaclass."""
 _OF_PRECISION = regex(r"dtype|autocast|quant|bitsandbytes", re.IGNORECASE)
 """What a break that has to do with number formats speaks of."""

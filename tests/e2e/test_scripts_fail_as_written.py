@@ -35,6 +35,8 @@ SHOWN = 0.9
 COUNTED = {"compile-graph-break", "recompile-limit"}
 """Findings that Dynamo itself counts."""
 OF_PRECISION = {"float16-overflow", "attention-score-overflow", "norm-square-overflow", "backward-overflow"}
+LIMIT = re.compile("recompile limit exceeded|recompile_limit reached")
+"""What Dynamo counts where it gives a function up; the latter is torch 2.9's."""
 TIMING = re.compile(r"(?m)^.*(it/s|s/it|examples/s|runtime).*$")
 """Lines with progress bars and timings."""
 TELLING = {"overflow", "underflow", "mismatch", "stale", "bypass", "rescue", "promote", "healthy", "bug", "dtypedoctor"}
@@ -50,7 +52,7 @@ def counted(script: Callable[[], None]) -> set[str]:
     script()
     from torch._dynamo.utils import counters
 
-    limited = any("recompile limit exceeded" in reason for reason in counters["unimplemented"])
+    limited = any(map(LIMIT.search, counters["unimplemented"]))
     found = {"compile-graph-break": bool(counters["graph_break"]), "recompile-limit": limited}
     return {name for name, present in found.items() if present}
 

@@ -60,7 +60,8 @@ def test_the_operator_is_proposed_for_c_functions_between_packed_weights_only() 
 @pytest.mark.parametrize(
     "told",
     [
-        "builtin `<unknown module>._SimpleCData.__new__.`",  # torch 2.9
+        "builtin `<unknown module>._SimpleCData.__new__.`",  # torch 2.9, as the next
+        "builtin `<unknown module>.CFuncPtr.__new__.`",
         "method `__new__` of class `PyCSimpleType`",
         "method `__call__` of class `_FuncPtr`",
     ],
