@@ -1,12 +1,10 @@
 """Every script of the corpus under the whole diagnosis: the first finding is the header's, and healthy scripts stay silent."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from command import dtypedoctor, report_of
 from exec_corpus import Diagnosed, diagnose_case, expected
 from nursery import preload
@@ -34,15 +32,6 @@ BY_COMMAND = {
 }
 """Scripts which need torch only, through the real command line: one of each family, the others with ``-m soak``."""
 
-OLD_TORCH = pytest.mark.skipif(
-    torch.__version__ < "2.10", reason="2.9.1 gives up a function that calls C by ctypes, without a graph break"
-)
-
-
-def each(wanted: Iterable[Case]) -> list[Any]:
-    """Cases as parameters of a test."""
-    return [pytest.param(case, marks=OLD_TORCH if case.name == "graph_break_ctypes_fill" else ()) for case in wanted]
-
 
 @pytest.fixture(scope="session", autouse=True)
 def libraries_are_imported_once() -> None:
@@ -61,14 +50,14 @@ def diagnosed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Diag
     return cache(lambda case: diagnose_case(case, tmp_path_factory.mktemp(case.name)))
 
 
-@pytest.mark.parametrize("case", each(CASES), ids=ids)
+@pytest.mark.parametrize("case", CASES, ids=ids)
 def test_the_first_finding_is_the_one_in_the_header(case: Case, diagnosed: Callable[[Case], Diagnosed]) -> None:
     """Id, module, op, phase, step and end; nothing but information for a healthy script."""
     done = diagnosed(case)
     assert not done.wrong, f"{'; '.join(done.wrong)}\nwanted {expected(case)}\nfound  {done.found}"
 
 
-@pytest.mark.parametrize("case", each(CASES), ids=ids)
+@pytest.mark.parametrize("case", CASES, ids=ids)
 def test_all_findings_are_those_of_the_snapshot(
     case: Case, diagnosed: Callable[[Case], Diagnosed], rewrite_snapshot: bool
 ) -> None:
