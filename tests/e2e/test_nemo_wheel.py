@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 from command import Finished, forked, in_this_process, report_of
 from released_wheels import released
+from torch.distributed.pipelining import microbatch
 
 PROGRAM = Path(__file__).parents[2] / "scenarios" / "real" / "programs" / "nemo_lora.py"
 VALUES = "nemo-keep-float32-values"
@@ -48,22 +50,26 @@ def test_the_release_with_its_own_fix_is_quiet(tmp_path: Path) -> None:
 
 
 LORA = "nemo-lora-input-dtype"
-QUICK = "0.7.0"
+OF_NEWER_TORCH = () if hasattr(microbatch, "BlockMask") else ("0.6.0", "0.7.0")
+"""Releases that import this name, which torch 2.9 does not have there, although they say that 2.8 will do."""
+QUICK = "0.5.0" if OF_NEWER_TORCH else "0.7.0"
 """The release of those below that the ordinary suite has time for."""
 
 
 def releases(*versions: str) -> list[object]:
-    """The first of them in every run, the others with ``-m soak``."""
+    """:data:`QUICK` in every run, the others with ``-m soak``."""
     return [one if one == QUICK else pytest.param(one, marks=pytest.mark.soak) for one in versions]
 
 
 def on(version: str, verb: str, *options: str | Path) -> Finished:
     """The program with this release on the module path."""
+    if version in OF_NEWER_TORCH:
+        pytest.skip(f"nemo_automodel {version} cannot be imported with torch {torch.__version__}")
     path = {"PYTHONPATH": str(released("nemo_automodel", version)), "OMP_NUM_THREADS": "1"}
     return forked(verb, *options, **path)
 
 
-@pytest.mark.parametrize("version", releases(QUICK, "0.3.0", "0.5.0", "0.6.0"))
+@pytest.mark.parametrize("version", releases("0.7.0", "0.3.0", "0.5.0", "0.6.0"))
 def test_releases_that_the_lora_correction_was_not_written_on_are_found_and_corrected(
     version: str, tmp_path: Path
 ) -> None:
