@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.registry import spec_of
+from dtypedoctor.diagnosis.registry import corrections_of_library, spec_of
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, Confidence, Finding, FindingSpec, Rule, Severity
 from dtypedoctor.patterns import regex
 from dtypedoctor.plugins import Correction, registered
@@ -197,7 +197,7 @@ def _evidence_of_recompiles(
 
 
 def _with_custom_op(finding: Finding, trace: Trace, texts: Sequence[str]) -> Finding:
-    """The finding; for C functions between packed weights with what hides them from Dynamo, unless their library has a correction.
+    """The finding; for C functions between packed weights with what hides them from Dynamo: a correction of the library that calls them, if any.
 
     What is mere information needs no fix.
     """
@@ -207,9 +207,11 @@ def _with_custom_op(finding: Finding, trace: Trace, texts: Sequence[str]) -> Fin
     foreign = any(_FOREIGN.search(text) for text in texts)
     if finding.remedies or not (packed and foreign):
         return finding
+    breaks = trace.observed(GraphBreak)
+    of_library = corrections_of_library(finding.id, _file_and_line(_origin(breaks))) if breaks else ()
     corrections = registered(Correction)
     hiding = tuple(one for one in spec_of(finding.id).settled_by if not corrections[one].library)
-    return replace(finding, remedies=hiding)
+    return replace(finding, remedies=of_library or hiding)
 
 
 def _function(name: str) -> str:

@@ -67,13 +67,16 @@ def test_the_operator_is_proposed_for_c_functions_between_packed_weights_only() 
     ],
 )
 def test_a_c_function_is_known_by_the_words_of_each_torch_and_corrected_in_its_library(told: str) -> None:
-    """A library that has a correction of its own comes before the operator that hides C functions in general."""
+    """A correction of the library that calls it comes before the operator that hides C functions in general, also where a limit was hit."""
     explained = BREAK | {"explanation": f"Dynamo does not know how to trace the {told}", "context": ""}
     (plain,) = found(trace(COUNTS, ("graph-break", explained)))
     assert (plain.severity, plain.remedies) == (Severity.WARNING, ("nf4-custom-op",))
     in_library = explained | {"frames": ["/site-packages/axolotl/kernels/quantize.py:143 dequantize"]}
-    (corrected,) = found(trace(COUNTS, ("graph-break", in_library)))
-    assert corrected.remedies == ("axolotl-compiled-dequantize",)
+    both = found(trace(COUNTS, ("graph-break", in_library), ("recompile-limit", LIMIT)))
+    assert {one.id: one.remedies for one in both} == {
+        "compile-graph-break": ("axolotl-compiled-dequantize",),
+        "recompile-limit": ("axolotl-compiled-dequantize",),
+    }
 
 
 def test_a_break_that_is_mere_information_has_no_fix() -> None:
