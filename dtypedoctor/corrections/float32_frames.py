@@ -8,8 +8,10 @@ kept in float32: :func:`narrow` casts it back and clamps it to the dtype's range
 too large for float32 does not become inf at the border.
 """
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +23,35 @@ from dtypedoctor.corrections.contract import Counters
 from dtypedoctor.values import dataclass
 
 HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+class _Pause(threading.local):
+    """Whether this thread runs code that is no part of any frame, such as hooks of FSDP2 around a module that a frame calls."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def begin(self) -> None:
+        """Frames do nothing from now on."""
+        self.depth += 1
+
+    def end(self) -> None:
+        """They go on."""
+        self.depth -= 1
+
+
+PAUSE = _Pause()
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Inside, frames do nothing: tensors have their real dtypes."""
+    PAUSE.begin()
+    try:
+        yield
+    finally:
+        PAUSE.end()
+
 
 _NOMINAL = "_dtypedoctor_nominal"
 
@@ -115,7 +146,7 @@ def _map_in_place(values: dict[Any, Any], change: Callable[[Tensor], Tensor], de
             values[key] = new
 
 
-def _inside(value: Any) -> list[Tensor]:
+def inside(value: Any) -> list[Tensor]:
     """The tensors that :func:`mapped` finds, in order."""
     found: list[Tensor] = []
 
@@ -141,7 +172,7 @@ class CallNotes:
 
     def take(self, arguments: Any) -> None:
         """A kept frame calls: notes the nominal dtypes of the tensors in ``arguments``, in order."""
-        self._dtypes = [nominal(tensor) for tensor in _inside(arguments)]
+        self._dtypes = [nominal(tensor) for tensor in inside(arguments)]
 
     def restore(self, arguments: Any) -> bool:
         """Without a kept frame around: whether this repeats a call from one, in a backward pass.
@@ -150,7 +181,7 @@ class CallNotes:
         """
         if self._dtypes is None or graph_task() == -1:
             return False
-        tensors = _inside(arguments)
+        tensors = inside(arguments)
         if len(tensors) != len(self._dtypes):
             return False
         for tensor, dtype in zip(tensors, self._dtypes, strict=True):
@@ -183,7 +214,7 @@ class Float32Frame(TorchFunctionMode):
         """Calls ``func`` with widened operands."""
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if self.suspended or name in _UNTOUCHED or _is_foreign(func):
+        if self.suspended or PAUSE.depth or _is_untouched(func, name):
             return func(*args, **kwargs)
         if name == "__get__":
             return _attribute(func, args)
@@ -206,8 +237,9 @@ class Float32Frame(TorchFunctionMode):
         return target
 
 
-def _is_foreign(func: Callable[..., Any]) -> bool:
-    return qualified_name(func).split("::")[0] not in ("aten", "prims")
+def _is_untouched(func: Callable[..., Any], name: str) -> bool:
+    """Whether it computes nothing, or belongs to another library."""
+    return name in _UNTOUCHED or qualified_name(func).split("::")[0] not in ("aten", "prims")
 
 
 def _is_in_place(name: str, kwargs: Mapping[str, Any]) -> bool:

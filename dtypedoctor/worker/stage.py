@@ -2,7 +2,7 @@
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib import import_module
@@ -14,16 +14,18 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from dtypedoctor.corrections.keep_float32 import kept_modules
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.capture import Capture
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
-from dtypedoctor.instrument.places import residual_blocks
+from dtypedoctor.plugins import KEEP_FLOAT32
 from dtypedoctor.scenario.model import Capture as Wanted
-from dtypedoctor.scenario.model import Distributed, Grpo, Sft
+from dtypedoctor.scenario.model import CorrectionSpec, Grpo, Sft
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.ranks import member_of_torchrun
 from dtypedoctor.trace.records.execution import StreamLaunches
 from dtypedoctor.values import dataclass
+from dtypedoctor.worker.sharding import shard
 
 if TYPE_CHECKING:
     from dtypedoctor.workloads.context import Context
@@ -231,7 +233,7 @@ def parallel(context: "Context") -> Iterator[None]:
     try:
         model = context.built.model
         if spec.strategy == "fsdp":
-            _shard(model, spec)
+            shard(model, spec, _kept(model, context.scenario.corrections))
         elif isinstance(context.stage.workload, (Sft, Grpo)):
             pass  # the trainer finds the group, and wraps the model itself
         elif any(parameter.requires_grad for parameter in model.parameters()):
@@ -243,13 +245,7 @@ def parallel(context: "Context") -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _shard(model: nn.Module, spec: Distributed) -> None:
-    from torch.distributed import fsdp
-
-    names = (spec.param_dtype, spec.reduce_dtype, spec.output_dtype)
-    param, reduce, output = (getattr(torch, name) if name is not None else None for name in names)
-    policy = fsdp.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
-    blocks = residual_blocks(model) - {id(model)}
-    for module in [module for module in model.modules() if id(module) in blocks]:
-        fsdp.fully_shard(module, mp_policy=policy)
-    fsdp.fully_shard(model, mp_policy=policy)
+def _kept(model: nn.Module, corrections: Sequence[CorrectionSpec]) -> list[nn.Module]:
+    """The modules whose own parameters the corrections keep in float32."""
+    names = [name for one in corrections if one.id == KEEP_FLOAT32 for name in one.modules]
+    return kept_modules(model, names) if names else []
