@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtypedoctor._torch_private import buffers_of, children_of, parameters_of
+from dtypedoctor._torch_private import buffers_of, children_of, class_before_sharding, marks_of_sharding, parameters_of
+from dtypedoctor.instrument.alone import is_sharded, parameter_not_here
 from dtypedoctor.instrument.live_call import has_state, tensors_of
 from dtypedoctor.instrument.session import Position
 from dtypedoctor.unpatched import to_json
@@ -118,8 +119,9 @@ def recipe(
             "children": {},
         }
     named = name_of or importable
+    unheld = {*_TORCH, *marks_of_sharding(module)}
     described: dict[str, Any] = {
-        "class": named(type(module)),
+        "class": named(class_before_sharding(module) if is_sharded(module) else type(module)),
         "attributes": {},
         "parameters": {},
         "buffers": {},
@@ -128,7 +130,7 @@ def recipe(
     for name, value in module.__dict__.items():
         if name == "forward":
             described["forward"] = named(getattr(value, "__func__", value))
-        elif name not in _TORCH:
+        elif name not in unheld:
             key = f"attribute.{path}{name}".replace(".", "/")  # the depth of an object counts from here
             found = describe(value, tensors if name_of is not None else None, key, named)
             if "opaque" not in found:
@@ -347,6 +349,9 @@ class Capture:
 
     def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         module = self._module
+        absent = "" if self._own else parameter_not_here(module)
+        if absent:
+            raise TypeError(f"this rank has only a shard of {absent} while the module runs")
         watched = module.__dict__.pop("forward")
         put_back = self._undo[0]
         put_back()  # the recipe must not hold this watch's own forward

@@ -10,13 +10,13 @@ from typing import Any
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file
+from dtypedoctor.patterns import regex
 from dtypedoctor.replay.script import TENSORS, CannotBeWrittenError, Claim, script_text
 from dtypedoctor.scenario.model import Capture, Request
 from dtypedoctor.trials.bisection.measurements import ReferenceSetup
 from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
 from dtypedoctor.trials.bisection.probes import probe_of
 from dtypedoctor.trials.bisection.results import OWN, Kind, Reproduction, Symptom
-from dtypedoctor.trials.bisection.symptoms import symptom_of
 
 __all__ = ["SCRIPT", "reproduce", "run_clean"]
 
@@ -38,6 +38,8 @@ WRONG = 1e-2
 """Relative error from which on a module by itself is called inaccurate; float16 and bfloat16 round to less."""
 
 _FAILS = "FAILS"
+_IN_ANY_DTYPE = regex(r"FAILS: (.+) \(\1 in float32\)")
+"""What a script says that raises the same in float32, and so shows nothing of a dtype."""
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 
 
@@ -47,7 +49,7 @@ def reproduce(runner: ProbeRunner, setup: ReferenceSetup, culprits: Sequence[str
     The script is run once in a fresh interpreter and kept only if it fails as it says.
     """
     untreated = runner.run(probe_of(setup.workload.scenario))
-    failure = symptom_of(untreated, setup.tolerance)
+    failure = setup.judge(untreated)
     if failure.phase == "optimizer" or failure.call is None:
         return Reproduction(module=culprits[0], reason="it fails outside of the modules' own calls")
     order = [*sorted(culprits, key=lambda culprit: culprit != failure.fqn)[:MOST_TRIED], *_around(culprits)]
@@ -92,11 +94,14 @@ def _attempt(
             return Reproduction(module=culprit, reason=str(error))
         status, said, errors = _written(runner.directory, text, captured / _CAPTURED[1])
         line = next((line for line in said.splitlines() if line.startswith(_FAILS)), "")
-        if status == 1 and line:
+        same = _IN_ANY_DTYPE.fullmatch(line)
+        if status == 1 and line and not same:
             size = (runner.directory / TENSORS).stat().st_size
             return Reproduction(module=culprit, script=SCRIPT, bytes=size, said=line)
         ended = status in (0, 2)  # in its own words
         reason = f"by itself the module does not fail: {_last_line(said if ended else errors)}"
+        if same:
+            reason = f"by itself the module raises in float32, too: {same[1]}"
     for name in (SCRIPT, TENSORS):
         (runner.directory / name).unlink(missing_ok=True)
     return Reproduction(module=culprit, reason=reason)
