@@ -24,7 +24,7 @@ from dtypedoctor.report.model import Report
 from dtypedoctor.runner.directories import clear, new_directory, remove_unused
 from dtypedoctor.runner.launch import Launcher, WarmServer
 from dtypedoctor.runner.machines import Where, machines
-from dtypedoctor.runner.process import ending_by_interrupt
+from dtypedoctor.runner.process import StartedRanks, ending_by_interrupt
 from dtypedoctor.runner.run import Run
 from dtypedoctor.runner.sending import RemoteRun, packed
 from dtypedoctor.scenario.loading import BUILTIN, case_of, override, resolve
@@ -75,7 +75,6 @@ def new_case(options: Options, *, elsewhere: bool = False) -> Case:
         UsageError: the options contradict each other, the scenario cannot be read, or the directory cannot be made.
     """
     scenario = override(_scenario(options), device=options.device)
-    _require_one_process(scenario)
     if options.time_limit is not None:
         scenario = scenario.with_changes(time_limit=options.time_limit)
     if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
@@ -100,21 +99,28 @@ def resumed_case(directory: Path, beside: Options) -> Case:
             "--resume continues with the original options", "Pass it alone, or with --jobs and --allow-code."
         )
     asked = Journal(directory).asked()
-    _require_one_process(asked.scenario)
     allow_directory(directory, allowed=beside.allow_code)
     return Case(asked=asked, directory=directory, resumed=True)
 
 
-def _require_one_process(scenario: Scenario) -> None:
-    """Each probe is one process: of a model that several share it would run another program, without the sharding.
+def _require_this_machine(scenario: Scenario, where: Where) -> None:
+    """Checks that the processes of a distributed scenario run here, one probe at a time.
 
     Raises:
-        UsageError: the scenario has several.
+        UsageError: another machine is asked for, or several probes at a time.
     """
-    if scenario.distributed is not None:
+    if scenario.distributed is None:
+        return
+    count = scenario.distributed.processes
+    if where.is_elsewhere:
         raise UsageError(
-            f"{scenario.name}: a bisection runs the model in one process, and this scenario distributes it over {scenario.distributed.processes}",
-            "`dtypedoctor run` runs it as it is and names the rank, module and operator; without `distributed` it can be bisected, if it fits.",
+            f"{scenario.name}: --executor {where.executor} cannot start the {count} processes of a probe",
+            f"Start the bisection on a machine that has room for {count}, without --executor.",
+        )
+    if (where.jobs or 1) > 1:
+        raise UsageError(
+            f"{scenario.name}: --jobs {where.jobs}: a probe has {count} processes, and one probe runs at a time",
+            "Leave out --jobs.",
         )
 
 
@@ -155,7 +161,7 @@ MOST_JOBS = 4
 
 
 def bisect_case(case: Case, where: Where, *, resident: bool | None = None) -> Report:
-    """Bisects ``case`` by runs on some machines and leaves the report in its directory; ``resident`` as in :class:`WarmServer`.
+    """Bisects ``case`` by runs on some machines and leaves the report in its directory; ``resident`` as in :class:`WarmServer`, for scenarios of one process.
 
     Raises:
         UsageError: it cannot be run at all; a new directory is not left behind.
@@ -166,9 +172,7 @@ def bisect_case(case: Case, where: Where, *, resident: bool | None = None) -> Re
         _kept_only_if_used(case),
         ending_by_interrupt(),
         _narrowing(pace) as view,
-        _remote_runner(case, where, view)
-        if where.is_elsewhere
-        else _probe_runner(case, where.jobs, view, resident=resident) as runner,
+        _runner(case, where, view, resident=resident) as runner,
     ):
         journal = Journal(case.directory)
 
@@ -211,6 +215,24 @@ def _kept_only_if_used(case: Case) -> Iterator[None]:
     except (KeyboardInterrupt, OSError):
         print(f"Resume with: {resume_command(case.directory)}", file=sys.stderr)
         raise
+
+
+@contextmanager
+def _runner(case: Case, where: Where, view: Narrowing, *, resident: bool | None) -> Iterator[ProbeRunner]:
+    _require_this_machine(case.asked.scenario, where)
+    if case.asked.scenario.distributed is not None:
+        yield ProbeRunner(
+            case.directory,
+            lambda request, place, _: StartedRanks(request, place),
+            width=1,
+            note=_noting(Journal(case.directory)),
+        )
+    elif where.is_elsewhere:
+        with _remote_runner(case, where, view) as runner:
+            yield runner
+    else:
+        with _probe_runner(case, where.jobs, view, resident=resident) as runner:
+            yield runner
 
 
 @contextmanager
@@ -277,7 +299,9 @@ def _ready(launcher: Launcher, view: Narrowing) -> Iterator[None]:
 
 
 def _reported(found: Bisection, directory: Path) -> Report:
-    files = {"report": REPORT_JSON, "markdown": REPORT_MD, "before": "before", "journal": JOURNAL, "log": "server.log"}
+    files = {"report": REPORT_JSON, "markdown": REPORT_MD, "before": "before", "journal": JOURNAL}
+    if found.treatment.scenario.distributed is None:
+        files["log"] = "server.log"
     if found.reproduction is not None and found.reproduction.script is not None:
         files["reproduction"] = found.reproduction.script
     report = bisection_report(

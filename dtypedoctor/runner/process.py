@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, Self
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.redaction.redact import forget_request, write_request_file
+from dtypedoctor.redaction.redact import forget_request
 from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.runner.ending import end
 from dtypedoctor.runner.run import STDERR, Run, WorkerExit, collect, led_by, write_request
@@ -474,8 +474,8 @@ def run_ranks(
     make_directory(directory)
     for rank in range(count):
         place = rank_directory(directory, rank)
-        place.mkdir()
-        write_request_file(place, _for_rank(request, rank).model_dump_json())
+        make_directory(place)
+        write_request(place, request_of_rank(request, rank))
     command = [*through, sys.executable, "-P", *_torchrun(directory.resolve(), request.scenario, count)]
     places = [rank_directory(directory, rank) for rank in range(count)]
 
@@ -497,6 +497,46 @@ def run_ranks(
     return led_by(tuple(runs), _first_failure(failures, default=0))
 
 
+class StartedRanks:
+    """A run of several processes, made while somebody waits for it: signals that come meanwhile go to its processes.
+
+    Args:
+        request, directory: as :func:`run_ranks` gets them.
+    """
+
+    def __init__(self, request: Request, directory: Path) -> None:
+        self._request = request
+        self._directory = directory
+        self._ended: Run | UsageError | None = None
+
+    def wait(self, _: float) -> bool:
+        """Runs it to its end."""
+        if self._ended is None:
+            try:
+                self._ended = run_ranks(self._request, self._directory, live=False)
+            except UsageError as error:
+                self._ended = error
+        return True
+
+    def stop(self) -> None:
+        """Does nothing: none of its processes outlives :meth:`wait`."""
+
+    def collect(self) -> Run:
+        """What its processes have left.
+
+        Raises:
+            UsageError: the scenario cannot be run at all.
+            KeyboardInterrupt: a signal has ended it.
+        """
+        assert self._ended is not None  # somebody has waited for it
+        if isinstance(self._ended, UsageError):
+            raise self._ended
+        asked = self._ended.exit.asked_to_end
+        if asked:
+            raise KeyboardInterrupt(f"interrupted by {signal.Signals(asked).name}")
+        return self._ended
+
+
 def _torchrun(directory: Path, scenario: Scenario, count: int) -> list[str]:
     workload = scenario.steps[0].workload
     program = workload.path or workload.module if isinstance(workload, Script) else None
@@ -513,7 +553,7 @@ def _torchrun(directory: Path, scenario: Scenario, count: int) -> list[str]:
     ]
 
 
-def _for_rank(request: Request, rank: int) -> Request:
+def request_of_rank(request: Request, rank: int) -> Request:
     """The request as one rank gets it: what it repeats is what the same rank did before."""
     if request.repeats is None:
         return request

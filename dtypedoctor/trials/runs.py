@@ -69,11 +69,12 @@ def was_asked_to_end(run: Run) -> bool:
 def led(run: RunRequest) -> RunRequest:
     """``run``, whose results are those of the rank in which a failure began."""
 
-    def launch(label: str, request: Request) -> Run:
-        finished = run(label, request)
-        return led_by(finished.ranks, leading_rank(ranks_of(finished))) if finished.ranks else finished
+    return lambda label, request: led_by_origin(run(label, request))
 
-    return launch
+
+def led_by_origin(run: Run) -> Run:
+    """The run of the rank in which a failure began; of one process the run itself."""
+    return led_by(run.ranks, leading_rank(ranks_of(run))) if run.ranks else run
 
 
 def ranks_of(run: Run) -> tuple[Rank, ...]:

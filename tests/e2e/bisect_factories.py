@@ -192,3 +192,15 @@ def crashes_early() -> nn.Module:
 def slow() -> nn.Module:
     """Overflows, a tenth of a second a call."""
     return Tower(*(Plain() for _ in range(6)), Slow(), *(Plain() for _ in range(6)))
+
+
+class OverflowingOnRank1(Overflowing):
+    """Overflows in the second process of a job alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if os.environ.get("RANK") == "1" else Plain.forward(self, x)
+
+
+def one_of_rank_1() -> nn.Module:
+    """One of three blocks overflows, on one of two ranks."""
+    return Tower(Plain(), OverflowingOnRank1(), Plain())

@@ -22,14 +22,6 @@ from dtypedoctor.report.formats import format_named
 from dtypedoctor.report.run_document import public_run
 from dtypedoctor.report.to_json import json_schema
 
-SHARDED = """
-name: sharded
-summary: A tiny Llama, sharded over two processes.
-steps:
-  - model: {name: "builtin:llama-tiny", dtype: float16}
-    workload: {kind: train, steps: 1}
-distributed: {processes: 2, strategy: fsdp}
-"""
 MLP = "base_model.model.model.layers.0.mlp::self"
 HERE = Path(__file__).parent
 
@@ -279,10 +271,6 @@ def test_a_failure_that_does_not_come_every_time_is_said(bisect: Callable[..., F
         (["--model", "builtin:gemma4-tiny", "--tolerance", "-1"], "--tolerance must be a number above 0"),
         (["--model", "builtin:gemma4-tiny", "--tolerance", "nan"], "--tolerance must be a number above 0"),
         (["--model", "builtin:gemma4-tiny", "--out", "empty"], "already exists"),
-        (
-            ["sharded.yaml"],
-            "sharded: a bisection runs the model in one process, and this scenario distributes it over 2",
-        ),
         (["--resume", "empty"], "no bisection to resume here"),
         (["--resume", "empty", "--dtype", "float16"], "--resume continues with the original options"),
     ],
@@ -293,7 +281,6 @@ def test_bad_input_is_one_message_and_exit_2(
 ) -> None:
     """No traceback, and no run directory is left behind in which nothing was run."""
     Path("empty").mkdir()
-    Path("sharded.yaml").write_text(SHARDED)
     finished = bisect(*arguments)
     assert finished.code == 2
     assert message in finished.err

@@ -1,12 +1,13 @@
 """When the outputs of a run are too far from those of its float32 reference, and what else a run comes to."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from traces import TraceBuilder
 
 from dtypedoctor.runner.run import Run, WorkerExit
-from dtypedoctor.trace.events import Correction, Metric, ProbeLogProbs, Raised
+from dtypedoctor.trace.events import Correction, Header, Metric, ProbeLogProbs, Raised
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.bisection.results import Kind
 from dtypedoctor.trials.bisection.symptoms import Tolerance, derive, symptom_of
@@ -20,12 +21,25 @@ def outputs(*values: float | None, losses: tuple[float, ...] = (), step: int = 0
     return builder.build()
 
 
+def run_of(*traces: Trace, code: int = 0) -> Run:
+    """The finished run that left these traces, one of each rank; of several it is led by the first."""
+    ended = WorkerExit(code=code, timed_out=False, seconds=2.5)
+    ranks = tuple(
+        Run(trace=trace, exit=ended, directory=Path("x"), rank=rank if len(traces) > 1 else None)
+        for rank, trace in enumerate(traces)
+    )
+    return ranks[0] if len(ranks) == 1 else replace(ranks[0], ranks=ranks)
+
+
+def of_rank(rank: int, trace: Trace) -> Trace:
+    """The trace as that of a rank of two."""
+    header = Header(created=0.0, pid=1, rank=rank, world_size=2)
+    return replace(trace, records=(header, *(one for one in trace.records if not isinstance(one, Header))))
+
+
 def came_to(builder: TraceBuilder | Trace, tolerance: Tolerance | None = None, code: int = 0) -> tuple[Kind, str]:
     """Kind and reason of a finished run."""
-    trace = builder if isinstance(builder, Trace) else builder.build()
-    found = symptom_of(
-        Run(trace=trace, exit=WorkerExit(code=code, timed_out=False, seconds=2.5), directory=Path("x")), tolerance
-    )
+    found = symptom_of(run_of(builder if isinstance(builder, Trace) else builder.build(), code=code), tolerance)
     assert found.seconds == 2.5
     return found.kind, found.reason
 
@@ -33,7 +47,7 @@ def came_to(builder: TraceBuilder | Trace, tolerance: Tolerance | None = None, c
 def test_four_times_what_one_unit_in_the_last_place_moves_is_accepted() -> None:
     """The root mean square of (3e-4, 4e-4) is 3.54e-4."""
     exact = outputs(-1.0, -2.0)
-    tolerance = derive(exact, [outputs(-1.0003, -2.0004), outputs(-1.0, -2.0)], sampled=False)
+    tolerance = derive(run_of(exact), [run_of(outputs(-1.0003, -2.0004)), run_of(outputs(-1.0, -2.0))], sampled=False)
     assert list(tolerance.limits.values()) == [pytest.approx(4 * 3.5355e-4, rel=1e-3)]
     assert tolerance.excess(outputs(-1.001, -2.001)) is None
     kind, reason = came_to(outputs(-1.002, -2.002), tolerance)
@@ -43,26 +57,45 @@ def test_four_times_what_one_unit_in_the_last_place_moves_is_accepted() -> None:
 def test_a_loss_may_be_as_far_away_as_the_log_probabilities_around_it() -> None:
     """Before and after its step; a step without a moved run has no limit."""
     exact = outputs(-1.0, losses=(2.0,))
-    tolerance = derive(exact, [outputs(-1.5, losses=(2.0,))], sampled=False)
+    tolerance = derive(run_of(exact), [run_of(outputs(-1.5, losses=(2.0,)))], sampled=False)
     assert set(tolerance.limits.values()) == {2.0}
-    assert {name for name, _, _ in tolerance.limits} == {"loss", "log-probabilities"}
-    assert derive(exact, [], sampled=False).limits == {}
+    assert {name for name, *_ in tolerance.limits} == {"loss", "log-probabilities"}
+    assert derive(run_of(exact), [], sampled=False).limits == {}
 
 
 def test_of_a_workload_that_draws_tokens_only_the_first_outputs_count() -> None:
     """Afterwards runs differ by luck."""
     exact = outputs(-1.0, losses=(2.0,))
-    assert {name for name, _, _ in derive(exact, [exact], sampled=True).limits} == {"log-probabilities"}
+    assert {name for name, *_ in derive(run_of(exact), [run_of(exact)], sampled=True).limits} == {"log-probabilities"}
     later = outputs(-1.0, step=1)
-    assert derive(later, [later], sampled=True).limits == {}
+    assert derive(run_of(later), [run_of(later)], sampled=True).limits == {}
 
 
 def test_a_given_limit_stands_for_every_reading() -> None:
     """Whatever was moved; of another workload only the first outputs are compared."""
-    tolerance = derive(outputs(-1.0, losses=(2.0,)), [], sampled=False, given=0.5)
+    tolerance = derive(run_of(outputs(-1.0, losses=(2.0,))), [], sampled=False, given=0.5)
     assert set(tolerance.limits.values()) == {0.5}
     assert tolerance.excess(outputs(-1.0, losses=(2.6,))) is not None
     assert tolerance.of_first_outputs().excess(outputs(-1.0, losses=(2.6,))) is None
+
+
+def test_each_rank_is_compared_with_its_own_reference() -> None:
+    """Ranks have batches of their own, so their losses differ; the first rank that is too far away is told."""
+    losses = (2.0, 3.0)
+    exact = [of_rank(rank, outputs(-1.0, losses=(loss,))) for rank, loss in enumerate(losses)]
+    tolerance = derive(run_of(*exact), [], sampled=False, given=0.5)
+    assert symptom_of(run_of(*exact), tolerance).healthy
+    assert symptom_of(run_of(*reversed(exact)), tolerance).healthy, "whichever rank leads"
+    wrong = of_rank(1, outputs(-1.0, losses=(2.0,)))
+    found = symptom_of(run_of(exact[0], wrong), tolerance)
+    assert (found.kind, found.reason) == (Kind.INACCURATE, "loss after step 1 differ by 1, 0.5 accepted")
+
+
+def test_a_job_is_healthy_only_if_each_rank_is() -> None:
+    """Also where another rank leads."""
+    whole, broken = (of_rank(rank, outputs(-1.0 if rank == 0 else None)) for rank in (0, 1))
+    assert symptom_of(run_of(whole, broken)).kind is Kind.NOT_FINITE
+    assert symptom_of(run_of(whole, of_rank(1, outputs(-1.0)))).healthy
 
 
 def test_outputs_that_are_not_finite_are_no_rounding() -> None:

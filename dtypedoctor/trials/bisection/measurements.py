@@ -63,12 +63,12 @@ def set_up(runner: ProbeRunner, workload: Workload, given: float | None) -> Refe
             raise done.run
         found[done.index] = done.run
     exact = found.pop(0)
-    moved = [run.trace for run in found.values() if symptom_of(run).healthy]
+    moved = [run for run in found.values() if symptom_of(run).healthy]
     return ReferenceSetup(
         workload=workload,
         reference=exact.trace,
         healthy=symptom_of(exact),
-        tolerance=derive(exact.trace, moved, sampled=samples_tokens(scenario), given=given),
+        tolerance=derive(exact, moved, sampled=samples_tokens(scenario), given=given),
     )
 
 

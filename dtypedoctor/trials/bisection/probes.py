@@ -24,6 +24,7 @@ _ORDINARY = 32
 
 _OTHER = {"float16": "bfloat16", "bfloat16": "float16"}
 _AMP = {"fp16": "float16", "bf16": "bfloat16"}
+_POLICY = ("param_dtype", "reduce_dtype", "output_dtype")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ def reference(scenario: Scenario) -> Scenario:
         step |= {"autocast": None, "grad_scaler": False, "compile": None}
         if "mixed_precision" in step["workload"]:
             step["workload"]["mixed_precision"] = "no"
-    return scenario.with_changes(steps=steps, corrections=[])
+    return _with_policy(scenario.with_changes(steps=steps, corrections=[]), **dict.fromkeys(_POLICY))
 
 
 def unrounded(scenario: Scenario) -> Scenario:
@@ -91,6 +92,12 @@ def unrounded(scenario: Scenario) -> Scenario:
         if step["model"] is not None:
             step["model"]["dtype"] = "float32"
     return exact.with_changes(steps=steps)
+
+
+def _with_policy(scenario: Scenario, **dtypes: str | None) -> Scenario:
+    """The scenario with other dtypes in the mixed-precision policy of its shards; itself where it has one process."""
+    spec = scenario.distributed
+    return scenario if spec is None else scenario.with_changes(distributed=spec.model_dump() | dtypes)
 
 
 def perturbed(scenario: Scenario) -> tuple[Scenario, ...]:
@@ -108,7 +115,7 @@ def perturbed(scenario: Scenario) -> tuple[Scenario, ...]:
 
 def narrow_dtype(scenario: Scenario) -> str:
     """The narrowest dtype that the scenario names; bfloat16, which rounds most, before float16; float32 where there is none."""
-    named: set[str | None] = set()
+    named: set[str | None] = {getattr(scenario.distributed, key, None) for key in _POLICY}
     for step in scenario.steps:
         if step.model is not None:
             named.add(step.model.dtype)
@@ -208,7 +215,7 @@ def modes(base: Workload, ladder: Sequence[Workload], culprits: Sequence[str] = 
     if len(base.scenario.steps) == 1 and stage.model is not None:
         found += _changed_modes(base.scenario, passes)
         found += _modes_with_culprits(both or base, culprits) if culprits else ()
-        found += _compiled_modes(base.scenario, both or base, culprits)
+        found += _compiled_modes(base.scenario, both or base, culprits) if base.scenario.distributed is None else ()
     return tuple(_without_repeats(found))
 
 
@@ -229,6 +236,7 @@ def _changed_modes(scenario: Scenario, ladder: Sequence[Workload]) -> Iterator[M
     other = _OTHER.get(stage.model.dtype)
     if other is not None:
         yield Mode(name=f"model in {other}", scenario=_with(scenario, model={"dtype": other}))
+    yield from _policy_modes(scenario)
     for attention in ("eager", "sdpa"):
         if stage.model.attention != attention:
             yield Mode(name=f"{attention} attention", scenario=_with(scenario, model={"attention": attention}))
@@ -238,6 +246,13 @@ def _changed_modes(scenario: Scenario, ladder: Sequence[Workload]) -> Iterator[M
         if stage.autocast is None or stage.autocast.dtype != dtype:
             yield Mode(name=f"{dtype} autocast", scenario=_with(scenario, autocast={"dtype": dtype}))
     yield from _training_modes(ladder)
+
+
+def _policy_modes(scenario: Scenario) -> Iterator[Mode]:
+    """The mixed-precision policy of the shards with the other half precision, if it computes in one."""
+    other = _OTHER.get(getattr(scenario.distributed, "param_dtype", None) or "")
+    if other is not None:
+        yield Mode(name=f"param_dtype {other}", scenario=_with_policy(scenario, param_dtype=other))
 
 
 def _modes_with_culprits(workload: Workload, culprits: Sequence[str]) -> Iterator[Mode]:

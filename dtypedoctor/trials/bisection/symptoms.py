@@ -28,9 +28,9 @@ times the sensitivity; weights that were read in another format than they were w
 
 LOG_PROBABILITIES, LOSS = "log-probabilities", "loss"
 
-Reading = tuple[str, int, int]
-"""What is read, after which step, and which one of several after that step: ``("log-probabilities", 0, 0)`` is before the first
-model is trained, ``("loss", 1, 0)`` that of step 1."""
+Reading = tuple[str, int, int, int]
+"""What is read, after which step, which one of several after that step, and by which rank: ``("log-probabilities", 0, 0, 0)`` is before
+the first model is trained, ``("loss", 1, 0, 1)`` that of step 1 on rank 1, which has batches of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Tolerance:
                 continue
             gap = _distance(values, self.reference[reading])
             if gap is not None and gap > limit:
-                name, step, _ = reading
+                name, step, *_ = reading
                 return Excess(
                     step=max(step, 1), words=f"{name} after step {step} differ by {gap:.3g}, {limit:.3g} accepted"
                 )
@@ -75,17 +75,17 @@ class Tolerance:
         return replace(self, limits=limits)
 
 
-def derive(reference: Trace, perturbed: Iterable[Trace], *, sampled: bool, given: float | None = None) -> Tolerance:
+def derive(reference: Run, perturbed: Iterable[Run], *, sampled: bool, given: float | None = None) -> Tolerance:
     """The tolerance for runs of one workload.
 
     Args:
-        reference: its trace in float32.
+        reference: its run in float32.
         perturbed: the same with weights and gradients moved by one unit in the last place.
         sampled: the workload draws tokens, so that after the first step runs differ by luck; only outputs before it count.
         given: a limit that is taken for every reading instead of the derived ones.
     """
-    exact = {r: v for r, v in _readings(reference).items() if not (sampled and (r[0] == LOSS or r[1] > 0))}
-    moved = [_readings(trace) for trace in perturbed]
+    exact = {r: v for r, v in _readings_of(reference).items() if not (sampled and (r[0] == LOSS or r[1] > 0))}
+    moved = [_readings_of(run) for run in perturbed]
     limits: dict[Reading, float] = {}
     for reading in exact:
         limit = given if given is not None else _limit(reading, exact, moved)
@@ -102,10 +102,10 @@ def _limit(
     reading: Reading, exact: Mapping[Reading, list[float]], moved: list[dict[Reading, list[float]]]
 ) -> float | None:
     """A loss is a mean over tokens, so it may be as far away as the tokens' log-probabilities at the same time."""
-    name, step, turn = reading
+    name, step, turn, rank = reading
     kin = {reading}
     if name == LOSS:
-        kin |= {(LOG_PROBABILITIES, step - 1, turn), (LOG_PROBABILITIES, step, turn)}
+        kin |= {(LOG_PROBABILITIES, step - 1, turn, rank), (LOG_PROBABILITIES, step, turn, rank)}
     gaps = [
         gap
         for one in kin & exact.keys()
@@ -115,16 +115,22 @@ def _limit(
     return FACTOR * max(gaps) if gaps else None
 
 
+def _readings_of(run: Run) -> dict[Reading, list[float]]:
+    """Those of all its processes."""
+    return {reading: values for one in run.processes for reading, values in _readings(one.trace).items()}
+
+
 def _readings(trace: Trace) -> dict[Reading, list[float]]:
     """Everything comparable of a trace that is finite, in the order of the steps."""
     found: dict[Reading, list[float]] = {}
     turns: Counter[tuple[str, int]] = Counter()
+    rank = trace.header.rank if trace.header is not None else 0
     for name, step, values in _numbers(trace):
         turn = turns[name, step]
         turns[name, step] += 1
         finite = [value for value in values if value is not None]
         if finite and len(finite) == len(values):
-            found[name, step, turn] = finite
+            found[name, step, turn, rank] = finite
     return dict(sorted(found.items(), key=lambda item: item[0][1]))
 
 
@@ -148,7 +154,7 @@ def part_in_words(name: str) -> str:
 
 
 def symptom_of(run: Run, tolerance: Tolerance | None = None) -> Symptom:
-    """What ``run`` came to.
+    """What ``run`` came to; of several processes what the leading rank did, or if that is healthy, the first that is not.
 
     Args:
         run: a watched run.
@@ -156,7 +162,8 @@ def symptom_of(run: Run, tolerance: Tolerance | None = None) -> Symptom:
     """
     trace = run.trace
     incident = next(iter(analysis_of(trace).incidents), None)
-    found = next(_symptoms(run, tolerance, incident), None)
+    others = (one for one in run.ranks if one.rank != run.rank)
+    found = next((symptom for one in (run, *others) for symptom in _symptoms(one, tolerance)), None)
     last = incident.sample if incident is not None and found is not None else None
     peak = _peak(trace, last)
     if found is None:
@@ -171,9 +178,10 @@ def refused(message: str) -> Symptom:
     return Symptom(kind=Kind.REFUSED, reason=message.splitlines()[0] if message else "refused")
 
 
-def _symptoms(run: Run, tolerance: Tolerance | None, incident: Incident | None) -> Iterator[Symptom]:
-    """What speaks against calling the run healthy, the earliest cause first."""
+def _symptoms(run: Run, tolerance: Tolerance | None) -> Iterator[Symptom]:
+    """What speaks against calling the run of one process healthy, the earliest cause first."""
     trace = run.trace
+    incident = next(iter(analysis_of(trace).incidents), None)
     missing = next((c for c in trace.all(Correction) if not c.installed), None)
     if missing is not None:
         yield Symptom(kind=Kind.NOT_INSTALLED, reason=f"{missing.id}: {missing.reason}", detail=missing.id)
