@@ -286,7 +286,7 @@ def test_bad_input_is_one_message_and_exit_2(
     assert message in finished.err
     assert "Traceback" not in finished.err
     assert finished.out == ""
-    assert {path.name for path in Path().iterdir()} - {"runs"} == {"empty", "sharded.yaml"}
+    assert {path.name for path in Path().iterdir()} - {"runs"} == {"empty"}
     left = list(itertools.chain.from_iterable(path.iterdir() for path in Path().glob("runs")))
     assert len(left) == ("SIGKILL" in message)  # a run that died is there to be looked at
 
