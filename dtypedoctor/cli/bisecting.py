@@ -120,7 +120,7 @@ def _require_this_machine(scenario: Scenario, where: Where) -> None:
     if (where.jobs or 1) > 1:
         raise UsageError(
             f"{scenario.name}: --jobs {where.jobs}: a probe has {count} processes, and one probe runs at a time",
-            "Leave out --jobs.",
+            "Pass --jobs 1, or leave it out.",
         )
 
 
