@@ -105,6 +105,8 @@ def test_an_interrupted_bisection_of_a_sharded_model_goes_on_to_the_answer_of_on
     assert found["confirmed"]
     assert {row["outcome"] for row in found["verdicts"] if row["mode"] == "culprits in float32"} == {"pass"}
     assert not any("compiled" in row["mode"] for row in found["verdicts"])
+    assert "elements are inf or NaN in torch.float16" in found["reproduction"]["said"]
+    assert not list(out.rglob("*.kept-*"))
     kept = [read_trace(place) for place in rank_directories(out / "remedy-keep-float32").values()]
     assert len(kept) == 2
     for trace in kept:
