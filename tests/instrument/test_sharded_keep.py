@@ -1,6 +1,8 @@
 """A model sharded by FSDP2 with modules kept in float32 computes, bit for bit, what the same model computes in one piece."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from torch import distributed as dist
 
 from dtypedoctor.corrections.float32_frames import paused
 from dtypedoctor.corrections.keep_float32 import install_keep_float32, kept_modules
+from dtypedoctor.instrument.capture import Capture
 from dtypedoctor.instrument.places import residual_blocks
+from dtypedoctor.instrument.session import Position
 from dtypedoctor.models.build import build, perturb
 from dtypedoctor.scenario.model import Distributed, Model, Perturbation
 from dtypedoctor.worker.sharding import shard, units
@@ -201,3 +205,21 @@ def test_the_parameters_that_were_widened_are_not_kept_beside_their_shards() -> 
     assert sum(parameter.untyped_storage().nbytes() for parameter in widened) == 0
     trained(model)
     installed.undo()
+
+
+def captured(fqn: str) -> Capture:
+    """What is kept of a module in a call of a sharded model."""
+    model = llama()
+    capture = Capture(model, fqn, own=False, call=0, position=Position())
+    sharded(model, [])(input_ids=torch.ones(1, 4, dtype=torch.int64))
+    return capture
+
+
+def test_a_unit_is_captured_as_what_it_was_and_what_holds_other_units_is_not(tmp_path: Path) -> None:
+    """While it runs its own parameters are gathered, and those of units inside are not."""
+    captured(LAYER).write(tmp_path)
+    recipe = json.loads((tmp_path / "capture.json").read_text())["recipe"]
+    assert recipe["class"] == "transformers.models.llama.modeling_llama:LlamaDecoderLayer"
+    assert not [name for name in recipe["attributes"] if "fsdp" in name]
+    with pytest.raises(TypeError, match=r"only a shard of layers\.0"):
+        captured("model")
