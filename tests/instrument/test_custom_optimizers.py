@@ -1,6 +1,7 @@
 """Optimizers that a program has written itself: watching them changes nothing, and what is not checked is said."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,54 @@ class StateMasters(Optimizer):
             p.copy_(master)
 
 
+class Kahan(Plain):
+    """Keeps what rounding takes of an update and adds it to the next one; ``only_half`` as optimizers do that need it for half precision only."""
+
+    def __init__(self, params: Any, lr: float = 1e-6, momentum: float = 0.0, only_half: bool = False) -> None:
+        Optimizer.__init__(self, params, {"lr": lr, "momentum": momentum, "only_half": only_half})
+        self.taken: list[int] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        for p in group["params"]:
+            state = self.state[p]
+            if not state:
+                state.update(kept=torch.zeros_like(p), mean=torch.zeros_like(p))
+            state["mean"].mul_(group["momentum"]).add_(p.grad)
+            if group["only_half"] and p.dtype is torch.float32:
+                p.add_(state["mean"], alpha=-group["lr"])
+                continue
+            state["kept"].add_(state["mean"], alpha=-group["lr"])
+            before = p.detach().clone()
+            p.add_(state["kept"])
+            state["kept"].add_(before.sub_(p.detach()))
+
+
+class LastUpdate(Plain):
+    """Holds its last update, which it never adds again."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["update"] = p.grad * -self.param_groups[0]["lr"]
+            p.add_(self.state[p]["update"])
+
+
+class AtRandom(Plain):
+    """Rounds at random, to both sides in proportion, in place of to the nearest number."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            exact = p.float().add_(p.grad.float(), alpha=-self.param_groups[0]["lr"])
+            if p.dtype is torch.float32:
+                p.copy_(exact)
+                continue
+            bits = exact.view(torch.int32) + torch.randint_like(exact, 1 << 16, dtype=torch.int32)
+            p.copy_((bits & -65536).view(torch.float32))
+
+
 class Closed(Plain):
     """Wants a closure."""
 
@@ -120,12 +169,16 @@ class Wrapping(Optimizer):
 
 
 def trained(
-    make: Callable[[Any], Optimizer], directory: Path | None, size: int = 16
+    make: Callable[[Any], Optimizer], directory: Path | None, size: int = 16, resumed: bool = False
 ) -> tuple[Any, Trace | None, Optimizer]:
-    """The weights after six steps, with what was recorded of them in ``directory``."""
+    """The weights after six steps, with what was recorded of them in ``directory``; ``resumed`` with the state of two steps before."""
     torch.manual_seed(0)
     model = nn.Linear(size, size).bfloat16()
     optimizer = make(model.parameters())
+    for _ in range(2 if resumed else 0):
+        model(torch.randn(4, size).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     writer = TraceWriter(directory) if directory is not None else None
     instruments = Instruments(writer) if writer is not None else None
     if instruments is not None:
@@ -196,3 +249,53 @@ def test_an_optimizer_that_holds_a_function_is_checked(tmp_path: Path) -> None:
     assert trace is not None
     assert trace.observed(Updates)
     assert not [note for note in trace.all(NotWatched) if note.what.startswith(LOST_UPDATES)]
+
+
+def lost(trace: Trace | None) -> dict[str, int]:
+    """By parameter, the lost updates that the last record tells of."""
+    assert trace is not None
+    seen = trace.observed(Updates)
+    return {name: one.lost for name, one in seen[-1].what.parameters.items()} if seen else {}
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["from-the-start", "resumed"])
+@pytest.mark.parametrize("only_half", [False, True], ids=["in-any-dtype", "only-in-half"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_what_an_optimizer_keeps_and_adds_later_is_not_lost(
+    momentum: float, only_half: bool, resumed: bool, tmp_path: Path
+) -> None:
+    """Kahan summation: no weight has moved yet, and each update is in the optimizer's state."""
+    make = partial(Kahan, momentum=momentum, only_half=only_half)
+    assert not lost(trained(make, tmp_path, resumed=resumed)[1])
+
+
+def test_an_update_that_is_held_and_never_added_again_is_lost(tmp_path: Path) -> None:
+    """The state of such an optimizer looks like that of Kahan summation in its first step only."""
+    assert lost(trained(LastUpdate, tmp_path)[1])
+
+
+@pytest.mark.parametrize("lr", [1e-4, 1e-2])
+def test_weights_that_are_rounded_at_random_do_not_stall(lr: float, tmp_path: Path) -> None:
+    """Most weights stay in each step, and the few that move go as far as all of them were to go."""
+    assert not lost(trained(lambda params: AtRandom(params, lr=lr), tmp_path, size=64)[1])
+
+
+def test_parameters_of_one_name_in_two_models_are_told_apart(tmp_path: Path) -> None:
+    """Each is compared with what it was itself before the first step, and with the float32 copy of its own state."""
+    torch.manual_seed(0)
+    models = [nn.Linear(16, 16).bfloat16() for _ in range(2)]
+    optimizer = torch.optim.AdamW([p for model in models for p in model.parameters()], lr=1e-7)
+    writer = TraceWriter(tmp_path)
+    instruments = Instruments(writer)
+    instruments.start()
+    for _ in range(4):
+        for model in models:
+            model(torch.randn(4, 16).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    instruments.stop()
+    writer.close()
+    told = read_trace(tmp_path).observed(Updates)[-1].what
+    weight = told.parameters["weight"]
+    assert (weight.parameters, weight.asked, told.compared) == (2, 2 * 256, 4)
+    assert weight.still == weight.asked

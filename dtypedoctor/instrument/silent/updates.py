@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
+from dataclasses import field
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -183,9 +184,19 @@ TOO_FAR = 16.0
 MANY_TOO_FAR = 0.01
 """Share of a parameter's elements that have to move too far, and at least so many:"""
 ENOUGH_TOO_FAR = 8
+NEAR, MOSTLY_NEAR = 2.0**-4, 0.9
+"""Difference that a few roundings to bfloat16 explain between what is missing and what is kept of it; and the share of the elements that have to agree."""
+TINY = 0.25
+"""Updates below this share of the spacing never move a weight where it is rounded to the nearest number."""
+AS_FAR = 0.5
+"""Share of all tiny updates that weights have to move by, of themselves, where these are rounded at random; twice the other way round."""
 
 _ELEMENTWISE = "torch.optim."
 _NOT_ELEMENTWISE = frozenset({"Adafactor", "Muon", "LBFGS", "SparseAdam"})
+
+
+_Key = tuple[int, str]
+"""Number of the outermost module, and the dotted name of a parameter in it."""
 
 
 @dataclass(slots=True)
@@ -217,13 +228,26 @@ class _Total:
 class _Sample:
     """Elements of a parameter before the step, and what the float32 copy makes of them."""
 
-    name: str
+    key: _Key
     parameter: Tensor
     stride: int
     before: Tensor
     copy: nn.Parameter
     state: dict[str, Any] | None = None
     """What the float32 copy's own steps so far have left of the optimizer's state; None where they were not followed from the first on."""
+    unseen: Tensor | float = 0.0
+    """What the parameter differs from the float32 copy after the steps before, where these were followed."""
+    begun: dict[str, Any] = field(default_factory=dict)
+    """The optimizer's state before the step, where they were not."""
+
+    @property
+    def name(self) -> str:
+        """The dotted name, which a parameter of another outermost module may have as well."""
+        return self.key[1]
+
+    def missing(self) -> Tensor:
+        """What the parameter lacks of the float32 updates so far."""
+        return self.unseen + self.copy.detach() - self.now().float()
 
     def now(self) -> Tensor:
         """The same elements as they are now."""
@@ -236,12 +260,22 @@ class _Known:
 
     first: int
     """The first step that was checked."""
-    totals: dict[str, _Total]
-    followed: dict[str, tuple[dict[str, Any], dict[Any, Any]]]
-    """By parameter, the state of the float32 copy after the last step, and what the optimizer's own was then."""
+    totals: dict[_Key, _Total]
+    followed: dict[_Key, tuple[dict[str, Any], dict[Any, Any], Tensor]]
+    """By parameter, the state of the float32 copy after the last step, what the optimizer's own was then, and what was missing."""
     steps: int = 0
     overshot: bool = False
     told: bool = False
+    is_kept: bool | None = None
+    """Whether the optimizer's state has held, after each check, what was missing; None where nothing was."""
+    tiny: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Of updates that are too small to move a weight by rounding: their sum, what the weights moved, and how many moved."""
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether nothing is lost in the long run: it is kept and added later (Kahan summation), or weights are rounded at random."""
+        asked, moved, many = self.tiny
+        return bool(self.is_kept) or (many >= ENOUGH_TOO_FAR and AS_FAR * asked <= moved <= asked / AS_FAR)
 
 
 class UpdateCheck:
@@ -276,6 +310,7 @@ class UpdateCheck:
             self._samples = self._taken(optimizer)
             for sample in self._samples:
                 sample.state = None if hooked else _followed_state(optimizer, sample, followed, known.steps)
+                sample.unseen = followed[sample.key][2] if sample.state else 0.0
             self._step_copies(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -293,14 +328,23 @@ class UpdateCheck:
             return
         known = self._known[optimizer]
         if known.steps < FIRST_CHECKS:
-            known.followed = {one.name: (one.state, _left(optimizer, one)) for one in samples if one.state}
+            known.followed = {
+                one.key: (one.state, _left(optimizer, one), one.missing()) for one in samples if one.state
+            }
         totals = known.totals
         with self._position.mute(), torch.no_grad():
+            if (
+                known.steps <= FIRST_CHECKS
+            ):  # later ones do not follow each other: what is kept by then is of steps that were not seen
+                kept = _is_kept(optimizer, samples)
+                known.is_kept = kept if known.is_kept is None or kept is False else known.is_kept
+            moved = torch.stack(list(map(_moved_by_chance, samples))).sum(0).tolist()
+            known.tiny = tuple(a + b for a, b in zip(known.tiny, moved, strict=True))
             counted = torch.stack([_counts(sample, _total_of(sample, totals)) for sample in samples]).tolist()
             if not known.overshot and all(sample.state is not None for sample in samples):
                 known.overshot = self._tell_overshoots(optimizer, samples)
         for sample, (wanted, lost, absmax, update, finite, asked, still, steady) in zip(samples, counted, strict=True):
-            total = totals[sample.name]
+            total = totals[sample.key]
             total.steady = steady
             total.asked, total.still = int(asked), int(still)
             total.wanted += int(wanted)
@@ -348,11 +392,10 @@ class UpdateCheck:
 
     def _tell(self, optimizer: Optimizer, known: _Known) -> None:
         totals = known.totals
-        stalled = [(name, t) for name, t in totals.items() if t.wanted and t.lost >= MOSTLY * t.wanted]
+        stalled = [] if known.adds_up else _stalled(totals)
         if not stalled and not known.told:
             return
         known.told = True  # from now on each check is, so that the last record says what holds in the end
-        stalled.sort(key=lambda pair: -pair[1].lost / pair[1].wanted)
         told = Updates(
             optimizer=type(optimizer).__name__,
             lr=float(optimizer.param_groups[0].get("lr", 0.0)),
@@ -360,20 +403,7 @@ class UpdateCheck:
             first_step=known.first,
             wanted=sum(t.wanted for t in totals.values()),
             lost=sum(t.lost for t in totals.values()),
-            parameters={
-                name: StalledParameter(
-                    wanted=t.wanted,
-                    lost=t.lost,
-                    dtype=t.dtype,
-                    elements=t.elements,
-                    absmax=t.absmax,
-                    update=t.update,
-                    asked=round(t.asked * t.weights / t.elements),
-                    still=round(t.still * t.weights / t.elements),
-                    steady=t.steady,
-                )
-                for name, t in stalled[:MOST_TOLD]
-            },
+            parameters=dict(stalled[:MOST_TOLD]),
             compared=len(totals),
             finite=sum(t.finite for t in totals.values()),
         )
@@ -392,8 +422,33 @@ class UpdateCheck:
                 before = _strided(parameter, stride).clone()
                 copy = nn.Parameter(before.float())
                 copy.grad = _strided(parameter.grad, stride).float()
-                samples.append(_Sample(known[id(parameter)][1], parameter, stride, before, copy))
+                samples.append(_Sample(known[id(parameter)], parameter, stride, before, copy))
         return samples
+
+
+def _stalled(totals: dict[_Key, _Total]) -> list[tuple[str, StalledParameter]]:
+    """The parameters that have lost most of their updates, worst first; those of one name in several outermost modules as one."""
+    named: defaultdict[str, list[_Total]] = defaultdict(list)
+    for (_, name), total in totals.items():
+        if total.wanted and total.lost >= MOSTLY * total.wanted:
+            named[name].append(total)
+    told = [(name, _together(of_name)) for name, of_name in named.items()]
+    return sorted(told, key=lambda pair: -pair[1].lost / pair[1].wanted)
+
+
+def _together(totals: list[_Total]) -> StalledParameter:
+    return StalledParameter(
+        wanted=sum(t.wanted for t in totals),
+        lost=sum(t.lost for t in totals),
+        dtype=totals[0].dtype,
+        elements=sum(t.elements for t in totals),
+        absmax=max(t.absmax for t in totals),
+        update=max(t.update for t in totals),
+        asked=sum(round(t.asked * t.weights / t.elements) for t in totals),
+        still=sum(round(t.still * t.weights / t.elements) for t in totals),
+        steady=max(t.steady for t in totals),
+        parameters=len(totals),
+    )
 
 
 def _half_parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -486,15 +541,18 @@ def _left(optimizer: Optimizer, sample: _Sample) -> dict[Any, Any]:
 
 
 def _followed_state(
-    optimizer: Optimizer, sample: _Sample, followed: dict[str, tuple[dict[str, Any], dict[Any, Any]]], number: int
+    optimizer: Optimizer,
+    sample: _Sample,
+    followed: dict[_Key, tuple[dict[str, Any], dict[Any, Any], Tensor]],
+    number: int,
 ) -> dict[str, Any] | None:
     """The state that the copy's own steps so far have left; empty where the optimizer begins, None where its state is not what its steps have left."""
     state = optimizer.state.get(sample.parameter, {})
-    if not state and (number == 1 or sample.name in followed):
+    if not state and (number == 1 or sample.key in followed):
         return {}  # also where a program has reset it between two steps
-    if sample.name not in followed:
+    if sample.key not in followed:
         return None
-    copied, left = followed[sample.name]
+    copied, left, _ = followed[sample.key]
     return copied if state.keys() == left.keys() and all(_is_as_left(state[key], left[key]) for key in left) else None
 
 
@@ -523,6 +581,7 @@ def _step_in_float32(optimizer: Optimizer, samples: list[_Sample]) -> str:
         begun = optimizer.state.get(sample.parameter, {})
         if begun and not sample.state:
             sample.state = None  # begun before it was followed
+            sample.begun = _state_in_float32(begun, sample) or {}
         state = sample.state if sample.state else _state_in_float32(begun, sample)
         if state is None:
             return "its state is not that of single elements, or cannot be read"
@@ -569,11 +628,11 @@ def _state_in_float32(state: dict[str, Any], sample: _Sample) -> dict[str, Any] 
     return copied
 
 
-def _total_of(sample: _Sample, totals: dict[str, _Total]) -> _Total:
+def _total_of(sample: _Sample, totals: dict[_Key, _Total]) -> _Total:
     """What is known of the parameter; begun anew where other elements of it are compared than before."""
-    known = totals.get(sample.name)
+    known = totals.get(sample.key)
     if known is None or known.first.shape != sample.before.shape:
-        known = totals[sample.name] = _Total(
+        known = totals[sample.key] = _Total(
             dtype=dtype_name(sample.parameter),
             elements=sample.before.numel(),
             weights=sample.parameter.numel(),
@@ -608,6 +667,34 @@ def _counts(sample: _Sample, total: _Total) -> Tensor:
     return torch.stack(
         [number.double().cpu() if number.device.type == "cpu" else number.double() for number in numbers]
     )
+
+
+def _is_kept(optimizer: Optimizer, samples: list[_Sample]) -> bool | None:
+    """Whether something in the optimizer's state is, but for its sign, what the parameters lack of their float32 updates; None where they lack nothing."""
+    missing: list[Tensor] = []
+    kept: defaultdict[Any, list[Tensor]] = defaultdict(list)
+    for sample in samples:
+        lack = sample.missing().abs().nan_to_num(0.0, 0.0)
+        noise = FIRST_CHECKS * torch.finfo(torch.float32).eps * sample.before.float().abs()
+        missing.append((lack > noise).sum().double())
+        for key, held in optimizer.state.get(sample.parameter, {}).items():
+            if isinstance(held, Tensor) and held.shape == sample.parameter.shape and measurable(held):
+                now, before = _strided(held, sample.stride).float(), sample.begun.get(key, 0.0)
+                off = torch.minimum((now.abs() - lack).abs(), ((now - before).abs() - lack).abs())
+                kept[key].append(((lack > noise) & (off <= NEAR * lack + noise)).sum().double())
+    asked, *found = torch.stack([torch.stack(many).sum() for many in (missing, *kept.values())]).tolist()
+    return max(found, default=0.0) >= MOSTLY_NEAR * asked if asked else None
+
+
+def _moved_by_chance(sample: _Sample) -> Tensor:
+    """Of updates that are too small to move a weight by rounding to the nearest number: their sum, what the weights moved, and how many moved."""
+    before = sample.before.float()
+    update, moved = sample.copy.detach() - before, sample.now().float() - before
+    finfo = torch.finfo(sample.before.dtype)
+    spacing = torch.ldexp(torch.full_like(before, finfo.eps), torch.frexp(before).exponent - 1).clamp_min(finfo.tiny)
+    tiny = update.ne(0) & (update.abs() < TINY * spacing) & moved.isfinite()
+    numbers = (update.abs()[tiny].sum(), (moved * update.sign())[tiny].sum(), (tiny & moved.ne(0)).sum())
+    return torch.stack([number.double() for number in numbers])
 
 
 def _too_far(sample: _Sample) -> Tensor:

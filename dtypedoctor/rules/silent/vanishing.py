@@ -199,13 +199,15 @@ def _what_stands_still(what: Updates, stalled: dict[str, StalledParameter], dtyp
     lost, wanted = sum(one.lost for one in stalled.values()), sum(one.wanted for one in stalled.values())
     share = percent(lost / wanted)
     asked, still = sum(one.asked for one in stalled.values()), sum(one.still for one in stalled.values())
+    many = sum(one.parameters for one in stalled.values())
+    names = f"{len(stalled)} names: {names}" if many > len(stalled) > 1 else names
     if asked and what.checks > 1:
         return _capital(
-            f"{percent(still / asked)} of the weights in {_parameters(len(stalled))} ({names}) are unchanged after {what.checks} optimizer steps: "
+            f"{percent(still / asked)} of the weights in {_parameters(many)} ({names}) are unchanged after {what.checks} optimizer steps: "
             f"{dtype} rounds {share} of their updates away."
         )
-    verb, whose = ("is", "its") if len(stalled) == 1 else ("are", "their")
-    return f"{_parameters(len(stalled))} {verb} not training: {dtype} rounds away {share} of {whose} updates ({names})."
+    verb, whose = ("is", "its") if many == 1 else ("are", "their")
+    return f"{_parameters(many)} {verb} not training: {dtype} rounds away {share} of {whose} updates ({names})."
 
 
 def _measured_of(what: Updates) -> Iterator[str]:

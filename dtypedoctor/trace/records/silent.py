@@ -547,6 +547,7 @@ class StalledParameter:
         asked: weights of it that move in float32 in a checked step; those that were not compared are counted in proportion. 0 in older traces.
         still: those of them that are, after the last checked step, bitwise what they were before the first one.
         steady: how much the signs of an element's gradients agree over the checked steps, from 0 to 1, averaged; None in older traces.
+        parameters: how many of this name there are, in several outermost modules.
     """
 
     wanted: int
@@ -558,6 +559,7 @@ class StalledParameter:
     asked: int = 0
     still: int = 0
     steady: float | None = None
+    parameters: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
