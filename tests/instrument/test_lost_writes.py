@@ -245,6 +245,42 @@ def assigned(decay: float, *, weights_first: bool = False) -> Callable[[object],
     return work
 
 
+def soft_update(
+    tau: float, *, weights_first: bool = False, wide: bool = False, target: torch.dtype = torch.bfloat16
+) -> Callable[[object], None]:
+    """A target network as in reinforcement learning: computed anew and copied into its own memory; ``wide`` beside float32 weights."""
+
+    def work(_: object) -> None:
+        model = net(torch.float32 if wide else torch.bfloat16)
+        kept = copy.deepcopy(model).to(target)
+        for _ in range(8):
+            for own, theirs in zip(kept.parameters(), model.parameters(), strict=True):
+                theirs.data.mul_(0.875)
+                kept_part, new_part = own.data * (1 - tau), theirs.data * tau
+                own.data.copy_(new_part + kept_part if weights_first else kept_part + new_part)
+
+    return work
+
+
+def equal_weights(_: object) -> None:
+    """The target is what the weights are: in float32 the average of the two is off by a rounding."""
+    model = net(torch.bfloat16)
+    kept = copy.deepcopy(model)
+    for _ in range(8):
+        for own, theirs in zip(kept.parameters(), model.parameters(), strict=True):
+            own.data.copy_(own.data * 0.995 + theirs.data * 0.005)
+
+
+def masters(_: object) -> None:
+    """Float32 weights that are copied into those of half precision."""
+    model = net(torch.bfloat16)
+    wide = [parameter.detach().float() for parameter in model.parameters()]
+    for _ in range(8):
+        for own, master in zip(model.parameters(), wide, strict=True):
+            master.sub_(1e-6)
+            own.data.copy_(master * 1.0)
+
+
 def begun_with_a_copy(decay: float) -> Callable[[object], None]:
     """The first update takes the weights as they are, as DiT's training does."""
 
@@ -279,8 +315,21 @@ def beside_zeros(_: object) -> None:
         (assigned(0.9999), "own.data = (1 - decay)"),
         (assigned(0.9999, weights_first=True), "own.data = (1 - decay)"),
         (begun_with_a_copy(0.9999), "own.mul_(by)"),
+        (soft_update(1e-3), "kept_part, new_part ="),
+        (soft_update(1e-3, weights_first=True), "kept_part, new_part ="),
+        (soft_update(1e-3, wide=True), "kept_part, new_part ="),
+        (soft_update(1e-3, wide=True, weights_first=True), "kept_part, new_part ="),
     ],
-    ids=["beside zeros", "assigned", "assigned, weights first", "begun with a copy"],
+    ids=[
+        "beside zeros",
+        "assigned",
+        "assigned, weights first",
+        "begun with a copy",
+        "copied",
+        "copied, weights first",
+        "copied from float32",
+        "copied from float32, weights first",
+    ],
 )
 def test_averages_that_move_once_or_are_assigned_anew_are_found(
     tmp_path: Path, work: Callable[[object], None], line: str
@@ -294,11 +343,20 @@ def test_averages_that_move_once_or_are_assigned_anew_are_found(
 
 @pytest.mark.parametrize(
     "work",
-    [assigned(0.5), assigned(0.5, weights_first=True), begun_with_a_copy(0.5)],
-    ids=["assigned", "first", "copy"],
+    [
+        assigned(0.5),
+        assigned(0.5, weights_first=True),
+        begun_with_a_copy(0.5),
+        soft_update(0.5),
+        soft_update(0.5, wide=True, weights_first=True),
+        soft_update(1e-3, wide=True, target=torch.float32),
+        equal_weights,
+        masters,
+    ],
+    ids=["assigned", "first", "copy", "copied", "wide", "float32", "equal", "masters"],
 )
 def test_quick_averages_are_none(tmp_path: Path, work: Callable[[object], None]) -> None:
-    """They move in every step."""
+    """They move in every step, or have nowhere to go."""
     assert findings(tmp_path, work) == []
 
 

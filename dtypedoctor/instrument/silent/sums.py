@@ -36,12 +36,16 @@ ALLOWANCE, FOLLOWED, PERIOD = 8_192, 4_096, 65_536
 
 _ADDS = frozenset({"add", "add_"})
 _CHANGES = frozenset({"add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv"})
+_ASSIGNS = "copy_"
+NOISE = 4 * torch.finfo(torch.float32).eps
+ROUNDED = 2.0**-8
+"""Relative changes that are rounding: of float32; and of what is added in half precision, in the average of two equal values for example."""
 
 
 @cache
 def is_built_up(func: Any) -> bool:
     """Whether an operator may add to a sum, or be a part of the arithmetic of an average."""
-    return _base_name(func) in _ADDS | _CHANGES
+    return _base_name(func) in _ADDS | _CHANGES | {_ASSIGNS}
 
 
 @cache
@@ -69,12 +73,14 @@ class _Lineage:
         begins: the operator and its line that take it first.
         start: elements as they are then.
         wide: what float32 has made of them since.
+        swing: how far these have been from the start on the way.
         checks, wanted, lost, absmax, change: of the rounds since it has last moved.
     """
 
     begins: tuple[Any, Line | None]
     start: Tensor
     wide: Tensor
+    swing: Tensor | float = 0.0
     rounds: int = 0
     checks: int = 0
     wanted: int = 0
@@ -84,17 +90,18 @@ class _Lineage:
 
     def close(self, now: Tensor) -> None:
         """A round is over: the value is ``now``."""
-        moved = (self.wide != self.start.float()) & self.wide.isfinite()
+        start = self.start.float()
+        moved = ((self.wide - start).abs() > NOISE * start.abs() + ROUNDED * self.swing) & self.wide.isfinite()
         wanted, lost = int(moved.sum()), int((moved & (now == self.start)).sum())
         if lost < LOST * wanted:
             self.checks = self.wanted = self.lost = 0
         elif wanted:
             self.checks += 1
             self.wanted, self.lost = self.wanted + wanted, self.lost + lost
-            self.absmax = max(self.absmax, float(self.start.float().abs().max()))
-            self.change = max(self.change, float((self.wide - self.start.float()).abs().max()))
+            self.absmax = max(self.absmax, float(start.abs().max()))
+            self.change = max(self.change, float((self.wide - start).abs().max()))
         self.rounds += 1
-        self.start, self.wide = now, now.float()
+        self.start, self.wide, self.swing = now, now.float(), 0.0
 
 
 @dataclass(slots=True)
@@ -109,7 +116,8 @@ class SumCheck:
     """Writes a :class:`RoundedSum` for a sum that half precision gets wrong, and a :class:`LostWrites` for averages that stand still.
 
     A sum is followed in float64 from its first addition on; of an average, which is computed from itself by several operators, a thousand elements from
-    one round to the next. Only memory of the CPU is looked at, and no average of which gradients are computed.
+    one round to the next, be it a new tensor or copied back into its own (``target.copy_(tau * source + (1 - tau) * target)``). Only memory of the CPU is
+    looked at, and no average of which gradients are computed.
     """
 
     def __init__(self, session: Session) -> None:
@@ -125,12 +133,16 @@ class SumCheck:
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """An operator outside of modules has returned ``result``."""
-        if self._position.backward_depth or not _is_looked_at(result):
+        name = _base_name(func)
+        wide = self._values and isinstance(result, Tensor) and result.dtype is torch.float32
+        if self._position.backward_depth or not (wide or _is_looked_at(result)):
             return
         with self._looking, self._position.mute(), torch.no_grad():
-            if result.numel() > SMALL:
+            if result.numel() > SMALL and name == _ASSIGNS:
+                self._assigned(args[1], result)
+            elif result.numel() > SMALL:
                 self._computed(func, args, kwargs, result, line_of(sys._getframe()))
-            elif (name := _base_name(func)) in _ADDS:
+            elif name in _ADDS and not wide:
                 self._added(args, kwargs, result, line_of(sys._getframe()), in_place=name == "add_")
 
     def _added(
@@ -179,8 +191,10 @@ class SumCheck:
             return
         place = self._place_of(func, args)
         target = args[place]
-        if not isinstance(target, Tensor) or target.shape != result.shape or target.dtype is not result.dtype:
+        if not isinstance(target, Tensor) or target.shape != result.shape:
             return
+        if self._rounds(target) < 0 and (target.dtype is not result.dtype or target.dtype not in HALF):
+            return  # of a wider dtype only what has come from half precision
         stride = -(-target.numel() // SAMPLED)
         operands = [sampled(one, target, stride) for one in args]
         if not target.is_contiguous() or any(one is None for one in operands):
@@ -190,6 +204,15 @@ class SumCheck:
         lineage = self._lineage_of(target, (func, line), stride)
         operands[place] = lineage.wide
         lineage.wide = func(*operands, **kwargs)
+        lineage.swing = (lineage.wide - lineage.start.float()).abs().clamp_min(lineage.swing)
+        self._keep(result, lineage)
+
+    def _assigned(self, value: Any, target: Tensor) -> None:
+        """What was computed from a tensor is copied into one of half precision, into itself for the most part."""
+        if target.dtype in HALF and target.is_contiguous() and self._rounds(value) >= 0 and value.shape == target.shape:
+            self._keep(target, self._values[memory_key(value.untyped_storage())][1])
+
+    def _keep(self, result: Tensor, lineage: _Lineage) -> None:
         if len(self._values) >= MOST_FOLLOWED:
             self._values = {at: one for at, one in self._values.items() if not one[0].expired()}
         if len(self._values) < MOST_FOLLOWED:
