@@ -48,6 +48,7 @@ from dtypedoctor.instrument.operators import (
 )
 from dtypedoctor.instrument.recorders import BEHIND
 from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.indices import is_counted
 from dtypedoctor.instrument.silent.logprobs import is_followed
 from dtypedoctor.instrument.silent.sums import is_built_up
 from dtypedoctor.instrument.silent.updates import HALF
@@ -600,7 +601,7 @@ def _results(func: Any, result: Any) -> list[Tensor]:
 
 def _is_followed(func: Any) -> bool:
     """Whether one of the checks wants to know of each call of an operator."""
-    return is_followed(func) or is_built_up(func)
+    return is_followed(func) or is_built_up(func) or is_counted(func)
 
 
 def _plan_of(func: Any) -> _Plan:

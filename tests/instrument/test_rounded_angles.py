@@ -91,6 +91,27 @@ def test_timesteps_in_half_precision_are_found(tmp_path: Path, cast: Callable[[T
     assert ("rounded-rotary-buffer", True) in evidence(tmp_path, Apply(cast), TIMES)
 
 
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        (lambda: TIMES.bfloat16(), True),
+        (lambda: (TIMES + 9000).half(), True),
+        (lambda: torch.ones(700).bfloat16().cumsum(0) - 1, True),
+        (lambda: TIMES.half(), False),
+        (lambda: TIMES.float(), False),
+        (lambda: torch.ones(200).bfloat16().cumsum(0) - 1, False),
+    ],
+    ids=["bfloat16", "float16", "counted", "exact-in-float16", "float32", "few-counted"],
+)
+def test_timesteps_that_are_cast_before_the_call_are_found(
+    tmp_path: Path, made: Callable[[], Tensor], found: bool
+) -> None:
+    """The script casts the batch, and the model computes its angles in float32."""
+    net = Apply(lambda t, f: embedding(t.float(), f))
+    trace = watched(tmp_path, lambda _: [net(made()), net(made())])
+    assert [(f.id, f.confidence == "proven") for f in diagnose(trace)] == [("rounded-rotary-buffer", True)] * found
+
+
 def test_angles_of_a_product_in_half_precision_are_likely_wrong(tmp_path: Path) -> None:
     """Nothing is known of what they were, only how far apart neighbors are."""
     net = Apply(lambda x, f: torch.outer(x.bfloat16(), f.bfloat16()).float().cos())

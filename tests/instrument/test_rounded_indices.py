@@ -55,6 +55,47 @@ def as_labels(dtype: torch.dtype, most: int) -> Callable[[object], None]:
     return work
 
 
+def counted(dtype: torch.dtype, rows: int, whole: torch.dtype = torch.int64) -> Callable[[object], None]:
+    """Positions that are counted in a mask, which was cast with the batch."""
+
+    def work(_: object) -> None:
+        model = Embeds()
+        for _ in range(2):
+            mask = torch.ones(2, rows, dtype=dtype)
+            mask[1, :4] = 0
+            positions = mask.cumsum(-1) - 1
+            model(positions.masked_fill(mask == 0, 1).to(whole)).sum().backward()
+
+    return work
+
+
+def count_inside(_: object) -> None:
+    """The model counts by itself."""
+    model = Embeds()
+    model.register_forward_pre_hook(lambda module, args: (args[0].cumsum(-1).sub(1),))
+    for _ in range(2):
+        model(torch.ones(2, 300, dtype=torch.bfloat16)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("work", "line"),
+    [
+        (counted(torch.bfloat16, 300), "positions = mask.cumsum(-1) - 1"),
+        (count_inside, "args[0].cumsum(-1).sub(1)"),
+    ],
+    ids=["outside", "inside"],
+)
+def test_positions_that_are_counted_in_half_precision_are_found(
+    tmp_path: Path, work: Callable[[object], None], line: str
+) -> None:
+    """At the line that counts, whatever is subtracted or filled in before they are whole numbers again."""
+    (finding,) = found(tmp_path, work)
+    number = int((finding.source or ":0").rpartition(":")[2])
+    assert line in Path(__file__).read_text(encoding="utf-8").splitlines()[number - 1]
+    assert "counts in bfloat16" in finding.summary
+    assert finding.proven_by is not None
+
+
 @pytest.mark.parametrize(
     ("work", "line"),
     [
@@ -83,8 +124,32 @@ def test_indices_that_have_changed_are_found_at_the_line_that_casts_them(
         as_labels(torch.float16, 2040),
         lambda _: torch.arange(900).bfloat16().mul(0.5).long(),
         lambda _: torch.arange(900).bfloat16().sin().float(),
+        counted(torch.bfloat16, 256),
+        counted(torch.float16, 999),
+        counted(torch.float32, 999),
+        counted(torch.int64, 999),
+        counted(torch.bool, 999),
+        lambda _: torch.full((900,), 0.3).bfloat16().cumsum(0).long(),
+        lambda _: torch.ones(900).bfloat16().cumsum(0).div(900).mul(10).long(),
+        lambda _: torch.ones(900).bfloat16().cumsum(0).sub_(1).zero_().long(),
+        lambda _: torch.arange(900).view(30, 30).bfloat16().T.long(),
     ],
-    ids=["few ids", "float32", "float16", "other numbers", "never whole again"],
+    ids=[
+        "few ids",
+        "float32",
+        "float16",
+        "other numbers",
+        "never whole again",
+        "few counted",
+        "counted in float16",
+        "counted in float32",
+        "counted in integers",
+        "counted truths",
+        "fractions",
+        "shares",
+        "overwritten",
+        "transposed",
+    ],
 )
 def test_indices_that_are_the_same_are_not_told_of(tmp_path: Path, work: Callable[[object], None]) -> None:
     """Nor are numbers that something else was made of."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from dtypedoctor._torch_private import schema_of
 from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.indices import IndexCheck
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.whereabouts import OUTSIDE, Whereabouts
 from dtypedoctor.trace.records.silent import RoundedAngles
@@ -71,13 +72,14 @@ class _Rounded:
 class AngleCheck:
     """Writes a :class:`RoundedAngles` for a sine or cosine whose angle half precision has rounded by a good part of a turn.
 
-    Either whole numbers (timesteps, positions) were cast on the way to it, and are compared with what they were; or the angle itself
+    Either whole numbers (timesteps, positions) were cast on the way to it, in the call or before, and are compared with what they were; or the angle itself
     has the values of a half-precision tensor and is so large that neighboring values are far apart. Angles with a gradient are
     activations and not looked at.
     """
 
     session: Session
     whereabouts: Whereabouts
+    indices: IndexCheck
     _whole: dict[int, _Rounded] = field(default_factory=dict)
     _half: dict[int, torch.dtype] = field(default_factory=dict)
 
@@ -100,7 +102,7 @@ class AngleCheck:
     def _follow(self, seen: Seen, name: str) -> None:
         operand, number = seen.operands[0], seen.number(seen.results[0])
         known = [self._whole.get(seen.number(t)) for t in seen.operands] if self._whole else []
-        rounded = next((one for one in known if one is not None), None)
+        rounded = next((one for one in known if one is not None), None) or self._rounded_before(operand)
         if rounded is not None:
             self._whole[number] = rounded
         elif _is_rounding(operand, seen.results[0]):
@@ -110,6 +112,11 @@ class AngleCheck:
             half = operand.dtype if operand.dtype in HALF else self._half.get(seen.number(operand))
             if half is not None:
                 self._half[number] = half
+
+    def _rounded_before(self, operand: Tensor) -> _Rounded | None:
+        """What is known of whole numbers that the call was given in half precision."""
+        known = self.indices.of(operand)
+        return None if known is None else _Rounded(known.exact, known.now, known.op, known.source or None)
 
     def _judge(self, seen: Seen) -> None:
         angles = seen.operands[0]

@@ -13,7 +13,7 @@ from dtypedoctor.instrument.silent.angles import AngleCheck
 from dtypedoctor.instrument.silent.decoding import DecodingCheck
 from dtypedoctor.instrument.silent.float8 import Float8Casts
 from dtypedoctor.instrument.silent.float32_shadows import AbsorbedOverflows, OverflowsOutside, RouterFlips
-from dtypedoctor.instrument.silent.indices import IndexCheck
+from dtypedoctor.instrument.silent.indices import IndexCheck, is_counted
 from dtypedoctor.instrument.silent.loading import LoadingCheck
 from dtypedoctor.instrument.silent.logprobs import LogprobCheck, is_followed
 from dtypedoctor.instrument.silent.look import RoutineLook
@@ -62,7 +62,7 @@ class SilentChecks:
             self._float8,
             RouterFlips(session, whereabouts),
             PositionCheck(session, whereabouts),
-            AngleCheck(session, whereabouts),
+            AngleCheck(session, whereabouts, self._indices),
             self._rotary,
             self.logprobs,
         )
@@ -149,7 +149,7 @@ class SilentChecks:
         self._rotary.after_call()
 
     def ran(self, func: Any, arguments: Arguments, result: Any) -> None:
-        """An operator outside of modules has run for which :func:`is_followed` or :func:`is_built_up` is true."""
+        """An operator outside of modules has run for which :func:`is_followed`, :func:`is_built_up` or :func:`is_counted` is true."""
         if is_followed(func):
             self.logprobs.ran(func, arguments, result)
         if is_built_up(func):
@@ -157,6 +157,8 @@ class SilentChecks:
         elif str(func) == "aten._to_copy.default":
             self._indices.cast(arguments, result)
             self._float8.cast(arguments, result)
+        if is_counted(func):
+            self._indices.computed(func, arguments, result)
 
     def before_generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``generate`` of transformers is called."""

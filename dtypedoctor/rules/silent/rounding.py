@@ -70,7 +70,8 @@ ROUNDED_INDICES = FindingSpec(
         "https://github.com/Nerogar/OneTrainer/issues/1177",
         "https://github.com/deepspeedai/DeepSpeed/issues/5701",
     ),
-    do_this="Cast only floating-point tensors of a batch to {dtype}: `v.to(dtype) if v.is_floating_point() else v`.",
+    do_this="Leave whole numbers whole: count in integers, `mask.long().cumsum(-1)`, and cast only floating-point tensors of a batch to {dtype}: "
+    "`v.to(dtype) if v.is_floating_point() else v`.",
 )
 
 
@@ -80,9 +81,13 @@ def detect_rounded_indices(trace: Trace) -> Iterator[Finding]:
         what = seen.what
         statement = Statement(
             id="rounded-indices",
-            proven_by="the whole numbers before the cast and after it were compared",
+            proven_by=(
+                "the same count in float64 gives other whole numbers"
+                if what.counted
+                else "the whole numbers before the cast and after it were compared"
+            ),
             summary=(
-                f"{what.source or 'A line outside of modules'} casts whole numbers to {what.dtype}, and {what.used_at or 'another line'} uses them as whole "
+                f"{what.source or 'A line outside of modules'} {'counts in' if what.counted else 'casts whole numbers to'} {what.dtype}, and {what.used_at or 'another line'} uses them as whole "
                 f"numbers again: {what.changed:,} of {what.elements:,} have changed ({what.before:,} is {what.after:,})."
             ),
             cause=(
@@ -270,11 +275,11 @@ def _angles(what: RoundedAngles, fqn: str | None) -> Statement:
         proven = f"a table computed in float32 differs from the one that is read by up to {what.deviation:.2g}"
     elif what.apart is not None:
         summary = (
-            f"{short(fqn)} casts whole numbers up to {what.largest:,.0f} to {what.dtype} before their sine is taken: they change "
+            f"{short(fqn)} takes the sine of whole numbers up to {what.largest:,.0f} that {what.dtype} has rounded: they change "
             f"by up to {what.apart:g}."
         )
         evidence = f"{what.op} at {what.source} rounds them; that amounts to {what.error:.2g} rad of the angle."
-        proven = f"the same numbers before the cast are up to {what.apart:g} apart from those that are used"
+        proven = f"the same numbers in float64 are up to {what.apart:g} apart from those that are used"
     else:
         summary = f"{short(fqn)} takes the sine of angles up to {what.largest:,.0f} rad, rounded to {what.dtype}."
         evidence = f"At {what.largest:,.0f}, {what.dtype} rounds an angle by up to {what.error:.2g} rad."

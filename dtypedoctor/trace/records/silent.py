@@ -417,6 +417,7 @@ class RoundedIndices:
         used_at: the line that casts them back.
         elements, changed: how many there are, and how many of them have changed.
         before, after: the first of these.
+        counted: whether ``source`` counts in ``dtype``, and casts nothing.
     """
 
     KIND: ClassVar[str] = "rounded-indices"
@@ -428,6 +429,7 @@ class RoundedIndices:
     changed: int
     before: int
     after: int
+    counted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
