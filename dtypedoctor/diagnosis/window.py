@@ -25,7 +25,7 @@ def suspicious_windows(trace: Trace) -> tuple[Window, ...]:
     """
     raised = trace.last(Raised)
     if raised is not None and (is_dtype_error(raised) or _may_be_packed(trace, raised)):
-        return (_window(raised.phase, raised.call, raised.step),) if graph_of(trace).failed() is None else ()
+        return (_of_refusal(trace, raised),) if graph_of(trace).failed() is None else ()
     if incidents(trace):
         return tuple(_unsettled(trace))
     doubt = doubtful_weights(trace)
@@ -54,6 +54,15 @@ def shows_failure(trace: Trace) -> bool:
     if raised is not None and (is_dtype_error(raised) or _may_be_packed(trace, raised)):
         return True
     return bool(incidents(trace) or trace.observed(PackedWeight) or trace.observed(GradientZeros))
+
+
+def _of_refusal(trace: Trace, raised: Raised) -> Window:
+    """What is refused outside of modules after a backward pass, when weights are averaged say, lies behind the end of the last call's window."""
+    outside = raised.phase == "forward" and not raised.modules
+    of_call = (site.kind for sample, site in trace.measured() if sample.call == raised.call and sample.n < raised.n)
+    if outside and not {"loss", "grad"}.isdisjoint(of_call):
+        return Window(step=1 if trace.by_call else raised.step, until="optimizer", early=True)
+    return _window(raised.phase, raised.call, raised.step)
 
 
 def _may_be_packed(trace: Trace, raised: Raised) -> bool:

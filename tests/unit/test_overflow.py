@@ -1,5 +1,8 @@
 """The overflow detector on traces built by hand."""
 
+from dataclasses import replace
+
+import pytest
 from traces import TraceBuilder, tensor
 
 from dtypedoctor.diagnosis import diagnose
@@ -97,3 +100,22 @@ def test_the_second_look_opens_around_a_refused_op() -> None:
                     message="expected m1 and m2 to have the same dtype, but got: c10::Half != c10::BFloat16", frames=[],
                     modules=[])  # fmt: skip
     assert suspicious_windows(TraceBuilder().add(raised).build()) == (Window(call=6, until="next-call"),)
+
+
+@pytest.mark.parametrize(
+    ("modules", "by_call", "window"),
+    [
+        ([], False, Window(step=2, until="optimizer", early=True)),
+        ([], True, Window(step=1, until="optimizer", early=True)),
+        (["head"], False, Window(call=6)),
+    ],
+    ids=["outside", "outside-without-steps", "inside"],
+)
+def test_what_is_refused_after_a_backward_pass_is_looked_for_in_the_whole_step(
+    modules: list[str], by_call: bool, window: Window
+) -> None:
+    """The window of a call closes where its backward pass begins, and a script averages its weights after it."""
+    trace = TraceBuilder().sample("", 1.0, kind="loss", call=6, step=2)
+    raised = Raised(n=trace.n(), step=2, call=6, phase="forward", type="RuntimeError",
+                    message="expected dtype c10::BFloat16 for `end` but got dtype float", frames=[], modules=modules)  # fmt: skip
+    assert suspicious_windows(replace(trace.add(raised).build(), by_call=by_call)) == (window,)
