@@ -101,8 +101,7 @@ class AngleCheck:
 
     def _follow(self, seen: Seen, name: str) -> None:
         operand, number = seen.operands[0], seen.number(seen.results[0])
-        known = [self._whole.get(seen.number(t)) for t in seen.operands] if self._whole else []
-        rounded = next((one for one in known if one is not None), None) or self._rounded_before(operand)
+        rounded = self._rounded_of(seen)
         if rounded is not None:
             self._whole[number] = rounded
         elif _is_rounding(operand, seen.results[0]):
@@ -113,10 +112,12 @@ class AngleCheck:
             if half is not None:
                 self._half[number] = half
 
-    def _rounded_before(self, operand: Tensor) -> _Rounded | None:
-        """What is known of whole numbers that the call was given in half precision."""
-        known = self.indices.of(operand)
-        return None if known is None else _Rounded(known.exact, known.now, known.op, known.source or None)
+    def _rounded_of(self, seen: Seen) -> _Rounded | None:
+        """What is known of an operand's whole numbers, which the call may have been given in half precision."""
+        known = (self._whole.get(seen.number(tensor)) for tensor in seen.operands) if self._whole else ()
+        rounded = next((one for one in known if one is not None), None)
+        before = self.indices.of(seen.operands[0]) if rounded is None else None
+        return rounded if before is None else _Rounded(before.exact, before.now, before.op, before.source or None)
 
     def _judge(self, seen: Seen) -> None:
         angles = seen.operands[0]

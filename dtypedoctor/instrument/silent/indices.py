@@ -99,9 +99,7 @@ class IndexCheck:
     def computed(self, func: Any, arguments: Arguments, result: Any) -> None:
         """An operator has run for which :func:`is_counted` is true."""
         counts = _base_name(func) == _COUNTS
-        if not (counts or self._known) or schema_of(func).is_mutable or not _is_read(result):
-            return
-        if result.dtype not in HALF or result.numel() > MOST_NUMBERS:
+        if not (counts or self._known) or schema_of(func).is_mutable or not _is_followed(result):
             return
         (operand, *args), kwargs = arguments
         with self._looking, self._position.mute(), torch.no_grad():
@@ -110,8 +108,7 @@ class IndexCheck:
                 exact = (operand if known is None else known.exact).double().cumsum(args[0])
                 self._remember(exact, result, str(func), line_of(sys._getframe()))
             elif known is not None and not counts:
-                wide = [_in_float64(one) for one in args]
-                exact = func(known.exact.double(), *wide, **kwargs)
+                exact = func(known.exact.double(), *map(_in_float64, args), **kwargs)
                 self._remember(exact, result, known.op, known.line)
 
     def of(self, tensor: Any) -> Rounded | None:
@@ -157,6 +154,10 @@ class IndexCheck:
 
 def _is_read(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.device.type == "cpu" and measurable(tensor)
+
+
+def _is_followed(result: Any) -> bool:
+    return _is_read(result) and result.dtype in HALF and result.numel() <= MOST_NUMBERS
 
 
 def _in_float64(value: Any) -> Any:

@@ -133,17 +133,18 @@ class SumCheck:
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """An operator outside of modules has returned ``result``."""
-        name = _base_name(func)
-        wide = self._values and isinstance(result, Tensor) and result.dtype is torch.float32
-        if self._position.backward_depth or not (wide or _is_looked_at(result)):
+        if self._position.backward_depth or not (_is_looked_at(result) or self._goes_on_in_float32(args, result)):
             return
         with self._looking, self._position.mute(), torch.no_grad():
-            if result.numel() > SMALL and name == _ASSIGNS:
-                self._assigned(args[1], result)
-            elif result.numel() > SMALL:
+            if result.numel() > SMALL:
                 self._computed(func, args, kwargs, result, line_of(sys._getframe()))
-            elif name in _ADDS and not wide:
+            elif (name := _base_name(func)) in _ADDS and result.dtype in HALF:
                 self._added(args, kwargs, result, line_of(sys._getframe()), in_place=name == "add_")
+
+    def _goes_on_in_float32(self, args: tuple[Any, ...], result: Any) -> bool:
+        """Whether the result is of an average in half precision, and in float32 because of the weights beside it."""
+        is_wide = bool(self._values) and isinstance(result, Tensor) and result.dtype is torch.float32
+        return is_wide and any(self._rounds(one) >= 0 for one in args[:2])
 
     def _added(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, line: Line | None, *, in_place: bool
@@ -185,9 +186,10 @@ class SumCheck:
     def _computed(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, line: Line | None
     ) -> None:
-        if _base_name(func) not in _CHANGES or result.requires_grad or not result.is_contiguous():
-            return
-        if not self._is_turn():
+        name = _base_name(func)
+        if name == _ASSIGNS:
+            self._assigned(args[1], result)
+        if name not in _CHANGES or result.requires_grad or not result.is_contiguous() or not self._is_turn():
             return
         place = self._place_of(func, args)
         target = args[place]
