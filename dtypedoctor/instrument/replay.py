@@ -76,7 +76,10 @@ def note_replay(writer: TraceWriter, of: int, how: str, results: list[Tensor]) -
 
 
 def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments) -> None:
-    """Runs an op that refused its operands again with other dtypes; nothing where their dtypes were equal.
+    """Runs an op that refused its operands again with other dtypes.
+
+    Where all are in one half-precision dtype, ``all-as-float32`` shows whether the op lacks that dtype; of other equal dtypes there is nothing to try.
+    Where they differ:
 
     * ``equal-dtypes``: all in float32 (in float64 where one is), which shows that the dtypes alone were the reason.
     * ``all-as-DTYPE`` for each dtype among them: what would have happened had the region, the weights or the input agreed.
@@ -84,6 +87,8 @@ def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments
     """
     leaves = [t for t in tree_flatten(arguments)[0] if isinstance(t, Tensor)]
     dtypes = _dtypes(leaves)
+    if len(dtypes) == 1 and dtypes[0] in _HALF:
+        run_again(writer, of, "all-as-float32", func, _cast(arguments, partial(_always, torch.float32)))
     if len(dtypes) < 2:
         return
     wide = torch.float64 if torch.float64 in dtypes else torch.float32

@@ -322,3 +322,39 @@ def test_a_bfloat16_model_with_a_scaler_is_warned_of(tmp_path: Path) -> None:
     net = nn.Linear(4, 1).bfloat16()
     found = findings(tmp_path, scaled(net, lambda: net(torch.ones(2, 4).bfloat16()).sum()))
     assert [f.id for f in found][:1] == ["scaler-bfloat16"]
+
+
+class Half(nn.Module):
+    """Does something with a weight in half precision."""
+
+    def __init__(self, does: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4).bfloat16())
+        self.does = does
+
+    def forward(self) -> object:
+        """What is done with the weight."""
+        return self.does(self.weight)
+
+
+@pytest.mark.parametrize(
+    ("does", "expected"),
+    [
+        (torch.linalg.qr, ["unsupported-dtype"]),
+        (torch.linalg.cholesky, ["unsupported-dtype"]),
+        (lambda w: torch.cdist(w, w), ["unsupported-dtype"]),
+        (lambda w: torch.linalg.qr(w.half()), ["unsupported-dtype"]),
+        (lambda w: torch.linalg.cholesky(w.float() - 2), []),
+        (lambda w: w @ w[:3].half().bfloat16(), []),
+        (lambda w: w.view(5, 5), []),
+        (lambda w: w @ w.float(), ["operand-dtype-mismatch"]),
+    ],
+    ids=["qr", "cholesky", "cdist", "float16", "not-definite", "shapes", "view", "two-dtypes"],
+)
+def test_an_operator_that_half_precision_lacks_is_told_from_one_that_fails_in_any(
+    does: Callable[[Tensor], object], expected: list[str], tmp_path: Path
+) -> None:
+    """It runs on the same numbers in float32, which proves it."""
+    found = findings(tmp_path, lambda _: Half(does)())
+    assert [finding.id for finding in found] == expected
+    assert all(finding.proven_by for finding in found)

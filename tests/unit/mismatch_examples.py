@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from refusals import HALF, IN_PLACE, PRODUCT, Story
 
-from dtypedoctor.trace.events import Flow
+from dtypedoctor.trace.events import Flow, Replay
 from dtypedoctor.trace.model import Trace
 
 F32 = "float32"
@@ -274,6 +274,16 @@ def recompute(*, again: str | None) -> Trace:
     return story.ended()
 
 
+def decomposition(*, runs: bool) -> Trace:
+    """A decomposition that half precision is refused by, of a matrix that has one in float32, or has none there either."""
+    story = Story().body()
+    weight = story.parameter("turn.weight", HALF)
+    op = story.refuse("aten.linalg_qr.default", "turn", [weight], "\"geqrf_cpu\" not implemented for 'BFloat16'")
+    note = "" if runs else "linalg.qr: the input is empty"
+    story.add(Replay(n=story.n(), of=op.n, how="all-as-float32", finite=True, absmax=1.0, note=note, dtype=F32))
+    return story.ended()
+
+
 def shards(*, mixed: bool) -> Trace:
     """A shard unit with parameters of one dtype or of two."""
     story = Story().body()
@@ -326,6 +336,9 @@ EXAMPLES: dict[str, Example] = {
         reason="custom-fwd",
     ),
     "recompute-dtype-mismatch": Example(fires=lambda: recompute(again=None), silent=lambda: recompute(again=HALF), fqn="clip"),
+    "unsupported-dtype": Example(
+        fires=lambda: decomposition(runs=True), silent=lambda: decomposition(runs=False), fqn="turn", reason="load-dtype"
+    ),
     "fsdp-mixed-dtypes": Example(
         fires=lambda: shards(mixed=True), silent=lambda: shards(mixed=False), fqn="block", confidence="likely"
     ),

@@ -3,8 +3,9 @@
 A norm, a buffer, the input, an adapter, the head; then KV caches, features merged into embeddings, and attention, which reads such caches.
 """
 
-from dtypedoctor.diagnosis.wording import place, short
-from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, described, op_name, set_in_words, settled_by
+from dtypedoctor.diagnosis.wording import is_dtype_error, place, short
+from dtypedoctor.dtypes import HALF
+from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, described, op_name, ran_in, set_in_words, settled_by
 from dtypedoctor.rules.mismatch.census import owner_of
 from dtypedoctor.rules.mismatch.dtype_origin import ATTENTION, MERGES, DtypeOrigin, Reason
 
@@ -12,6 +13,27 @@ OF_THE_OWNER = frozenset({
     Reason.EMBEDDING, Reason.LOAD_DTYPE, Reason.KEEP_IN_FP32, Reason.NORM, Reason.ATTRIBUTE, Reason.BUFFER, Reason.FSDP_OUTPUT,
 })  # fmt: skip
 """Reasons that blame the module which holds the tensor, and not the one that met it."""
+
+
+def without_implementation(case: Case) -> Verdict | None:
+    """An op rejects half precision, in which all its operands are, and takes the same numbers in float32."""
+    if len(case.dtypes) != 1 or case.dtypes[0] not in HALF or not is_dtype_error(case.raised):
+        return None
+    proven = ran_in(case, "float32")
+    if proven is None:
+        return None
+    (dtype,) = case.dtypes
+    return Verdict(
+        id="unsupported-dtype",
+        fqn=place(case.op),
+        summary=f"{op_name(case)} in {short(place(case.op))} is not implemented for {dtype}: it raises, and runs in float32.",
+        cause=(
+            "Decompositions, distances and some losses exist in float32 and float64 only, on one device or on all. Their operands are in half "
+            "precision because the model is, or because autocast has made them so."
+        ),
+        proven_by=proven,
+        blamed=case.operands[0],
+    )
 
 
 def by_origin(case: Case) -> Verdict | None:

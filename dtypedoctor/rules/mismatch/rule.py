@@ -24,7 +24,13 @@ from dtypedoctor.rules.mismatch.explained_by_torch import (
     recomputed_outside_of_the_region,
     recomputed_with_other_dtypes,
 )
-from dtypedoctor.rules.mismatch.operands import attention_operands, by_origin, cache_of_another_dtype, merged_features
+from dtypedoctor.rules.mismatch.operands import (
+    attention_operands,
+    by_origin,
+    cache_of_another_dtype,
+    merged_features,
+    without_implementation,
+)
 from dtypedoctor.rules.mismatch.packed import (
     dequantized_to_another_dtype,
     packed_weight_used_as_dense,
@@ -221,6 +227,17 @@ RECOMPUTE_DTYPE_MISMATCH = FindingSpec(
     do_this="Recompute under the same autocast region and default dtype as the forward pass.",
     edits=("bfloat16-to-float32",),
 )
+UNSUPPORTED_DTYPE = FindingSpec(
+    id="unsupported-dtype",
+    title="An operator is not implemented for half precision",
+    family=DTYPE_MISMATCH,
+    references=(
+        "https://github.com/huggingface/transformers/issues/47225",
+        "https://github.com/huggingface/peft/pull/3410",
+        "https://github.com/HomebrewML/HeavyBall/issues/57",
+    ),
+    do_this="Cast the operands of `{op}` in {module} to float32, and its result back: `f(x.float()).to(x.dtype)`.",
+)
 FSDP_MIXED_DTYPES = FindingSpec(
     id="fsdp-mixed-dtypes",
     title="One FSDP unit holds parameters of several dtypes",
@@ -260,6 +277,7 @@ SPECS = (
     MODEL_INPUT_DTYPE,
     CUSTOM_FUNCTION_AUTOCAST,
     RECOMPUTE_DTYPE_MISMATCH,
+    UNSUPPORTED_DTYPE,
     FSDP_MIXED_DTYPES,
     AUTOCAST_WRONG_DEVICE,
 )
@@ -277,6 +295,7 @@ CHECKS: tuple[Callable[[Case], Verdict | None], ...] = (
     wrong_device,
     attention_operands,
     by_origin,
+    without_implementation,
 )
 """In this order: what is wrong with the operand itself, then what the region did or did not do, then where it came from."""
 
@@ -331,7 +350,7 @@ def _explained(case: Case) -> Iterator[Finding]:
 def _verdict(case: Case) -> Verdict | None:
     about_dtypes = case.complaint is not None or len(case.dtypes) > 1
     checks = (
-        CHECKS if about_dtypes else (packed_weight_used_as_dense,)
+        CHECKS if about_dtypes else (packed_weight_used_as_dense, without_implementation)
     )  # packed bytes may have a wrong shape first of all
     return next((verdict for check in checks if (verdict := check(case)) is not None), None)
 
