@@ -252,7 +252,10 @@ _FACTORIES = frozenset({"zeros", "ones", "empty", "full", "randn", "rand", "aran
 
 
 def make_in_dtype(scene: Scene) -> Changes | None:
-    """Names the dtype where the odd tensor is made: ``torch.zeros(n)`` is float32 whatever it is used with."""
+    """Names the dtype where the odd tensor is made: ``torch.zeros(n)`` is float32 whatever it is used with.
+
+    Keys and values are made alike, in one function or on one line; what else a function or a script makes (a sum, positions) keeps its dtype.
+    """
     made = _factory_of(scene)
     if made is None:
         return None
@@ -260,8 +263,14 @@ def make_in_dtype(scene: Scene) -> Changes | None:
     calls = [node for node in ast.walk(function_around(source, call)) if isinstance(node, ast.Call)]
     if any(source.text(node.func).endswith(".float") for node in calls):  # what is made is not all that is float32
         return None
-    text = f"dtype=torch.{wanted}"
-    return source, [change for node in calls if _is_factory(node) for change in with_keyword(source, node, text)]
+    alike = _made_alike(source, call, calls)
+    return source, [change for node in alike for change in with_keyword(source, node, f"dtype=torch.{wanted}")]
+
+
+def _made_alike(source: Source, call: ast.expr, calls: Sequence[ast.Call]) -> list[ast.Call]:
+    alike = [node for node in calls if ast.unparse(node) == ast.unparse(call)]
+    in_function = function_around(source, call) is not source.tree
+    return [node for node in alike if in_function or node.lineno == call.lineno]
 
 
 def _factory_of(scene: Scene) -> tuple[Source, ast.expr, str] | None:

@@ -374,6 +374,23 @@ def test_a_factory_is_not_blamed_where_other_values_are_cast(tmp_path: Path) -> 
     assert edited(program(tmp_path, text.format(".float()"), provenance=(link,), met=(met,)), "make-in-dtype") == ""
 
 
+def test_of_other_tensors_that_are_made_beside_the_odd_one_none_is_changed(tmp_path: Path) -> None:
+    """A sum that needs float32 and positions that are whole numbers stay; keys and values are made alike."""
+    link = Link(fqn="", op="factory", dtype_in=None, dtype_out="float32", source="train.py:4")
+    met = Link(fqn="", op="load-dtype", dtype_in=None, dtype_out="bfloat16", source=None)
+    lines = ["total = torch.zeros(100)", "at = torch.arange(9)", "k = torch.zeros(3)", "v = torch.zeros(3)"]
+    narrow = "torch.zeros(3, dtype=torch.bfloat16)"
+    script = "\n".join([*lines[:2], "k, v = torch.zeros(3), torch.zeros(3)", "other = torch.zeros(3)"])
+    function = "\n    ".join(["def f():", lines[0], *lines[2:], lines[1]])
+    for text, expected in (
+        (script, script.replace("k, v = torch.zeros(3), torch.zeros(3)", f"k, v = {narrow}, {narrow}")),
+        (function, function.replace("torch.zeros(3)", narrow)),
+    ):
+        assert (
+            edited(program(tmp_path, f"{text}\n", provenance=(link,), met=(met,)), "make-in-dtype").strip() == expected
+        )
+
+
 def test_a_dtype_in_a_variable_is_changed_where_it_is_assigned(tmp_path: Path) -> None:
     """What the variable casts besides the model follows; a variable of the model alone gets a cast behind it."""
     set_at = {"set_at": f"{tmp_path}/train.py:3"}

@@ -297,6 +297,28 @@ MESSAGES = [
         ("float32", "bfloat16"),
     ),
     ("input must have the type torch.bfloat16, got type torch.float32", "recurrent", ("float32", "bfloat16")),
+    ("expected dtype c10::BFloat16 for `end` but got dtype float", "average", ("bfloat16", "float32")),
+    (
+        "dot : expected both vectors to have same dtype, but found BFloat16 and Float",
+        "vectors",
+        ("bfloat16", "float32"),
+    ),
+    (
+        "addmv input tensors must have the same dtype, but got Float, BFloat16, and Float",
+        "vectors",
+        ("float32", "bfloat16"),
+    ),
+    ("Found dtype Float but expected BFloat16", "loss", ("float32", "bfloat16")),
+    (
+        "attempting to assign a gradient with dtype 'float' to a tensor with grad_dtype 'BFloat16'.",
+        "gradient",
+        ("float32", "bfloat16"),
+    ),
+    (
+        "`unsafe` flag is enabled.\nunparametrized dtype: torch.bfloat16\nparametrized dtype: torch.float32",
+        "parametrization",
+        ("float32", "bfloat16"),
+    ),
     ("FlashAttention only support fp16 and bf16 data type", "flash-attention", ()),
     ("Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32", "shards", ()),
 ]
