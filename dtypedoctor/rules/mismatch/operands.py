@@ -3,8 +3,9 @@
 A norm, a buffer, the input, an adapter, the head; then KV caches, features merged into embeddings, and attention, which reads such caches.
 """
 
-from dtypedoctor.diagnosis.wording import is_dtype_error, place, short
+from dtypedoctor.diagnosis.wording import place, short
 from dtypedoctor.dtypes import HALF
+from dtypedoctor.patterns import regex
 from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, described, op_name, ran_in, set_in_words, settled_by
 from dtypedoctor.rules.mismatch.census import owner_of
 from dtypedoctor.rules.mismatch.dtype_origin import ATTENTION, MERGES, DtypeOrigin, Reason
@@ -15,9 +16,13 @@ OF_THE_OWNER = frozenset({
 """Reasons that blame the module which holds the tensor, and not the one that met it."""
 
 
+LACKS = regex(r"not implemented for '|[Nn]ot supported|[Uu]nsupported|only supported|must be either float or double")
+"""What torch says where an operator lacks a dtype; not where a number is too large for it, as that of a mask."""
+
+
 def without_implementation(case: Case) -> Verdict | None:
     """An op rejects half precision, in which all its operands are, and takes the same numbers in float32."""
-    if len(case.dtypes) != 1 or case.dtypes[0] not in HALF or not is_dtype_error(case.raised):
+    if len(case.dtypes) != 1 or case.dtypes[0] not in HALF or not LACKS.search(case.raised.message):
         return None
     proven = ran_in(case, "float32")
     if proven is None:
