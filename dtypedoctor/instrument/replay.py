@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from dtypedoctor._torch_private import schema_of, tree_flatten, tree_map, without_autocast
+from dtypedoctor._torch_private import OpOverload, schema_of, tree_flatten, tree_map, without_autocast
 from dtypedoctor.instrument.naming import dtype_name, short_name
-from dtypedoctor.instrument.operators import Arguments, bytes_of, fits, tensors_of
+from dtypedoctor.instrument.operators import Arguments, bytes_of, fits, is_unfinished, tensors_of
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import is_spread, measurable, measure
 from dtypedoctor.interruptions import contained
@@ -76,7 +76,7 @@ def note_replay(writer: TraceWriter, of: int, how: str, results: list[Tensor]) -
 
 
 def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments) -> None:
-    """Runs an op that refused its operands again with other dtypes.
+    """Runs an op that refused its operands again with other dtypes, unless it needs the other ranks.
 
     Where all are in one half-precision dtype, ``all-as-float32`` shows whether the op lacks that dtype; of other equal dtypes there is nothing to try.
     Where they differ:
@@ -87,7 +87,10 @@ def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments
     """
     leaves = [t for t in tree_flatten(arguments)[0] if isinstance(t, Tensor)]
     dtypes = _dtypes(leaves)
-    if len(dtypes) == 1 and dtypes[0] in _HALF:
+    is_operator = isinstance(func, OpOverload)  # a function may do more than compute
+    if is_operator and is_unfinished(func):
+        return
+    if len(dtypes) == 1 and dtypes[0] in _HALF and is_operator:
         run_again(writer, of, "all-as-float32", func, _cast(arguments, partial(_always, torch.float32)))
     if len(dtypes) < 2:
         return
