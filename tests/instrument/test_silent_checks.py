@@ -421,6 +421,15 @@ def test_an_angle_is_given_at_a_position_that_the_model_has(tmp_path: Path) -> N
     assert other["angle_error"] == pytest.approx(64 * one["angle_error"])
 
 
+def test_the_position_is_of_the_part_that_has_the_table(tmp_path: Path) -> None:
+    """A model of pictures and text has a configuration for each, and none of them is its own."""
+    net = nn.Sequential(Rotary(FREQUENCIES.bfloat16()))
+    net.config = SimpleNamespace(text_config=None)  # type: ignore[assignment]
+    net[0].config = SimpleNamespace(max_position_embeddings=64)  # type: ignore[assignment]
+    (seen,) = observed(tmp_path, "rotary-table", lambda _: net(torch.ones(8, 16)))
+    assert seen.values["position"] == 64
+
+
 def test_a_rounded_table_that_nobody_reads_is_not_observed(tmp_path: Path) -> None:
     """A backup is no failure."""
     net = Rotary(FREQUENCIES, FREQUENCIES.bfloat16())

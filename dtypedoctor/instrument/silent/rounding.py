@@ -253,10 +253,13 @@ class RotaryTables:
         with self.session.position.mute(), torch.no_grad():
             found = list(self._buffers(module))
             self._known[module] = [(ref(owner), name.rpartition(".")[2], b.dtype) for name, b, owner in found]
-            last = _last_position(module)
             self._waiting = []
             for name, buffer, owner in found:
-                table = _rounded(name, buffer, last) if buffer.dim() == 1 else _rounded_waves(name, buffer)
+                table = (
+                    _rounded(name, buffer, _last_position(owner, module))
+                    if buffer.dim() == 1
+                    else _rounded_waves(name, buffer)
+                )
                 if table is not None:
                     source = self.rounded_at(owner, name.rpartition(".")[2])
                     table.told = replace(table.told, source=source)
@@ -298,10 +301,11 @@ def _was_cast(held: _Held) -> bool:
     return buffer is not None and buffer.dtype is not dtype
 
 
-def _last_position(module: nn.Module) -> int:
-    """The position that an angle is given at: none that the model does not have."""
-    known = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-    return known if isinstance(known, int) and 0 < known < POSITION else POSITION
+def _last_position(owner: nn.Module, outermost: nn.Module) -> int:
+    """The position that an angle is given at: none that the model does not have. Of a model with several parts, the table's own configuration says it."""
+    configs = (getattr(module, "config", None) for module in (owner, outermost))
+    known = (getattr(config, "max_position_embeddings", None) for config in configs)
+    return next((most for most in known if isinstance(most, int) and 0 < most < POSITION), POSITION)
 
 
 def _rounded(name: str, buffer: Tensor, position: int) -> _Table | None:
