@@ -14,7 +14,7 @@ from dtypedoctor._torch_private import OpOverload, schema_of, tree_flatten, tree
 from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.operators import Arguments, bytes_of, fits, is_unfinished, tensors_of
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.statistics import is_spread, measurable, measure
+from dtypedoctor.instrument.statistics import HALF, is_spread, measurable, measure
 from dtypedoctor.interruptions import contained
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import Replay, TensorNote
@@ -90,7 +90,7 @@ def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments
     is_operator = isinstance(func, OpOverload)  # a function may do more than compute
     if is_operator and is_unfinished(func):
         return
-    if len(dtypes) == 1 and dtypes[0] in _HALF and is_operator:
+    if len(dtypes) == 1 and dtypes[0] in HALF and is_operator:
         run_again(writer, of, "all-as-float32", func, _cast(arguments, partial(_always, torch.float32)))
     if len(dtypes) < 2:
         return
@@ -166,7 +166,6 @@ AFFINE = 1e-2
 
 _PRODUCTS = frozenset({"aten.bmm.default", "aten.mm.default"})
 _SOFTMAX = frozenset({"aten._softmax.default", "aten._safe_softmax.default"})
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +312,7 @@ def _stand_in(stand_ins: dict[int, Tensor], value: Any) -> Any:
         return stand_ins[id(value)]
     if measurable(value):
         return value.float()
-    return torch.float32 if isinstance(value, torch.dtype) and value in _HALF else value
+    return torch.float32 if isinstance(value, torch.dtype) and value in HALF else value
 
 
 def _slope(zero: Tensor, one: Tensor, far: Tensor) -> float | None:

@@ -51,9 +51,8 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.indices import is_counted
 from dtypedoctor.instrument.silent.logprobs import is_followed
 from dtypedoctor.instrument.silent.sums import is_built_up
-from dtypedoctor.instrument.silent.updates import HALF
 from dtypedoctor.instrument.silent.writes import SUMS
-from dtypedoctor.instrument.statistics import measurable, real_of
+from dtypedoctor.instrument.statistics import HALF, measurable, real_of
 from dtypedoctor.lasting import at_fork
 from dtypedoctor.replay.standby import is_forking
 

@@ -27,6 +27,9 @@ from dtypedoctor._torch_private import (
 )
 from dtypedoctor.values import dataclass
 
+HALF = (torch.float16, torch.bfloat16)
+"""The dtypes of half precision."""
+
 Named = tuple[str, Tensor]
 """A tensor and its path in the structure that it was found in."""
 

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,11 +10,13 @@ from torch import Tensor
 from dtypedoctor._torch_private import schema_of
 from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.silent.indices import IndexCheck
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.whereabouts import OUTSIDE, Whereabouts
 from dtypedoctor.trace.records.silent import RoundedAngles
 from dtypedoctor.values import dataclass
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.indices import IndexCheck
 
 HALF = {torch.bfloat16: 8, torch.float16: 11}
 """Significant bits."""
@@ -79,7 +82,7 @@ class AngleCheck:
 
     session: Session
     whereabouts: Whereabouts
-    indices: IndexCheck
+    indices: "IndexCheck"
     _whole: dict[int, _Rounded] = field(default_factory=dict)
     _half: dict[int, torch.dtype] = field(default_factory=dict)
 

@@ -27,7 +27,7 @@ from dtypedoctor.instrument.operators import (
 )
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.look import Seen
-from dtypedoctor.instrument.statistics import Extent, is_spread, measurable, measure
+from dtypedoctor.instrument.statistics import HALF, Extent, is_spread, measurable, measure
 from dtypedoctor.instrument.whereabouts import OUTSIDE, OpPlace, Whereabouts
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.records.silent import Absorbed, Overflowed, RouterChoice
@@ -401,7 +401,6 @@ def _relative_error(real: Tensor, other: Tensor) -> float:
     return float((real.float() - other.float()).abs().max()) / largest if largest > 0 else 0.0
 
 
-HALF = (torch.float16, torch.bfloat16)
 MAX_BETWEEN = 24
 """Ops between the product and the selection: softmax or sigmoid, biases, groups, masks, casts and reshapes."""
 MOST_EXPERTS = 4096

@@ -14,8 +14,7 @@ from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import Arguments
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.look import Seen
-from dtypedoctor.instrument.silent.updates import HALF
-from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.instrument.statistics import HALF, measurable
 from dtypedoctor.trace.records.silent import RoundedIndices
 from dtypedoctor.values import dataclass
 

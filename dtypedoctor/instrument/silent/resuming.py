@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.silent.updates import HALF
-from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.instrument.statistics import HALF, measurable
 from dtypedoctor.trace.records.models import MomentsStoredInHalf, OptimizerStateCast
 from dtypedoctor.values import dataclass
 

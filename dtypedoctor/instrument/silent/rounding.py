@@ -16,7 +16,7 @@ from dtypedoctor.instrument.operators import tensors_of
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.angles import rounded_table
 from dtypedoctor.instrument.silent.look import Seen
-from dtypedoctor.instrument.statistics import measurable, median
+from dtypedoctor.instrument.statistics import HALF, measurable, median
 from dtypedoctor.instrument.whereabouts import OUTSIDE, Whereabouts
 from dtypedoctor.trace.records.silent import FloatToInt, RotaryTable, RoundedAngles, RoundedPositions
 from dtypedoctor.values import dataclass
@@ -124,7 +124,6 @@ def _relative_error(source: Tensor, result: Tensor) -> float | None:
     return float((exact - result.float()).norm()) / size if 0 < size < float("inf") else None
 
 
-HALF = (torch.float16, torch.bfloat16)
 SHORTEST = 257
 """Fewer whole numbers from 0 on are exact in both formats."""
 

@@ -13,9 +13,8 @@ from dtypedoctor._torch_private import memory_key, schema_of
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.silent.updates import HALF
 from dtypedoctor.instrument.silent.writes import CHECKS, LOST, sampled
-from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.instrument.statistics import HALF, measurable
 from dtypedoctor.trace.records.silent import LostWrites, RoundedSum
 from dtypedoctor.values import dataclass
 

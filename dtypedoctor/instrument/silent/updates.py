@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from dtypedoctor._torch_private import has_hooks_of_the_program, version_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.instrument.statistics import HALF, measurable
 from dtypedoctor.interruptions import contained, is_interruption
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import LOST_UPDATES
@@ -169,7 +169,6 @@ def _has_float16(optimizer: Optimizer) -> bool:
     return any(p.dtype is torch.float16 for group in optimizer.param_groups for p in group["params"])
 
 
-HALF = (torch.float16, torch.bfloat16)
 SAMPLED = 4096
 """Elements of a parameter that are compared."""
 SMALL = 65536

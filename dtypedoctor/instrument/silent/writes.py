@@ -12,8 +12,8 @@ from dtypedoctor._torch_private import schema_of
 from dtypedoctor.instrument.frames import Line
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.silent.updates import HALF, MOSTLY, SAMPLED, is_checked
-from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.instrument.silent.updates import MOSTLY, SAMPLED, is_checked
+from dtypedoctor.instrument.statistics import HALF, measurable
 from dtypedoctor.trace.records.silent import LostWrites
 from dtypedoctor.values import dataclass
 

@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.errors import UsageError, WorkerDiedError
@@ -10,7 +11,6 @@ from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Request, Scenario, Script
 from dtypedoctor.trace.events import Root
 from dtypedoctor.trials.bisection.measurements import ReferenceSetup, measure, measure_cost, set_up
-from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
 from dtypedoctor.trials.bisection.probes import KEEP, Workload, cheaper, describe, modes, probe_of, unrounded, with_kept
 from dtypedoctor.trials.bisection.questions import (
     Forest,
@@ -35,6 +35,9 @@ from dtypedoctor.trials.search import Node
 from dtypedoctor.trials.treatment import treat
 from dtypedoctor.values import dataclass
 
+if TYPE_CHECKING:
+    from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
@@ -51,7 +54,7 @@ class Progress:
     probe: Watch
 
 
-def bisect(scenario: Scenario, runner: ProbeRunner, progress: Progress, tolerance: float | None = None) -> Bisection:
+def bisect(scenario: Scenario, runner: "ProbeRunner", progress: Progress, tolerance: float | None = None) -> Bisection:
     """Finds a smallest set of modules that must be kept in float32, and of corrections, for ``scenario`` to be healthy.
 
     Args:
@@ -72,7 +75,7 @@ def bisect(scenario: Scenario, runner: ProbeRunner, progress: Progress, toleranc
 
 
 class _Bisecting:
-    def __init__(self, scenario: Scenario, runner: ProbeRunner, progress: Progress, tolerance: float | None) -> None:
+    def __init__(self, scenario: Scenario, runner: "ProbeRunner", progress: Progress, tolerance: float | None) -> None:
         self._scenario = scenario
         self._runner = runner
         self._progress = progress

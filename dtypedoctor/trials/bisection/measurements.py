@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.errors import UsageError
@@ -12,7 +12,6 @@ from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Forward, Request, Scenario, Train
 from dtypedoctor.trace.events import Metric, ParameterNote, Resources
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
 from dtypedoctor.trials.bisection.probes import (
     Mode,
     Workload,
@@ -26,6 +25,9 @@ from dtypedoctor.trials.bisection.probes import (
 from dtypedoctor.trials.bisection.results import Cost, Kind, Symptom, Verdict
 from dtypedoctor.trials.bisection.symptoms import Tolerance, derive, refused, symptom_of
 from dtypedoctor.values import dataclass
+
+if TYPE_CHECKING:
+    from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ class ReferenceSetup:
         return refused(run.message) if isinstance(run, UsageError) else symptom_of(run, self.tolerance)
 
 
-def set_up(runner: ProbeRunner, workload: Workload, given: float | None) -> ReferenceSetup:
+def set_up(runner: "ProbeRunner", workload: Workload, given: float | None) -> ReferenceSetup:
     """Runs the reference of ``workload``, and the moved references where no tolerance is given.
 
     Raises:
@@ -77,7 +79,7 @@ OUTERMOST = ""
 
 
 def measure(
-    runner: ProbeRunner, setup: ReferenceSetup, wanted: Sequence[Mode], failure: Symptom
+    runner: "ProbeRunner", setup: ReferenceSetup, wanted: Sequence[Mode], failure: Symptom
 ) -> tuple[Verdict, ...]:
     """Runs every mode.
 
@@ -139,7 +141,7 @@ STEPS = 6
 """Of a workload whose steps are cheap; the first one, which warms up, does not count."""
 
 
-def measure_cost(runner: ProbeRunner, workload: Workload, modules: Sequence[str]) -> Cost | None:
+def measure_cost(runner: "ProbeRunner", workload: Workload, modules: Sequence[str]) -> Cost | None:
     """Runs ``workload`` untreated and with ``modules`` in float32, one after the other; None where that is not possible."""
     scenario = _longer(workload.scenario)
     try:

@@ -6,6 +6,7 @@ The candidates are the modules of a model (blocks, their submodules, and each mo
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import log2
+from typing import TYPE_CHECKING
 
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.dtypes import DTYPES
@@ -13,13 +14,15 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.bisection.measurements import ReferenceSetup
-from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
 from dtypedoctor.trials.bisection.probes import probe_of
 from dtypedoctor.trials.bisection.results import OWN, Answer, Symptom
 from dtypedoctor.trials.reduction import BaselineError, Options, Probe, Reduction
 from dtypedoctor.trials.remedies import remedies, with_corrections
 from dtypedoctor.trials.search import Node, cover
 from dtypedoctor.values import dataclass
+
+if TYPE_CHECKING:
+    from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
 
 ORIGIN_WEIGHT = 32.0
 """Weight of the module that a trace blames, where 1 is a module that uses its dtype's whole range."""
@@ -233,7 +236,7 @@ class Question:
     failure: Symptom
 
 
-def ask(runner: ProbeRunner, setup: ReferenceSetup, question: Question, watch: Watch) -> Answer:
+def ask(runner: "ProbeRunner", setup: ReferenceSetup, question: Question, watch: Watch) -> Answer:
     """Has the reducer's sets run and judged until it is done.
 
     Ctrl-C does not raise: the answer then holds the best that is known.
@@ -265,7 +268,7 @@ def ask(runner: ProbeRunner, setup: ReferenceSetup, question: Question, watch: W
     return answer
 
 
-def _run(runner: ProbeRunner, setup: ReferenceSetup, question: Question, sets: Sequence[frozenset[str]],
+def _run(runner: "ProbeRunner", setup: ReferenceSetup, question: Question, sets: Sequence[frozenset[str]],
          attempts: Mapping[frozenset[str], int]) -> Iterator[tuple[frozenset[str], Symptom, bool]]:  # fmt: skip
     """Runs sets, those of one attempt together, as they end."""
     for attempt in sorted({attempts[treated] for treated in sets}):

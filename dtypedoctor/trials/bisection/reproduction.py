@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file
@@ -14,9 +14,11 @@ from dtypedoctor.patterns import regex
 from dtypedoctor.replay.script import TENSORS, CannotBeWrittenError, Claim, script_text
 from dtypedoctor.scenario.model import Capture, Request
 from dtypedoctor.trials.bisection.measurements import ReferenceSetup
-from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
 from dtypedoctor.trials.bisection.probes import probe_of
 from dtypedoctor.trials.bisection.results import OWN, Kind, Reproduction, Symptom
+
+if TYPE_CHECKING:
+    from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
 
 __all__ = ["SCRIPT", "reproduce", "run_clean"]
 
@@ -43,7 +45,7 @@ _IN_ANY_DTYPE = regex(r"FAILS: (.+) \(\1 in float32\)")
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 
 
-def reproduce(runner: ProbeRunner, setup: ReferenceSetup, culprits: Sequence[str]) -> Reproduction:
+def reproduce(runner: "ProbeRunner", setup: ReferenceSetup, culprits: Sequence[str]) -> Reproduction:
     """Writes ``repro.py`` and ``repro.safetensors`` into the run directory for the first culprit that fails by itself.
 
     The script is run once in a fresh interpreter and kept only if it fails as it says.
@@ -72,7 +74,7 @@ def _around(culprits: Sequence[str]) -> tuple[str, ...]:
 
 
 def _attempt(
-    runner: ProbeRunner, setup: ReferenceSetup, culprit: str, failure: Symptom, made_with: str
+    runner: "ProbeRunner", setup: ReferenceSetup, culprit: str, failure: Symptom, made_with: str
 ) -> Reproduction:
     assert failure.call is not None  # the caller has looked
     wanted = Capture(module=culprit.removesuffix(OWN), own=culprit.endswith(OWN), call=failure.call)
