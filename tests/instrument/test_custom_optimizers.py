@@ -280,6 +280,37 @@ def test_weights_that_are_rounded_at_random_do_not_stall(lr: float, tmp_path: Pa
     assert not lost(trained(lambda params: AtRandom(params, lr=lr), tmp_path, size=64)[1])
 
 
+class Adapter(nn.Module):
+    """LoRA's two matrices, the second of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Parameter(torch.randn(4, 16))
+        self.high = nn.Parameter(torch.zeros(256, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean() + x @ self.low.T @ self.high.T
+
+
+def test_zeros_that_take_every_update_are_not_rounded_at_random(tmp_path: Path) -> None:
+    """The first matrix of an adapter stands still while the second leaves its zeros by updates of the same size."""
+    torch.manual_seed(0)
+    adapter = Adapter().bfloat16()
+    optimizer = torch.optim.AdamW(adapter.parameters(), lr=1e-6)
+    writer = TraceWriter(tmp_path)
+    instruments = Instruments(writer)
+    instruments.start()
+    for _ in range(4):
+        adapter(torch.randn(8, 16).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    instruments.stop()
+    writer.close()
+    told = read_trace(tmp_path).observed(Updates)[-1].what
+    assert set(told.parameters) == {"low"}
+    assert told.parameters["low"].still == told.parameters["low"].asked > 0
+
+
 def test_parameters_of_one_name_in_two_models_are_told_apart(tmp_path: Path) -> None:
     """Each is compared with what it was itself before the first step, and with the float32 copy of its own state."""
     torch.manual_seed(0)

@@ -691,7 +691,8 @@ def _moved_by_chance(sample: _Sample) -> Tensor:
     update, moved = sample.copy.detach() - before, sample.now().float() - before
     finfo = torch.finfo(sample.before.dtype)
     spacing = torch.ldexp(torch.full_like(before, finfo.eps), torch.frexp(before).exponent - 1).clamp_min(finfo.tiny)
-    tiny = update.ne(0) & (update.abs() < TINY * spacing) & moved.isfinite()
+    # a weight of 0 takes any update
+    tiny = update.ne(0) & before.ne(0) & (update.abs() < TINY * spacing) & moved.isfinite()
     numbers = (update.abs()[tiny].sum(), (moved * update.sign())[tiny].sum(), (tiny & moved.ne(0)).sum())
     return torch.stack([number.double() for number in numbers])
 
