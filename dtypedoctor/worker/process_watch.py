@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import COMPILER, FRAME_COMPILER
+from dtypedoctor.corrections.libraries.unsloth import PATCHERS
 from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
 from dtypedoctor.instrument.facts import SHARDING
@@ -22,7 +23,6 @@ from dtypedoctor.instrument.operators import keep_compiler_out
 from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.instrument.readable import values_of
 from dtypedoctor.instrument.session import FOR_GOOD
-from dtypedoctor.instrument.silent.patches import PATCHER
 from dtypedoctor.lasting import at_fork
 from dtypedoctor.replay.standby import is_forking
 from dtypedoctor.trace.events import Environment, Metric, NotWatched
@@ -106,7 +106,10 @@ class ProcessWatch:
             after_import(FRAME_COMPILER, self._compiler_is_there),
             after_import(COMPILER, self._keep_compiler_out),
             after_import(PRETRAINED, instruments.silent.follow_pretrained),
-            after_import(PATCHER, instruments.silent.follow_patcher),
+            *(
+                after_import(name, functools.partial(instruments.silent.follow_patchers, name, PATCHERS[name]))
+                for name in PATCHERS
+            ),
             after_import(GENERATION, instruments.phases.follow_generate),
             after_import(SHARDING, instruments.sharding.follow),
             follow_test_runners(self._note_test),

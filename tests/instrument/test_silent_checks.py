@@ -14,11 +14,11 @@ from observed import observed as on_disk
 from torch import Tensor, nn
 from watched import watched
 
+from dtypedoctor.corrections.libraries.unsloth import PATCHERS
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.instrument.silent.loading import header_dtypes
-from dtypedoctor.instrument.silent.patches import PATCHER
 from dtypedoctor.trace.events import NotWatched, Observation, Op, ScalerState
 from dtypedoctor.trace.model import Trace
 
@@ -708,16 +708,17 @@ def test_a_patch_that_unsloth_zoo_answers_it_did_not_make_is_observed(
         def forward(self, x: Tensor) -> Tensor:
             return x
 
-    zoo = ModuleType(PATCHER)
+    [(name, functions)] = PATCHERS.items()
+    zoo = ModuleType(name)
     exec(ZOO, vars(zoo))  # noqa: S102
-    monkeypatch.setitem(sys.modules, PATCHER, zoo)
+    monkeypatch.setitem(sys.modules, name, zoo)
     original = zoo.patch_function
     choices = {"h": lambda self, h: h, "x": lambda self, x: x}
 
     def program(instruments: Instruments) -> None:
-        instruments.silent.follow_patcher()
-        functions = [choices[name] for name in takes]
-        assert zoo.patch_function_past_key_values(Squares, "forward", functions) is answered
+        instruments.silent.follow_patchers(name, functions)
+        chosen = [choices[one] for one in takes]
+        assert zoo.patch_function_past_key_values(Squares, "forward", chosen) is answered
         zoo.patch_function(Elsewhere, "forward", choices["h"])
         Squares()(torch.ones(2))
 

@@ -1,6 +1,6 @@
 """All silent checks of one process, wired to the moments at which they look."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -117,9 +117,9 @@ class SilentChecks:
         """transformers has been imported."""
         self._loading.follow_pretrained()
 
-    def follow_patcher(self) -> None:
-        """unsloth_zoo's functions that make patches have been imported."""
-        self._patches.follow_patcher()
+    def follow_patchers(self, module: str, names: Sequence[str]) -> None:
+        """A module with functions of these names, which make patches, has been imported."""
+        self._patches.follow_patchers(module, names)
 
     def entered(self, region: AutocastRegion) -> None:
         """An autocast region is entered."""

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -17,12 +17,8 @@ from dtypedoctor.trace.records.silent import Unpatched
 from dtypedoctor.unpatched import unwrap
 from dtypedoctor.values import dataclass
 
-__all__ = ["PATCHER", "PatchCheck"]
+__all__ = ["PatchCheck"]
 
-PATCHER = "unsloth_zoo.temporary_patches.utils"
-"""The module with the functions that unsloth_zoo has patches made by: each takes the class, the name of the method and its replacement (or several, of which
-one has to fit), and returns whether it has replaced the method. Its callers do not look at that."""
-_FOLLOWED = "patch_function", "patch_function_past_key_values"
 BACKUP = "orig"
 """Part of the names under which originals are kept."""
 
@@ -49,7 +45,7 @@ class PatchCheck:
 
     A patcher keeps the original under another name and then replaces the method. Where it stops after the first half, the kept
     original and the method that runs are the same function: the code object tells, the presence of the backup does not. Where it stops
-    before that, only its answer tells; the answers of unsloth_zoo's are followed.
+    before that, only its answer tells, if it is one that is known to give one.
     """
 
     def __init__(self, session: Session) -> None:
@@ -60,15 +56,15 @@ class PatchCheck:
         self._left_out: dict[tuple[type, str], _LeftOut] = {}
         self._undo: list[Callable[[], None]] = []
 
-    def follow_patcher(self) -> None:
-        """:data:`PATCHER` has been imported: notes what its functions answer."""
-        module = sys.modules[PATCHER]
-        note = self._session.guard.shield(self._note, "which patches of unsloth_zoo were left out")
-        for name in _FOLLOWED:
-            original = getattr(module, name, None)
+    def follow_patchers(self, module: str, names: Sequence[str]) -> None:
+        """``module`` has been imported: notes what its functions of these names answer; each is given a class, a method's name and what is to replace it."""
+        note = self._session.guard.shield(self._note, "which patches were left out")
+        patchers = sys.modules[module]
+        for name in names:
+            original = getattr(patchers, name, None)
             if isinstance(original, FunctionType):
-                setattr(module, name, _followed(original, note))
-                self._undo.append(functools.partial(setattr, module, name, original))
+                setattr(patchers, name, _followed(original, note))
+                self._undo.append(functools.partial(setattr, patchers, name, original))
 
     def stop(self) -> None:
         """Puts everything back as it was."""
@@ -84,7 +80,7 @@ class PatchCheck:
             return
         found = [unwrap(function) for function in (functions if isinstance(functions, (list, tuple)) else [functions])]
         candidates = [_Candidate(f.__code__, patcher, f.__module__) for f in found if isinstance(f, FunctionType)]
-        self._left_out[target, method] = _LeftOut(f"{PATCHER}.{original.__name__}", candidates)
+        self._left_out[target, method] = _LeftOut(f"{original.__module__}.{original.__name__}", candidates)
 
     def before_call(self, module: nn.Module) -> None:
         """An outermost call begins; at the first one of a module the classes in it are looked at."""
