@@ -118,6 +118,7 @@ def test_an_interrupted_bisection_of_a_sharded_model_goes_on_to_the_answer_of_on
     assert sorted(report_of(single)["bisection"]["culprits"]) == OVERFLOWING
 
 
+@pytest.mark.soak
 def test_a_policy_of_shards_is_bisected_with_float32_weights(tmp_path: Path) -> None:
     """The reference computes in float32, the culprit gets a unit of its own, and a script shows it in one process."""
     finished, out = bisected(tmp_path, factory("one", "float32"), strategy="fsdp", param_dtype="float16")
