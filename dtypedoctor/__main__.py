@@ -45,7 +45,12 @@ def _end(*_: object) -> None:
 
 
 def _again(lost: "sys.UnraisableHookArgs") -> None:
-    """Ctrl-C in a callback of the interpreter, such as that of the lock of an import, is lost there: it comes once more."""
+    """Ctrl-C in a callback of the interpreter, such as that of the lock of an import, is lost there: it comes once more.
+
+    Python also tells here of a signal that came just before it was to be ignored ("ignored due to race condition"): that is what was meant.
+    """
+    if lost.exc_type is OSError and "race condition" in str(lost.exc_value):
+        return
     if lost.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(lost)
         return
