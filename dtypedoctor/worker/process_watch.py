@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import COMPILER, FRAME_COMPILER
-from dtypedoctor.corrections.libraries.unsloth import PATCHERS
 from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
 from dtypedoctor.instrument.facts import SHARDING
@@ -32,6 +31,7 @@ from dtypedoctor.unpatched import getpid, perf_counter
 from dtypedoctor.worker.elsewhere import own_kernels
 from dtypedoctor.worker.environment import StepDigest, describe_environment, peak_resident, resident
 from dtypedoctor.worker.on_import import after_import
+from dtypedoctor.worker.patchers import PATCHERS
 from dtypedoctor.worker.recording import Totals
 
 if TYPE_CHECKING:

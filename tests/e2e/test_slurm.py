@@ -140,24 +140,13 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
 
 NETWORK = """
 import os, time
-from types import SimpleNamespace
-from torch import nn
-
-class LanguageModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.config = SimpleNamespace(vocab_size=64)
-        self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
-
-    def forward(self, input_ids, labels=None):
-        logits = self.head(self.embed(input_ids))
-        return SimpleNamespace(logits=logits, loss=logits.float().square().mean() if labels is not None else None)
+from dtypedoctor.models.builtin import llama_tiny
 
 def make():
     if os.environ["SLURMD_NODENAME"] == "n2":
         open({begun!r}, "w").close()
         time.sleep({patience})
-    return LanguageModel()
+    return llama_tiny()
 """
 
 

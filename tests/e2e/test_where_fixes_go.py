@@ -53,13 +53,14 @@ def test_what_treat_keeps_is_every_correction_that_fits_a_script() -> None:
 
 
 def test_no_module_of_the_core_knows_a_corrected_library_by_name() -> None:
-    """Corrections name their libraries; beside them only a report's environment (packages, variables) and the projects' issue templates do. Links do not count."""
+    """Corrections name their libraries; beside them only a report's environment (packages, variables), the functions that make patches, and the projects' issue templates do. Links do not count."""
     names = [library for library in {one.library for one in registered(Correction).values()} if library]
     names = [name for name in names if name not in ("transformers", "trl", "peft")]  # those that trainers are made of
     outside = (
         "corrections/libraries",
         "tickets",
         "worker/environment.py",
+        "worker/patchers.py",
         "redaction/secrets.py",
         "report/project_tickets.py",
         "cli/reading.py",

@@ -280,6 +280,21 @@ def test_weights_that_are_rounded_at_random_do_not_stall(lr: float, tmp_path: Pa
     assert not lost(trained(lambda params: AtRandom(params, lr=lr), tmp_path, size=64)[1])
 
 
+def told_of(optimizer: torch.optim.Optimizer, models: list[nn.Module], folder: Path) -> Updates:
+    """What is said of four steps on models of 16 features."""
+    writer = TraceWriter(folder)
+    instruments = Instruments(writer)
+    instruments.start()
+    for _ in range(4):
+        for model in models:
+            model(torch.randn(8, 16).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    instruments.stop()
+    writer.close()
+    return read_trace(folder).observed(Updates)[-1].what
+
+
 class Adapter(nn.Module):
     """LoRA's two matrices, the second of zeros."""
 
@@ -297,16 +312,7 @@ def test_zeros_that_take_every_update_are_not_rounded_at_random(tmp_path: Path) 
     torch.manual_seed(0)
     adapter = Adapter().bfloat16()
     optimizer = torch.optim.AdamW(adapter.parameters(), lr=1e-6)
-    writer = TraceWriter(tmp_path)
-    instruments = Instruments(writer)
-    instruments.start()
-    for _ in range(4):
-        adapter(torch.randn(8, 16).bfloat16()).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    instruments.stop()
-    writer.close()
-    told = read_trace(tmp_path).observed(Updates)[-1].what
+    told = told_of(optimizer, [adapter], tmp_path)
     assert set(told.parameters) == {"low"}
     assert told.parameters["low"].still == told.parameters["low"].asked > 0
 
@@ -316,17 +322,7 @@ def test_parameters_of_one_name_in_two_models_are_told_apart(tmp_path: Path) -> 
     torch.manual_seed(0)
     models = [nn.Linear(16, 16).bfloat16() for _ in range(2)]
     optimizer = torch.optim.AdamW([p for model in models for p in model.parameters()], lr=1e-7)
-    writer = TraceWriter(tmp_path)
-    instruments = Instruments(writer)
-    instruments.start()
-    for _ in range(4):
-        for model in models:
-            model(torch.randn(4, 16).bfloat16()).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    instruments.stop()
-    writer.close()
-    told = read_trace(tmp_path).observed(Updates)[-1].what
+    told = told_of(optimizer, models, tmp_path)
     weight = told.parameters["weight"]
     assert (weight.parameters, weight.asked, told.compared) == (2, 2 * 256, 4)
     assert weight.still == weight.asked

@@ -14,13 +14,13 @@ from observed import observed as on_disk
 from torch import Tensor, nn
 from watched import watched
 
-from dtypedoctor.corrections.libraries.unsloth import PATCHERS
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.instrument.silent.loading import header_dtypes
 from dtypedoctor.trace.events import NotWatched, Observation, Op, ScalerState
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.worker.patchers import PATCHERS
 
 
 def observed(

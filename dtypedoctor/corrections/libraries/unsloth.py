@@ -12,10 +12,6 @@ _STATE_DIFFERS = (
     'hasattr(W_quant, "state2") and X.dtype in (torch.float16, torch.bfloat16) and W_quant.dtype != X.dtype'
 )
 
-PATCHERS = {"unsloth_zoo.temporary_patches.utils": ("patch_function", "patch_function_past_key_values")}
-"""By module, functions that are given a class, the name of a method and its replacement (or several, of which one has to fit), and return whether they have
-replaced the method. unsloth_zoo has all of its patches of classes made by these, and looks at no answer."""
-
 CORRECTIONS = (
     Correction(
         id="unsloth-buffer-of-its-dtype",

@@ -41,7 +41,7 @@ WRONG = 1e-2
 
 _FAILS = "FAILS"
 _IN_ANY_DTYPE = regex(r"FAILS: (.+) \(\1 in float32\)")
-"""What a script says that raises the same in float32, and so shows nothing of a dtype."""
+"""What a script prints if it raises the same error in float32, so that the dtype is not the cause."""
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 
 
