@@ -20,7 +20,7 @@ from dtypedoctor.instrument.operators import (
     TensorIds,
     bytes_of,
     fits,
-    has_out,
+    for_wider,
     keep_written,
     leaves_memory_as_it_was,
     tensors_of,
@@ -123,7 +123,7 @@ class Float32Program:
     def _takes_part(self, func: Any, held: dict[int, Tensor], operands: list[Tensor], results: list[Tensor]) -> bool:
         if torch.Tag.nondeterministic_seeded in func.tags:
             return False  # it would draw from the program's random numbers
-        if leaves_memory_as_it_was(func):
+        if leaves_memory_as_it_was(func) or not results:
             return False
         return bool(held) or any(t.dtype in HALF for t in (*operands, *results))
 
@@ -152,10 +152,9 @@ def _run(func: Any, arguments: Arguments, held: dict[int, Tensor]) -> list[Tenso
             return value.float() if value.dtype in HALF else value
         return torch.float32 if isinstance(value, torch.dtype) and value in HALF else value
 
-    args, kwargs = tree_map(widened, arguments)
-    args, kwargs = keep_written(func, (args, kwargs))
+    args, kwargs = keep_written(func, for_wider(func, tree_map(widened, arguments)))
     with contained() as trial, torch.no_grad(), without_autocast():
         result = func(*args, **kwargs)
     if trial.error is not None:  # an operator without a float32 form: the real value stands for its result
         return None
-    return tensors_of(result) or (written(func, (args, kwargs)) if has_out(func) else [])
+    return tensors_of(result) or written(func, (args, kwargs))

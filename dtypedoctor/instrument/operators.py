@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
@@ -27,7 +28,9 @@ from dtypedoctor._torch_private import (
     schema_of,
     tracing_state,
     uncompiled,
+    version_of,
 )
+from dtypedoctor.instrument.statistics import HALF
 from dtypedoctor.interruptions import noticing
 from dtypedoctor.values import dataclass
 
@@ -147,6 +150,17 @@ def written(func: Any, arguments: Arguments) -> list[Tensor]:
     return tensors_of([*found, *(value for name, value in kwargs.items() if name in names)])
 
 
+_FUSED_CASTS = frozenset({"aten._softmax.default", "aten._log_softmax.default"})
+
+
+def for_wider(func: Any, arguments: Arguments) -> Arguments:
+    """The arguments of an operator whose operands have been made wider: on a GPU a softmax may cast half precision to float32 itself, and takes no other."""
+    args, kwargs = arguments
+    if len(args) == 3 and args[2] is True and str(func) in _FUSED_CASTS and args[0].dtype not in HALF:
+        return (*args[:2], False), kwargs
+    return arguments
+
+
 def keep_written(func: Any, arguments: Arguments) -> Arguments:
     """The arguments with a copy of everything that the call writes to, so that it can be made again later."""
     names = _written_names(func)
@@ -155,10 +169,16 @@ def keep_written(func: Any, arguments: Arguments) -> Arguments:
     args, kwargs = arguments
     positions = [argument.name for argument in schema_of(func).arguments]
     kept = tuple(
-        value.clone() if isinstance(value, Tensor) and i < len(positions) and positions[i] in names else value
-        for i, value in enumerate(args)
+        _copied(value) if i < len(positions) and positions[i] in names else value for i, value in enumerate(args)
     )
-    return kept, {k: v.clone() if k in names and isinstance(v, Tensor) else v for k, v in kwargs.items()}
+    return kept, {name: _copied(value) if name in names else value for name, value in kwargs.items()}
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a tensor, or of those in a list; anything else as it is."""
+    if isinstance(value, (list, tuple)):
+        return [_copied(one) for one in value]
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def scalars(arguments: Arguments) -> list[str]:
@@ -350,6 +370,28 @@ def op_name(func: Any) -> str:
     """``aten.NAME.default`` for a function that an operator of torch stands for, else ``function.NAME``."""
     name = str(getattr(func, "__name__", "")) or "unknown"
     return f"aten.{name}.default" if hasattr(torch.ops.aten, name) else f"function.{name}"
+
+
+@cache
+def _is_uncounted(func: Any) -> bool:
+    """Whether torch counts the writes of an operator only where no dispatch mode is on: those on lists, as optimizers and clipping use them."""
+    return (
+        isinstance(func, OpOverload)
+        and schema_of(func).name.startswith("aten::_foreach_")
+        and schema_of(func).is_mutable
+    )
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator of the program in a dispatch mode, and counts its writes as torch does without one: autograd tells by them what it must refuse."""
+    if not _is_uncounted(func):
+        return func(*args, **kwargs)
+    versions = list(map(version_of, args[0]))
+    result = func(*args, **kwargs)
+    for tensor, version in zip(args[0], versions, strict=True):
+        if version_of(tensor) == version != -1:
+            increment_version(tensor)
+    return result
 
 
 _hidden: set[type] = set()

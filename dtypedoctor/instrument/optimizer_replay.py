@@ -37,8 +37,6 @@ __all__ = ["OptimizerReplays"]
 
 KEPT = 2
 """Steps of which the copies are kept: what a device computes may be known one step later."""
-ON_CUDA = False
-"""Whether parameters on CUDA are copied; not yet confirmed there."""
 RESERVED = 1 << 17
 """Numbers of the trace that are kept free before each step, for the operators of a replay."""
 LEFT_OUT = (
@@ -235,7 +233,7 @@ def _copied(optimizer: Optimizer) -> tuple[list[Tensor], bool]:
 
 def _is_at_risk(parameter: Tensor) -> bool:
     """Whether an optimizer step may make a parameter inf or NaN, and plain memory is all that there is of it."""
-    if parameter.dtype is not torch.float16 or (parameter.is_cuda and not ON_CUDA):
+    if parameter.dtype is not torch.float16:
         return False
     is_plain = type(parameter) in (Tensor, nn.Parameter) and measurable(parameter)
     return is_plain and parameter.grad is not None and measurable(parameter.grad)

@@ -32,6 +32,7 @@ from dtypedoctor.instrument.operators import (
     is_whole,
     keep_written,
     return_large_blocks,
+    run,
     scalars,
     tensors_of,
     written,
@@ -150,7 +151,7 @@ class OpTrace(OperatorMode):
         """Runs ``func`` as it is and records it."""
         kwargs = dict(kwargs or {})
         if self._position.muted or str(func) in _SKIPPED or self._ops >= MAX_OPS:
-            return func(*args, **kwargs)
+            return run(func, args, kwargs)
         if any(is_wrapper_subclass(one) for one in types):
             return (
                 NotImplemented  # the class computes with the tensors that it wraps, and these operators come here again
@@ -172,12 +173,12 @@ class OpTrace(OperatorMode):
                 self._refused(n, func, arguments, inputs, error)
 
         with noticing(refused, Exception):
-            result = func(*args, **kwargs)
+            result = run(func, args, kwargs)
         with self._aside():
             changed = written(func, arguments)
             for tensor in changed:
                 self._ids.wrote(tensor)
-            self._done(n, func, kept, inputs, tensors_of(result) or (changed if has_out(func) else []))
+            self._done(n, func, kept, inputs, tensors_of(result) or changed)
         return result
 
     def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -185,7 +186,7 @@ class OpTrace(OperatorMode):
         notes: list[TensorNote] = []
         with self._aside():
             notes = [] if _is_wait(func) else self._notes(tensors_of(args))
-        result = func(*args, **kwargs)
+        result = run(func, args, kwargs)
         with self._aside():
             for tensor in tensors_of(result):
                 if not _is_wait(func):

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dtypedoctor._torch_private import OpOverload, schema_of, tree_flatten, tree_map, without_autocast
 from dtypedoctor.instrument.naming import dtype_name, short_name
-from dtypedoctor.instrument.operators import Arguments, bytes_of, fits, is_unfinished, tensors_of
+from dtypedoctor.instrument.operators import Arguments, bytes_of, fits, for_wider, is_unfinished, tensors_of, written
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import HALF, is_spread, measurable, measure
 from dtypedoctor.interruptions import contained
@@ -41,7 +41,7 @@ def replay_wider(writer: TraceWriter, of: int, func: Any, args: tuple[Any, ...],
             return copies[id(value)]
         return wide if isinstance(value, torch.dtype) and value in _FLOATS else value
 
-    run_again(writer, of, short_name(wide), func, tree_map(widen, (args, kwargs)))
+    run_again(writer, of, short_name(wide), func, for_wider(func, tree_map(widen, (args, kwargs))))
 
 
 def run_again(
@@ -56,7 +56,12 @@ def run_again(
             Replay(n=writer.next_n(), of=of, how=how, finite=False, absmax=None, note=elided(str(trial.error))[:200])
         )
         return
-    note_replay(writer, of, how, [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)])
+    results = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
+    if not results and isinstance(
+        func, OpOverload
+    ):  # as the optimizers' operators on lists of tensors, which write to them
+        results = written(func, arguments)
+    note_replay(writer, of, how, results)
 
 
 def note_replay(writer: TraceWriter, of: int, how: str, results: list[Tensor]) -> None:

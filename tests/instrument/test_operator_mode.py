@@ -3,10 +3,19 @@
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from patience import PATIENCE
+from torch import Tensor, nn
+from watched import watched
+
+from dtypedoctor.instrument.instruments import Instruments
+from dtypedoctor.instrument.operators import for_wider
+from dtypedoctor.instrument.optrace import OpWindow
 
 LOOKED_AT = """
     import sys, torch
@@ -48,3 +57,90 @@ def test_the_compiler_is_loaded_by_the_program_alone_and_compiles_nothing_of_the
         [sys.executable, "-c", source, str(tmp_path)], capture_output=True, text=True, check=False, timeout=PATIENCE
     )
     assert done.stdout == "True 0 {}\n", done.stderr
+
+
+def scales_list(held: list[Tensor]) -> None:
+    """Writes to a tensor by an operator on lists, as clipping and optimizers do on a GPU."""
+    with torch.no_grad():
+        torch._foreach_mul_(held, 2.0)
+
+
+class Scales(nn.Module):
+    """Does so in its call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.ones(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales_list([self.kept])
+        return x + self.kept
+
+
+@pytest.mark.parametrize(
+    "where", ["between modules", "in a module that is looked at", "under the op trace", "in an optimizer"]
+)
+def test_writes_by_operators_on_lists_count_as_without_a_mode(where: str, tmp_path: Path) -> None:
+    """torch counts them by the operators on single tensors, which no mode lets it run; autograd would accept what it has to refuse."""
+    held, module = torch.ones(3), Scales()
+
+    def between() -> None:
+        scales_list([held])
+
+    def inside() -> None:
+        module(torch.ones(3))
+
+    def stepping() -> None:
+        parameter = nn.Parameter(held)
+        parameter.grad = torch.ones(3)
+        torch.optim.SGD([parameter], foreach=True).step()
+        assert parameter._version == 1
+
+    works: dict[str, Callable[[], None]] = {"between modules": between, "in an optimizer": stepping}
+
+    def work(instruments: Instruments) -> None:
+        if where == "under the op trace":
+            instruments.look_into([OpWindow(call=1, step=0, until="next-call")])
+        works.get(where, inside)()
+
+    watched(tmp_path, work)
+    assert (module.kept if where not in works else held)._version == 1
+
+
+def test_autograd_refuses_a_saved_tensor_that_an_operator_on_lists_has_written_to(tmp_path: Path) -> None:
+    """As it does in the bare program."""
+
+    def work(_: Instruments) -> None:
+        x = torch.ones(3, requires_grad=True)
+        saved = x.exp()
+        scales_list([saved])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.sum().backward()
+
+    watched(tmp_path, work)
+
+
+def test_an_operator_on_lists_is_made_again_on_copies(tmp_path: Path) -> None:
+    """Of mixed dtypes too: what the op trace tries in float32 writes nothing into float32 memory of the program."""
+    masters, halves = [torch.ones(3)], [torch.full((3,), 0.5, dtype=torch.float16)]
+
+    class Adds(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._foreach_add_(masters, halves)
+            torch._foreach_addcmul_(masters, halves, [halves[0].float()], 2.0)
+            return x + masters[0]
+
+    with torch.no_grad():
+        watched(tmp_path, lambda _: Adds()(torch.ones(3)), window=OpWindow(call=1, step=0, until="next-call"))
+    assert masters[0].tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("name", ["_softmax", "_log_softmax"])
+def test_a_softmax_that_casts_by_itself_is_made_again_without_the_cast(name: str) -> None:
+    """On a GPU it takes half precision and returns float32; of float32 operands torch accepts it without that only."""
+    func = getattr(torch.ops.aten, name).default
+    half: Any = (torch.ones(2, dtype=torch.float16), -1, True), {}
+    wide: Any = (torch.ones(2), -1, True), {}
+    assert for_wider(func, half) is half
+    assert for_wider(func, wide)[0][1:] == (-1, False)
+    assert func(*for_wider(func, wide)[0]).dtype is torch.float32

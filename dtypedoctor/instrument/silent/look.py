@@ -35,6 +35,7 @@ from dtypedoctor.instrument.operators import (
     is_whole,
     keep_written,
     node_of_operator,
+    run,
     tensors_of,
     why_opaque,
     written,
@@ -184,9 +185,9 @@ class _Mode(OperatorMode):
         """Runs ``func`` as it is and shows it to the checks."""
         kwargs = dict(kwargs or {})
         if self._position.muted or not isinstance(func, OpOverload) or str(func) in _SKIPPED:
-            return func(*args, **kwargs)
+            return run(func, args, kwargs)
         if is_unfinished(func) or any(map(is_spread, tensors_of((args, kwargs)))):
-            return func(*args, **kwargs)
+            return run(func, args, kwargs)
         if is_whole(func, types, tensors_of((args, kwargs))):
             return self.taken_apart(func, args, kwargs)
         changed = written(func, (args, kwargs))
@@ -199,7 +200,7 @@ class _Mode(OperatorMode):
             for copy, tensor in zip(written(func, kept), written(func, (args, kwargs)), strict=True):
                 before[id(copy)] = self._ids.of(tensor)[0]
         node = node_of_operator()
-        result = func(*args, **kwargs)
+        result = run(func, args, kwargs)
         with self.aside():
             for tensor in written(func, (args, kwargs)):
                 self._ids.wrote(tensor)
@@ -212,7 +213,7 @@ class _Mode(OperatorMode):
         """Runs an operator that no check sees: what it writes to is too large to be kept as it was."""
         self._guard.tell("operators that write to large tensors, in a routine look", TOO_LARGE)
         args, kwargs = arguments
-        result = func(*args, **kwargs)
+        result = run(func, args, kwargs)
         with self.aside():
             for tensor in written(func, arguments):
                 self._ids.wrote(tensor)

@@ -1,7 +1,7 @@
 # expect:
 #   id: optimizer-epsilon-underflow
 #   fqn: emb
-#   op: aten.addcdiv_.default
+#   op: [aten.addcdiv_.default, aten._foreach_addcdiv_.ScalarList]
 #   phase: optimizer
 #   step: 1
 #   raises: null
