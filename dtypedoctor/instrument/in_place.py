@@ -26,6 +26,7 @@ from dtypedoctor.instrument.facts import packed_dtypes
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.live_call import LiveCall, mapped, tensors_of
 from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.operators import why_opaque
 from dtypedoctor.instrument.optimizer_replay import OptimizerReplays
 from dtypedoctor.instrument.optrace import OpTrace
 from dtypedoctor.instrument.phases import Phases
@@ -39,13 +40,14 @@ from dtypedoctor.instrument.repeated_call import (
     is_finite,
     itself,
     type_and_message,
+    versions_of,
 )
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import out_of_their_sight
 from dtypedoctor.instrument.untouched import CannotReplayError
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES
-from dtypedoctor.trace.records.execution import HeldInput, ReplayedCall
+from dtypedoctor.trace.records.execution import EAGER, HeldInput, ReplayedCall
 from dtypedoctor.trace.records.silent import ScaledBackward
 from dtypedoctor.unpatched import perf_counter, to_json
 
@@ -83,6 +85,8 @@ ZEROS = "zeros"
 """Why a call is replayed whose gradients are zero for the most part."""
 UPSTREAM = "the gradient of what the model returns"
 
+VERSIONS = 16
+"""Parameters of a module whose versions are compared."""
 MAX_WAITING = 4
 """Failed calls that wait until their parameters are unsharded again."""
 NOT_HERE = "{} was resharded before it was known that the call had failed, and was not gathered again; --rerun runs all ranks again"
@@ -136,6 +140,7 @@ class InPlaceReplays:
         self._copies = CopiesOfParameters(session)
         self._steps = OptimizerReplays(session, self._new_trace, measure)
         self._late = False
+        self._some: WeakKeyDictionary[nn.Module, tuple[ref[Tensor], ...]] = WeakKeyDictionary()
         self._alone: WeakKeyDictionary[nn.Module, tuple[type, frozenset[int], bool]] = WeakKeyDictionary()
         self._sharded = False
         self._asked = False
@@ -246,17 +251,25 @@ class InPlaceReplays:
             call=position.call,
             overrides=tuple(position.overrides),
             regions=self._session.autocast.open_regions,
+            versions=versions_of(self._some_parameters(module)),
         )
         self._keep(self._current)
         self._held.keep(position.call, live)
 
+    def _some_parameters(self, module: nn.Module) -> "tuple[ref[Tensor], ...]":
+        """A few of the parameters of an outermost module, far apart: who updates some updates others too."""
+        found = self._some.get(module)
+        if found is None:
+            parameters = list(module.parameters())
+            found = tuple(map(ref, parameters[:: -(-len(parameters) // VERSIONS) or 1]))
+            self._some[module] = found
+        return found
+
     def _keep(self, entered: KeptCall) -> None:
         """Keeps a call, and lets go of those before it as far as they are too old or too large."""
         calls = [kept for kept in self._calls if kept.call > entered.call - MAX_KEPT]
-        if (
-            not torch.is_grad_enabled()
-        ):  # nothing comes back from an optimizer step: what arrives late is of the last call
-            calls = calls[-1:]
+        if not torch.is_grad_enabled():  # nothing comes back later: what arrives is of the last calls
+            calls = calls[-2:]
         left = share_of_device() - entered.size
         kept_calls = [entered]
         for kept in reversed(calls):
@@ -453,9 +466,16 @@ class InPlaceReplays:
 
     def _replay_forward(self, found: Nonfinite) -> None:
         """Replays the call that holds a result that is not finite; of a job of several ranks not where it got such values itself."""
-        for kept in self._calls:
-            if kept.holds(found.call, found.fqn) and not (self._modules.alone and kept.is_spoilt()):
+        for kept in [kept for kept in self._calls if kept.holds(found.call, found.fqn)]:
+            if not (self._modules.alone and kept.is_spoilt()) and not self._is_spoilt_since(kept):
                 self._replay_or_wait(kept, "value")
+
+    def _is_spoilt_since(self, kept: KeptCall) -> bool:
+        """Whether parameters have been updated since a call, and are not finite now: says so."""
+        spoilt = kept.has_moved and kept.copies is None and kept.has_bad_parameters()
+        if spoilt:
+            self._session.guard.tell(REPLAY_OF_FAILURES, SPOILT.format(kept.live.fqn or "the model"))
+        return spoilt
 
     def _replay_waiting(self) -> None:
         """Replays those calls whose parameters are unsharded again; what is not finite then will not be later, so nobody looks twice."""
@@ -495,8 +515,7 @@ class InPlaceReplays:
     def _through(self, calls: list[KeptCall], why: str, error: tuple[str, str] | None) -> None:
         """Replays the backward pass through ``calls``, until one of them shows what is looked for."""
         for kept in calls:
-            if why == "gradient" and kept.moved and kept.copies is None and kept.has_bad_parameters():
-                self._session.guard.tell(REPLAY_OF_FAILURES, SPOILT.format(kept.live.fqn or "the model"))
+            if why == "gradient" and self._is_spoilt_since(kept):
                 continue
             found = bool(kept.live.gradients) and self._replay_or_wait(kept, why, backward=True, error=error)
             if found and why != "forced":
@@ -563,12 +582,16 @@ class InPlaceReplays:
             return self._tell_gradients(replay, doubt)
         if replay.capsule is not None:
             self._write_capsule(kept, *replay.capsule)
+        eager = replay.in_eager_mode() if why == "value" and why_opaque(kept.live.module) else None
+        if eager is not None:
+            self._session.emit(eager, fqn="", at=(kept.step, kept.call))
+            why, doubt, replay.compared = EAGER, "", False
         if why != "forced":
             record = ReplayedCall(
                 why=why,
                 compared=replay.compared,
                 doubt=doubt or None,
-                late=kept.moved and kept.copies is None,
+                late=kept.has_moved and kept.copies is None,
                 copies=kept.copies is not None,
             )
             self._session.emit(record, fqn=kept.live.fqn)

@@ -3,7 +3,7 @@
 Which calls are kept, and when one is made again, is decided in :mod:`dtypedoctor.instrument.in_place`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import field
 from threading import get_ident
@@ -19,11 +19,12 @@ from dtypedoctor.instrument.copies import ParameterCopies
 from dtypedoctor.instrument.live_call import LiveCall, as_leaf, from_outside, mapped, tensors_of
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.updates import SCALE, when_scaled
-from dtypedoctor.instrument.statistics import out_of_their_sight
+from dtypedoctor.instrument.statistics import measurable, measure, out_of_their_sight
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
 from dtypedoctor.redaction.messages import LONGEST, elided, message_of, without_volatile
+from dtypedoctor.trace.records.execution import EagerCall
 from dtypedoctor.trace.records.silent import ScaledGradient
 from dtypedoctor.values import dataclass
 
@@ -67,6 +68,14 @@ class Made(NamedTuple):
         return cls(lambda: held, version)
 
 
+Versions = tuple[tuple["ref[Tensor]", int], ...]
+
+
+def versions_of(parameters: Iterable["ref[Tensor]"]) -> Versions:
+    """How often each of those that are there has been written to; what offloads weights makes new ones."""
+    return tuple((one, version_of(held)) for one in parameters if (held := one()) is not None)
+
+
 @dataclass(slots=True, kw_only=True, weakref_slot=True, eq=False)
 class KeptCall:
     """A call that may be replayed: an outermost one, or one of those below it that a rank can make alone.
@@ -82,6 +91,7 @@ class KeptCall:
         replayed: what of it has been replayed, ``forward`` or ``backward``.
         old: a step has ended since, which may have been skipped.
         moved: an optimizer has stepped since.
+        versions: a few of the parameters, and how often they had been written to.
         copies: of the parameters that it computed with, where these are resharded before its failure can be known.
     """
 
@@ -98,7 +108,14 @@ class KeptCall:
     replayed: set[str] = field(default_factory=set)
     old: bool = False
     moved: bool = False
+    versions: "Versions" = ()
     copies: ParameterCopies | None = None
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether parameters have been updated since, by an optimizer or by the program itself."""
+        held = ((parameter(), version) for parameter, version in self.versions)
+        return self.moved or any(one is not None and version_of(one) != version for one, version in held)
 
     def with_its_parameters(self) -> AbstractContextManager[None]:
         """Inside, the module has the parameters of the call, where they were copied; else those of now."""
@@ -119,7 +136,7 @@ class KeptCall:
 
     def has_bad_parameters(self) -> bool:
         """Whether a parameter is not finite now; asks the device, and waits for it."""
-        return not all(is_finite(tensor) for _, tensor in self.live.parameters())
+        return not all(is_finite(tensor) for _, tensor in self.live.parameters() if not tensor.is_meta)
 
     def gets_finite_gradients(self) -> bool:
         """Whether all gradients that have come back to its results are finite; asks the device, and waits for it."""
@@ -180,7 +197,7 @@ class RepeatedCall:
         """A module has returned, before hooks of the program's see it."""
         if self._inner is not None:
             self._inner.left(module, output)
-        if outermost:
+        if outermost and not self._session.position.backward_depth:  # there a part of the call is recomputed
             self._result = list(tensors_of(output))
 
     def run(self, first: int, *, backward: bool, error: tuple[str, str] | None) -> str:
@@ -210,6 +227,22 @@ class RepeatedCall:
         if said is not None and said[0] == CannotReplayError.__name__:
             self.why_not = said[1]
         return "" if self.why_not else self._difference(said, error if error is not None else self._kept.error)
+
+    def in_eager_mode(self) -> EagerCall | None:
+        """The call beside its replay, under which nothing is compiled, where only the replay is finite; None where that cannot be told."""
+        made = [
+            tensor
+            for one in self._kept.made
+            if (tensor := one.tensor()) is not None and version_of(tensor) == one.version
+        ]
+        if len(made) != len(self._result) or self._error is not None:
+            return None
+        with self._session.position.mute():
+            real, again = (measure(list(filter(measurable, tensors))) for tensors in (made, self._result))
+        if all(extent.finite for extent in real) or not all(extent.finite for extent in again):
+            return None
+        largest, absmax = (max((extent.absmax for extent in extents), default=0.0) for extents in (real, again))
+        return EagerCall(finite=False, absmax=largest, eager_finite=True, eager_absmax=absmax)
 
     def _moment(self, first: int) -> AbstractContextManager[None]:
         kept = self._kept

@@ -16,7 +16,7 @@ from dtypedoctor.runner.run import Run, open_run
 from dtypedoctor.scenario.model import Request, Scenario, Window
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES, NotWatched, Raised, Sample, Site
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.execution import CompileCounts, ReplayedCall
+from dtypedoctor.trace.records.execution import EAGER, CompileCounts, ReplayedCall
 from dtypedoctor.trials.remedies import is_script
 from dtypedoctor.trials.replays import LONGEST, Replays, replay_of
 from dtypedoctor.trials.runs import LaterRuns, was_asked_to_end
@@ -205,8 +205,15 @@ def _replayed_in_place(before: Run) -> CloserLook:
             differs=doubt,
             rerun_tells=MAY_PROVE.format(f"the replay differed: {doubt}"),
         )
-    equal = sum(what.compared for what in seen)
-    compared = "the results are" if equal == len(seen) else f"{equal} of {len(seen)} results could be compared, and are"
+    uncompiled = [what for what in seen if what.why == EAGER]
+    if uncompiled:
+        begun = f"{begun}, {_number_of(uncompiled)} in eager mode, where the results are finite"
+    equal, comparable = sum(what.compared for what in seen), len(seen) - len(uncompiled)
+    if not comparable:
+        return CloserLook(before=before, certificate=f"{begun}.")
+    compared = (
+        "the results are" if equal == comparable else f"{equal} of {comparable} results could be compared, and are"
+    )
     return CloserLook(before=before, certificate=f"{begun}; {compared} bitwise equal.")
 
 
@@ -220,7 +227,7 @@ def _number_of(replays: Sequence[ReplayedCall]) -> str:
 def _moment_of(replays: Sequence[ReplayedCall]) -> str:
     """When calls were made again, and with which parameters, as a clause."""
     if any(replay.late for replay in replays):
-        return "after the optimizer's step"
+        return "after its parameters had been updated"
     if any(replay.copies for replay in replays):
         return "once the failure was known, with copies of the parameters"
     return "at the moment of the failure"

@@ -28,7 +28,6 @@ from watched import watched
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.instrument import copies as copies_module
-from dtypedoctor.instrument import optimizer_replay
 from dtypedoctor.instrument.alone import calls_alone
 from dtypedoctor.instrument.copies import CopiesOfParameters, ParameterCopies
 from dtypedoctor.instrument.in_place import _Waiting
@@ -181,8 +180,17 @@ class OwnStep(torch.optim.Optimizer):
     ("optimizer", "options", "finding", "confidence", "operators", "step"),
     [
         (torch.optim.AdamW, {}, "optimizer-epsilon-underflow", "proven", ("addcdiv_", "_foreach_addcdiv_"), 1),
+        (torch.optim.AdamW, {"foreach": True}, "optimizer-epsilon-underflow", "proven", ("_foreach_addcdiv_",), 1),
         (OwnStep, {}, "optimizer-epsilon-underflow", "proven", ("div",), 1),
         (torch.optim.SGD, {"lr": 6e4, "weight_decay": 1.0}, "float16-overflow", "proven", ("add_", "_foreach_add_"), 1),
+        (
+            torch.optim.SGD,
+            {"lr": 6e4, "weight_decay": 1.0, "foreach": True},
+            "float16-overflow",
+            "proven",
+            ("_foreach_add_",),
+            1,
+        ),
     ],
 )
 def test_an_optimizer_step_that_spoils_a_parameter_is_made_again(
@@ -190,8 +198,8 @@ def test_an_optimizer_step_that_spoils_a_parameter_is_made_again(
     step: int, device: str,
 ) -> None:  # fmt: skip
     """On copies of what it began with; the operator and the line that calls ``step`` are named, and the parameters are what they were."""
-    if device == "cuda" and not (torch.cuda.is_available() and optimizer_replay.ON_CUDA):
-        pytest.skip("there is no CUDA device, or optimizer steps are not made again on it")
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
     found: list[nn.Module] = []
     with torch.device(device):
         trace = in_place(tmp_path, lambda: found.append(_trains_float16(optimizer, **options)))
@@ -782,3 +790,78 @@ def test_the_driver_may_be_asked_for_devices_and_no_other_library_is_loaded() ->
             ctypes.CDLL("libnvidia-ml.so.1")
         with pytest.raises(CannotReplayError):
             ctypes.CDLL("libof-somebody-else.so")
+
+
+class _Again(torch.autograd.Function):
+    """Computes in the backward pass again, in float16."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad(), torch.autocast("cpu", dtype=torch.float16):
+            torch.autograd.backward(ctx.run(x), gradients)
+        return None, x.grad
+
+
+def test_what_a_backward_pass_recomputes_is_no_result_of_the_call(tmp_path: Path) -> None:
+    """A replay is compared by what the call itself returns: its recomputation overflows, in another dtype."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    nn.init.constant_(first.weight, 1.0)
+    nn.init.constant_(second.weight, 3e3)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = first, second
+
+        def forward(self, x: Tensor) -> Tensor:
+            again: Tensor = _Again.apply(self.second, self.first(x))
+            return again
+
+    trace = in_place(tmp_path, lambda: Model()(torch.full((2, 4), 10.0)).sum().backward())
+    replays = [seen.what for seen in trace.observed(ReplayedCall)]
+    assert {one.why for one in replays} == {"value", "gradient"}
+    assert {one.doubt for one in replays} == {None}
+    found = diagnose(trace)[0]
+    assert (found.id, found.phase, found.confidence.value) == ("float16-overflow", "recompute", "proven")
+
+
+def test_parameters_that_the_program_has_updated_itself_are_not_blamed(tmp_path: Path) -> None:
+    """It becomes known after the update, which has made them inf, that the call before it has overflowed."""
+
+    def work(instruments: Instruments) -> None:
+        instruments.in_place.begin(late=True)
+        model = nn.Sequential(nn.Linear(4, 4), Square()).half()
+        with torch.no_grad():
+            model[0].weight.fill_(100.0)
+            model(torch.ones(2, 4, dtype=torch.float16))
+            for parameter in model.parameters():
+                parameter.add_(torch.inf)
+            nn.Linear(4, 4)(torch.ones(2, 4))
+
+    trace = watched(tmp_path, work)
+    assert "nonfinite-parameters" not in {found.id for found in diagnose(trace)[:1]}
+    assert diagnose(trace)[0].id == "float16-overflow"
+
+
+def test_a_compiled_call_that_is_finite_when_nothing_is_compiled_is_told(tmp_path: Path) -> None:
+    """The replay is the experiment: under the op trace the same call runs in eager mode."""
+
+    def backend(graph: Any, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            return tuple(result.float().mul(torch.inf) for result in graph(*args))
+
+        return run
+
+    trace = in_place(tmp_path, lambda: torch.compile(nn.Linear(4, 4), backend=backend)(torch.ones(2, 4)))
+    torch._dynamo.reset()
+    assert [seen.what.why for seen in trace.observed(ReplayedCall)] == ["eager"]
+    found = diagnose(trace)[0]
+    assert (found.id, found.confidence.value) == ("compile-only-nonfinite", "proven")

@@ -134,13 +134,18 @@ class OpenRegions:
     regions: list[AutocastRegion]
 
 
+EAGER = "eager"
+"""Why a compiled call was made again that is finite when nothing is compiled."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedCall:
     """A module call, or an optimizer step, was made again in the running program, with the op trace on; the operators bear its step and call.
 
     Attributes:
         why: ``raised``, ``backward raised``, ``value`` or ``gradient`` (something was not finite), ``packed`` (its packed weights may be
-            dequantized wrongly), ``optimizer`` (its step has made a parameter inf or NaN).
+            dequantized wrongly), ``optimizer`` (its step has made a parameter inf or NaN), ``eager`` (compiled, it was not finite, and its replay,
+            which is not, is).
         compared: whether what it returned or raised could be compared with what the call itself had.
         doubt: how it differed, as a clause; None where it did not.
         late: whether an optimizer had stepped since, and the parameters are those of then.
