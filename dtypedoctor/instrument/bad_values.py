@@ -36,6 +36,8 @@ MAX_KEPT = 2048
 """Values kept in mind, until those that are gone are looked for and forgotten."""
 REPLAYED = 4 << 20
 """Elements of the operands of an operator that is run again in a wider dtype."""
+_BACKWARD = "_backward"
+"""Part of the names of operators that compute gradients; the one that comes back is their first operand."""
 FIRST_ID = 1 << 40
 """Numbers of tensors begin here, so that none is that of a tensor in an op trace."""
 
@@ -73,7 +75,7 @@ def ends_of(tensor: Tensor) -> Ends:
     if size == 0:
         return FINITE
     least, most = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
-    low, high = least.item(), most.item()
+    low, high = (least.item(), most.item()) if tensor.device.type == "cpu" else torch.stack((least, most)).tolist()
     return FINITE if -inf < low and high < inf else Ends(low, high)
 
 
@@ -192,6 +194,14 @@ class BadValues:
         elif ran.sources:
             self._ended(ran)
 
+    def overwritten(self, tensors: Sequence[Tensor]) -> None:
+        """Something that was not measured has been written to ``tensors``: what is in there now is not known."""
+        for tensor in tensors:
+            bad = self.behind(tensor)
+            if bad is not None:
+                bad.used = True
+                self.known.pop(memory_key(tensor.untyped_storage()), None)
+
     def in_float32(self, results: Sequence[Tensor]) -> None:
         """The operator that has just run returns these for what its operands would be in a float32 program; empty where that is not known."""
         if results and self._made:
@@ -293,7 +303,7 @@ class BadValues:
     def _notice_given(self, ran: Ran) -> None:
         """Operands that are not finite already, and that no operator seen here has made: data, or what a module returned."""
         for place, tensor in enumerate(tensors_of(ran.arguments) if ran.operands else ()):
-            if place not in ran.used and measurable(real_of(tensor)) and tensor.device.type == "cpu":
+            if place not in ran.used and measurable(real_of(tensor)) and self._session.readings.affords(tensor):
                 ends = ends_of(tensor)
                 if not ends.finite:
                     bad = Bad(self._new_id(), ends.kind, _memory(ran.operands[place]))
@@ -336,6 +346,10 @@ class BadValues:
     def _replaced(self, ran: Ran, values: list[Bad]) -> None:
         if not values:
             return
+        if _BACKWARD in str(ran.func) and 0 not in ran.used:
+            for bad in values:
+                bad.used = True
+            return  # of what the forward pass has kept it may read as little as the shape: no gradient was replaced
         key = (ran.func, ran.line, "".join(sorted({bad.kind for bad in values})))
         record = self._may_record(key)
         inputs = self._notes_in(ran) if record else []

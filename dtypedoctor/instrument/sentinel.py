@@ -4,10 +4,11 @@ Losses, metrics and whole programs without modules are operators on plain tensor
 the stack of modes when an outermost module is called and comes back after it, always at the bottom, so that the modes that the program puts
 on above it come off as if it were not there. In backward passes it is on where the program calls no modules; where it does, a hook on
 each autograd node of what was computed between the calls puts it on, and the engine, which gives each node the modes that the pass began
-with, takes it off. Only graphs on a CPU are walked for that: the nodes of a GPU run in threads of autograd's own.
+with, takes it off. The nodes of a GPU run in threads of autograd's own, in which it is the sentinel of the thread whose backward pass it is.
 
 What it costs is bounded by counts: everything is measured up to an allowance that each module call adds to; beyond it an eighth of the
-operators, in turns, and of backward passes each eighth is seen.
+operators, in turns, and of backward passes each eighth is seen. What is computed on a GPU is measured at once in some steps, at each line
+a few times (:mod:`readings`); else each eighth result is measured behind the device, which tells where a program first stops being finite.
 """
 
 import sys
@@ -43,11 +44,13 @@ from dtypedoctor.instrument.operators import (
     is_unfinished,
     keep_compiler_out,
     keep_written,
+    run,
     tensors_of,
     written,
 )
+from dtypedoctor.instrument.readings import FIRST_STEPS, is_read_in
 from dtypedoctor.instrument.recorders import BEHIND
-from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.session import Here, Session
 from dtypedoctor.instrument.silent.indices import is_counted
 from dtypedoctor.instrument.silent.logprobs import is_followed
 from dtypedoctor.instrument.silent.sums import is_built_up
@@ -102,9 +105,11 @@ _KEEPING = (
 """Beginnings of the names of operators whose further results only their backward reads."""
 
 
+AT_ONE_LINE = 16
+"""Results of an operator at one line that are read from a GPU in a step."""
 _NOT_FOLLOWED = (
-    "sums, indices, writes in place and overflows that become finite again, outside of modules on a GPU",
-    "there only tensors on a CPU are followed from operator to operator; a run on a CPU finds what they lose",
+    "sums, indices and overflows that become finite again, outside of modules on a GPU, in most steps",
+    f"followed from operator to operator in the steps 1 to {FIRST_STEPS} and those whose number is a power of 2; on a CPU in all",
 )
 
 
@@ -153,6 +158,7 @@ class Sentinel(OperatorMode):
         super().__init__()
         self._bad = bad
         self._position, self._coverage, self._guard = session.position, session.coverage, session.guard
+        self._readings = session.readings
         self._settling = session.guard.keeping("operators outside of modules")
         self._looking = session.guard.keeping("some operators outside of modules")
         self._sample = sample
@@ -172,6 +178,10 @@ class Sentinel(OperatorMode):
         self._missed = 0
         self._bytes = 0
         self._thread = 0
+        self._here: Here | None = None
+        self._abroad = False
+        self._read_in = 0
+        self._readings_at: dict[Any, int] = {}
         self._pauses = 0
         self._on = False
         self._has_compiled = False
@@ -195,6 +205,7 @@ class Sentinel(OperatorMode):
     def start(self) -> None:
         """Begins to look at what this thread computes."""
         self._thread = get_ident()
+        self._here = self._position.here
         at_fork(after_in_child=self._forked)
         self.settle()
 
@@ -272,7 +283,7 @@ class Sentinel(OperatorMode):
             return
         if len(self._hooked) > MAX_LINES:
             self._hooked.clear()
-        self._hook_behind([tensor.grad_fn for tensor in tensors if _is_in_a_graph(tensor)])
+        self._hook_behind([tensor.grad_fn for tensor in tensors if self._is_in_a_graph(tensor)])
 
     def _hook_behind(self, waiting: list[Any]) -> None:
         """Hooks the nodes ``waiting``, which it empties, and those behind them."""
@@ -296,11 +307,19 @@ class Sentinel(OperatorMode):
 
     def _node_begins(self, _: Any) -> None:
         """The engine is about to run a node that was made between module calls, and will take the mode off after it."""
-        if self._thread != get_ident() or self._pauses or self._position.muted or self.quiet() or self._is_there():
+        abroad = self._thread != get_ident()
+        if abroad and not self._works_for_this():
+            return
+        if self._pauses or self._position.muted or self.quiet() or self._is_there():
             return
         if not self._position.stack:
             self._lent = True
+            self._abroad |= abroad
             self._into_stack()
+
+    def _works_for_this(self) -> bool:
+        """Whether this thread is one of autograd's that works for a backward pass of the sentinel's thread, which waits for it."""
+        return bool(self._thread) and self._position.of.here is None and self._position.last is self._here
 
     def _is_there(self) -> bool:
         return any(mode is self for mode in modes_on())
@@ -309,6 +328,7 @@ class Sentinel(OperatorMode):
         """What was lent to a node is gone with it, and nobody has said so."""
         self._on = self._is_there()
         self._lent = self._position.backward_depth > 0
+        self._abroad &= self._lent
 
     def settle(self) -> None:
         """Puts the mode on the stack or takes it off, as the position of the program demands; cheap to call again."""
@@ -394,12 +414,17 @@ class Sentinel(OperatorMode):
         kwargs = kwargs or {}
         plan = self._plans.get(func) or self._plan(func)
         if plan.passes or not self._on or self._position.muted or self.quiet():
-            return func(*args, **kwargs)
+            return run(func, args, kwargs)
+        if self._abroad and self._position.stack:
+            return run(func, args, kwargs)  # of a module that a node of a GPU calls, where nothing takes the mode off
         if not plan.reads:
             self._seen += 1
             self._coverage.operators += 1
             if self._seen > ALLOWANCE and self._seen % ROUND >= MEASURED and self._is_thin:
-                result = func(*args, **kwargs)
+                result = run(func, args, kwargs)
+                if plan.writes and self._bad.any:
+                    with self._looking:
+                        self._bad.overwritten(written(func, (args, kwargs)))
                 if plan.followed:
                     self.follow(func, (args, kwargs), result)
                 return result
@@ -413,7 +438,7 @@ class Sentinel(OperatorMode):
             with self._looking:
                 self.writing(func, args, kwargs)
         try:
-            result = func(*args, **kwargs)
+            result = run(func, args, kwargs)
         except Exception as error:  # told and passed on; nothing cheaper stands around each operator of a program
             self.raised(error)
             self.rejected(func, kept, error)
@@ -435,7 +460,7 @@ class Sentinel(OperatorMode):
     def _before(self, func: Any, arguments: Arguments) -> Arguments:
         """The arguments with copies of the small ones that are about to be written to; as they are where one is not small."""
         with self._looking:
-            if all(t.numel() <= COPIED and t.device.type == "cpu" for t in written(func, arguments)):
+            if all(t.numel() <= COPIED and self._readings.may_read(t) for t in written(func, arguments)):
                 return keep_written(func, arguments)
         return arguments
 
@@ -470,6 +495,8 @@ class Sentinel(OperatorMode):
         self._bad.ran(Ran(func, kept, exact, operands, results, ends, line, node))
         if call is not None:
             self._bad.in_float32(self.overflowed(*call))
+        if plan.writes:
+            self._bad.overwritten([tensor for tensor, end in zip(results, ends, strict=True) if end is None])
 
     def _where(self) -> tuple[Line | None, str | None]:
         """The line that an operator belongs to, in a backward pass the one that it differentiates; and the autograd node."""
@@ -504,19 +531,19 @@ class Sentinel(OperatorMode):
             return None
         if has_no_memory(tensor):
             return FINITE
-        device, tensor = tensor.device.type, real_of(tensor)
+        tensor = real_of(tensor)
         if not measurable(tensor):
             self._missed += 1
-        elif device == "cpu" and self._affords(tensor):
+        elif self._affords(tensor) if self._readings.at_hand(tensor) else self._is_read(func, line, tensor):
             return ends_of(tensor)
-        elif device in BEHIND:
+        elif tensor.device.type in BEHIND:
             self._sampled(func, line, tensor)
         else:
             self._missed += 1
         return None
 
     def _sampled(self, func: Any, line: Line | None, tensor: Tensor) -> None:
-        if tensor.dtype in HALF:
+        if tensor.dtype in HALF and not is_read_in(self._position.step):
             self._guard.tell(*_NOT_FOLLOWED)
         if self._is_turn(("sampled", func), line, EACH):
             self._sample(_label(func, line), tensor)
@@ -529,6 +556,22 @@ class Sentinel(OperatorMode):
             self._bytes += size
         return size <= SMALL or self._bytes <= BYTES + BYTES_PER_CALL * self._position.call
 
+    def _is_read(self, func: Any, line: Line | None, tensor: Tensor) -> bool:
+        """Whether a result on a GPU is read at once."""
+        if not self._readings.may_read(tensor):
+            return False
+        if self._read_in != (step := self._position.step):
+            self._read_in = step
+            self._readings_at.clear()
+        number = self._readings_at[func, line] = self._readings_at.get((func, line), 0) + 1
+        return number <= AT_ONE_LINE and self._readings.reads(tensor)
+
+    def _is_in_a_graph(self, tensor: Tensor) -> bool:
+        """Whether a plain tensor that may be read was made by an autograd node."""
+        if type(tensor) is not Tensor or not self._readings.may_read(tensor):
+            return False
+        return not is_wrapped(tensor) and tensor.grad_fn is not None
+
     def _is_turn(self, what: Any, line: Line | None, each: int) -> bool:
         key = (what, line)
         self._visits[key] = number = self._visits.get(key, 0) + 1
@@ -538,13 +581,6 @@ class Sentinel(OperatorMode):
 def _all_finite(ends: Iterable[Ends | None]) -> bool:
     """Whether nothing that was measured is not finite."""
     return all(one is FINITE or one is None for one in ends)
-
-
-def _is_in_a_graph(tensor: Tensor) -> bool:
-    """Whether a plain tensor on a CPU was made by an autograd node."""
-    if type(tensor) is not Tensor or tensor.device.type != "cpu":
-        return False
-    return not is_wrapped(tensor) and tensor.grad_fn is not None
 
 
 def _label(func: Any, line: Line | None) -> str:
@@ -572,7 +608,7 @@ class Computing(OperatorMode):
         if (tell := self._tell) is not None and _computes(func, (args, kwargs)):
             self._tell = None
             tell()
-        return func(*args, **kwargs)
+        return run(func, args, kwargs)
 
 
 def _computes(func: Any, arguments: Arguments) -> bool:

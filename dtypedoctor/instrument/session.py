@@ -28,6 +28,7 @@ from dtypedoctor._torch_private import (
 from dtypedoctor.instrument.frames import source_of
 from dtypedoctor.instrument.meter import Meter
 from dtypedoctor.instrument.naming import Names, short_name
+from dtypedoctor.instrument.readings import Readings
 from dtypedoctor.interruptions import contained, is_interruption
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import FAILED_THERE, Coverage, NotWatched, Observed
@@ -449,6 +450,7 @@ class Session:
         meter: counts the seconds that instruments take; None where nobody asks.
         guard: keeps the instruments' own errors from the program.
         coverage: how much of what ran was measured.
+        readings: says which tensors outside of modules are read at once.
     """
 
     def __init__(self, writer: "TraceWriter", meter: Meter | None = None) -> None:
@@ -459,6 +461,7 @@ class Session:
         self.meter = meter
         self.guard = Guard(writer, self.position, meter)
         self.coverage = Coverage()
+        self.readings = Readings(lambda: self.position.step, meter)
         self._once: dict[str, set[Any]] = {}
 
     def emit(

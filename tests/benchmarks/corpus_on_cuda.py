@@ -13,9 +13,11 @@ all findings.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,22 +51,29 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="scripts, by name; all if none is named")
     parser.add_argument("--out", type=Path, help="folder for corpus.json")
     parser.add_argument("--jobs", type=int, default=max((os.cpu_count() or 2) - 2, 1), help="scripts at a time")
+    parser.add_argument("--keep", type=Path, help="folder for the runs of scripts that are not as their headers say")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no script after that time")
     asked = parser.parse_args()
     chosen = [case for case in cases() if not asked.names or case.name in asked.names]
     rows = []
+    end = time.monotonic() + asked.seconds
     with ThreadPoolExecutor(asked.jobs) as pool:
-        for row in pool.map(judged, chosen):
+        for row in pool.map(lambda case: judged(case, asked.keep) if time.monotonic() < end else None, chosen):
+            if row is None:
+                continue
             rows.append(row)
+            if asked.out:
+                (asked.out / "corpus.json").write_text(
+                    json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8"
+                )
             if row.verdict != "right":
                 found = ", ".join(row.found) or "nothing"
                 print(f"{row.verdict:<6} {row.name}: {'; '.join(row.wrong)}; found: {found}", flush=True)
-    if asked.out:
-        (asked.out / "corpus.json").write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("right", "wrong", "other")}
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + f"; {len(chosen) - len(rows)} not run")
 
 
-def judged(case: Case) -> Row:
+def judged(case: Case, keep: Path | None = None) -> Row:
     """A script run bare, then under exec, each in a fresh folder."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, case.path.name)
@@ -81,7 +90,10 @@ def judged(case: Case) -> Row:
         report = Path(folder, "run", "report.json")
         if done is None or not report.exists():
             return Row(name=case.name, verdict="wrong", wrong=(f"no report: {done and done.stderr[-300:]}",), found=())
-        return compared(case, json.loads(report.read_text(encoding="utf-8")))
+        row = compared(case, json.loads(report.read_text(encoding="utf-8")))
+        if keep is not None and row.verdict == "wrong":
+            shutil.copytree(Path(folder, "run"), keep / case.name)
+        return row
 
 
 def ran(command: list[str], folder: Path) -> "subprocess.CompletedProcess[str] | None":

@@ -515,12 +515,3 @@ def test_a_forked_process_that_computes_is_not_measured_and_said_to_be(work: Any
     trace = watched(tmp_path, lambda _: work())
     notes = [note.what for note in trace.all(NotWatched) if note.why == WORKED_ELSEWHERE]
     assert notes == (["computation in forked processes"] if told else [])
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("dtype", "told"), [(torch.bfloat16, True), (torch.float32, False)])
-def test_what_is_not_followed_on_a_gpu_is_told(tmp_path: Path, dtype: torch.dtype, told: bool) -> None:
-    """Where a program computes in half precision outside of modules."""
-    trace = watched(tmp_path, lambda _: torch.ones(4, dtype=dtype, device="cuda").mul(2))
-    assert any("outside of modules on a GPU" in note.what for note in trace.all(NotWatched)) is told

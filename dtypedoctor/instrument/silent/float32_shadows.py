@@ -20,11 +20,13 @@ from dtypedoctor.instrument.operators import (
     TensorIds,
     bytes_of,
     fits,
+    for_wider,
     leaves_memory_as_it_was,
     scalars,
     tensors_of,
     written,
 )
+from dtypedoctor.instrument.readings import Readings
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.statistics import HALF, Extent, is_spread, measurable, measure
@@ -292,9 +294,12 @@ def _without_noise(seen: Seen, operands: Sequence[Tensor], wide: Sequence[Tensor
     ]
 
 
-def _may_be_repeated(tensors: Any) -> bool:
+def _may_be_repeated(tensors: Any, readings: Readings) -> bool:
     """Whether an experiment with them neither waits for a device, at each operator of a program, nor for other ranks."""
-    return not any(t.device.type != "cpu" or is_spread(t) for t in tensors_of(tensors))
+    found = tensors_of(tensors)
+    if any(map(is_spread, found)):
+        return False
+    return all(readings.reads(one) for one in {tensor.device: tensor for tensor in found}.values())
 
 
 class OverflowsOutside:
@@ -306,7 +311,7 @@ class OverflowsOutside:
 
     def __init__(self, session: Session, whereabouts: Whereabouts) -> None:
         self._check = AbsorbedOverflows(session, whereabouts, zeros=True)
-        self._position = session.position
+        self._position, self._readings = session.position, session.readings
         self._ids = TensorIds()
         self._call = 0
 
@@ -314,8 +319,8 @@ class OverflowsOutside:
         """Whether an operator with these finite results has to be shown: there is something to follow, or they may have been rounded to 0."""
         if self._check.is_following:
             return True
-        small = (t for t in results if t.dtype is torch.float16 and t.device.type == "cpu" and measurable(t))
-        return any(0 < t.numel() <= MOST_ROUNDED and not t.all() for t in small)
+        small = (t for t in results if t.dtype is torch.float16 and measurable(t) and 0 < t.numel() <= MOST_ROUNDED)
+        return any(self._readings.reads(t) and not t.all() for t in small)
 
     def ran(self, func: Any, kept: Arguments, given: Arguments, result: Any) -> list[Tensor]:
         """An operator has run that was given, or has returned, something that is not finite, or for which :meth:`wants` is true.
@@ -329,7 +334,7 @@ class OverflowsOutside:
         Returns:
             Its results in float32, where it has made inf or NaN of what float16 had rounded to 0, and float32 does not.
         """
-        if func.namespace != "aten" or not _may_be_repeated((kept, result)):
+        if func.namespace != "aten" or not _may_be_repeated((kept, result), self._readings):
             return []
         if self._position.call != self._call or not self._check.is_following:
             self._call, self._ids = self._position.call, TensorIds()
@@ -347,7 +352,7 @@ def _in_float32(seen: Seen, shadows: dict[int, Tensor]) -> list[Tensor]:
     """The results of the same op with its operands in float32, or what stands for them; empty where that cannot be had."""
     if torch.Tag.nondeterministic_seeded in seen.func.tags:
         return []  # it would draw from the program's random numbers
-    args, kwargs = tree_map(partial(_widened, shadows, _FLOATS), seen.arguments)
+    args, kwargs = for_wider(seen.func, tree_map(partial(_widened, shadows, _FLOATS), seen.arguments))
     with contained():  # an op without a float32 form ends the pursuit
         return tensors_of(seen.func(*args, **kwargs))
     return []
@@ -537,7 +542,7 @@ def _again(selection: Seen, product: _Product) -> Tensor | None:
             if torch.Tag.nondeterministic_seeded in one.func.tags:
                 return None
             stand_ins = {id(t): values[n] for t in one.operands if (n := one.number(t)) in values}
-            args, kwargs = tree_map(partial(_widened, stand_ins, HALF), one.arguments)
+            args, kwargs = for_wider(one.func, tree_map(partial(_widened, stand_ins, HALF), one.arguments))
             results = tensors_of(one.func(*args, **kwargs))
             values.update({one.number(real): other for real, other in zip(one.results, results, strict=True)})
         return results[1]

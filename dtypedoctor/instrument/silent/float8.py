@@ -33,8 +33,8 @@ class Float8Casts:
     """Writes a :class:`Float8Cast` for each cast of finite values to float8 that loses much more than it would with a scale.
 
     The experiment is the same cast of the same values, multiplied by the dtype's largest value over their absmax before it, and divided
-    after it, as float8 recipes do. A cast whose result is not finite is the watch's. Outside of modules only memory of the CPU is looked
-    at: elsewhere it would wait for a device.
+    after it, as float8 recipes do. A cast whose result is not finite is the watch's. Outside of modules a GPU's memory is looked
+    at in the steps in which it is read.
     """
 
     def __init__(self, session: Session, whereabouts: Whereabouts) -> None:
@@ -58,9 +58,9 @@ class Float8Casts:
     def cast(self, arguments: Arguments, result: Any) -> None:
         """A tensor was cast outside of modules."""
         operand = arguments[0][0] if arguments[0] else None
-        if not isinstance(operand, Tensor) or not isinstance(result, Tensor) or operand.device.type != "cpu":
+        if not isinstance(operand, Tensor) or not isinstance(result, Tensor):
             return
-        if result.dtype in FLOAT8:
+        if result.dtype in FLOAT8 and self._session.readings.reads(operand):
             with self._looking, self._session.position.mute(), torch.no_grad():
                 told = _lossy("aten._to_copy.default", operand, result)
                 if told is not None:

@@ -64,7 +64,7 @@ class Rounded:
 class IndexCheck:
     """Writes a :class:`RoundedIndices` for whole numbers that are cast to half precision, or counted in it, which changes them, and cast back.
 
-    Only memory of the CPU is looked at: to compare would wait for a device.
+    A GPU's memory is looked at in the steps in which it is read: to compare waits for it.
     """
 
     def __init__(self, session: Session) -> None:
@@ -72,6 +72,7 @@ class IndexCheck:
         self._position = session.position
         self._looking = session.guard.keeping("whole numbers that are cast to half precision")
         self._known: dict[int, Rounded] = {}
+        self._reads = session.readings.reads
 
     def saw(self, seen: Seen) -> None:
         """An operator has run inside of a module that is looked at."""
@@ -86,12 +87,12 @@ class IndexCheck:
     def cast(self, arguments: Arguments, result: Any) -> None:
         """A tensor was cast."""
         operand = arguments[0][0] if arguments[0] else None
-        if not isinstance(operand, Tensor) or not isinstance(result, Tensor) or operand.device.type != "cpu":
+        if not isinstance(operand, Tensor) or not isinstance(result, Tensor):
             return
-        if result.dtype in HALF and _is_whole(operand):
+        if result.dtype in HALF and _is_whole(operand) and self._reads(operand):
             with self._looking, self._position.mute(), torch.no_grad():
                 self._rounded(operand, result, line_of(sys._getframe()))
-        elif self._known and operand.dtype in HALF and _is_whole(result):
+        elif self._known and operand.dtype in HALF and _is_whole(result) and self._reads(operand):
             with self._looking, self._position.mute(), torch.no_grad():
                 self._made_whole(operand, result, line_of(sys._getframe()))
 
@@ -99,6 +100,8 @@ class IndexCheck:
         """An operator has run for which :func:`is_counted` is true."""
         counts = _base_name(func) == _COUNTS
         if not (counts or self._known) or schema_of(func).is_mutable or not _is_followed(result):
+            return
+        if not self._reads(result):
             return
         (operand, *args), kwargs = arguments
         with self._looking, self._position.mute(), torch.no_grad():
@@ -152,7 +155,7 @@ class IndexCheck:
 
 
 def _is_read(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.device.type == "cpu" and measurable(tensor)
+    return isinstance(tensor, Tensor) and measurable(tensor)
 
 
 def _is_followed(result: Any) -> bool:

@@ -115,8 +115,8 @@ class SumCheck:
     """Writes a :class:`RoundedSum` for a sum that half precision gets wrong, and a :class:`LostWrites` for averages that stand still.
 
     A sum is followed in float64 from its first addition on; of an average, which is computed from itself by several operators, a thousand elements from
-    one round to the next, be it a new tensor or copied back into its own (``target.copy_(tau * source + (1 - tau) * target)``). Only memory of the CPU is
-    looked at, and no average of which gradients are computed.
+    one round to the next, be it a new tensor or copied back into its own (``target.copy_(tau * source + (1 - tau) * target)``). A GPU's memory is
+    looked at in the steps in which it is read, and no average of which gradients are computed.
     """
 
     def __init__(self, session: Session) -> None:
@@ -133,6 +133,8 @@ class SumCheck:
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """An operator outside of modules has returned ``result``."""
         if self._position.backward_depth or not (_is_looked_at(result) or self._goes_on_in_float32(args, result)):
+            return
+        if not self._session.readings.reads(result):
             return
         with self._looking, self._position.mute(), torch.no_grad():
             if result.numel() > SMALL:
@@ -283,8 +285,8 @@ class SumCheck:
 
 
 def _is_looked_at(result: Any) -> bool:
-    """Whether it is a tensor in half precision in the memory of the CPU."""
-    if not isinstance(result, Tensor) or result.dtype not in HALF or result.device.type != "cpu":
+    """Whether it is a tensor in half precision."""
+    if not isinstance(result, Tensor) or result.dtype not in HALF:
         return False
     return measurable(result) and result.numel() > 0
 

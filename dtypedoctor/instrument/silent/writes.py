@@ -115,7 +115,7 @@ class WriteCheck:
 
     The same operator runs on a float32 copy of a few thousand elements. A tensor counts where several checks find that nearly all elements which float32
     moves have stayed as they are, and find it as the check before has left it; not where a sum between two writes takes what the first has lost,
-    which so is not lost. Only memory of the CPU is looked at.
+    which so is not lost. Of a GPU's memory as much is looked at as its readings afford.
     """
 
     def __init__(self, session: Session) -> None:
@@ -136,8 +136,6 @@ class WriteCheck:
         target = args[0] if args else None
         if not isinstance(target, Tensor) or target.dtype not in HALF or not target.numel():
             return None
-        if target.device.type != "cpu":
-            return None  # to read what has become of the elements would wait for the device
         if name not in ARITHMETIC or not measurable(target):
             return None
         followed = self._followed_of(func, target)
@@ -146,7 +144,7 @@ class WriteCheck:
         followed.writes += 1
         followed.written_again()
         self._forget_loss(target.shape, followed)
-        if not is_checked(followed.writes):
+        if not is_checked(followed.writes) or not self._session.readings.affords(target):
             return None
         if _adds_tensor(func, args) and len(self._merges) < MOST_FOLLOWED:
             followed.sums += 1
@@ -179,10 +177,15 @@ class WriteCheck:
         """Whether an operand of a sum is what a write before has lost; not of the next write itself, where equal gradients would be."""
         tensors = [one for one in args[:2] if isinstance(one, Tensor)]
         losses = self._losses.get(tensors[0].shape) if tensors else None
-        if losses is not None and tensors[0].data_ptr() not in losses:
-            for taken in filter(None, map(_taken_of, tensors)):
-                for one in losses.values():
-                    one.is_kept |= taken.is_of(one.lost_values)
+        if losses is None or tensors[0].data_ptr() in losses:
+            return
+        if not all(map(self._session.readings.affords, tensors)):
+            for one in losses.values():
+                one.is_kept = True  # it may be: nobody looks
+            return
+        for taken in filter(None, map(_taken_of, tensors)):
+            for one in losses.values():
+                one.is_kept |= taken.is_of(one.lost_values)
 
     def _followed_of(self, func: Any, target: Tensor) -> _Followed | None:
         """What is known of the tensor; begun anew for one that only has the address of another one that is gone."""
