@@ -13,7 +13,7 @@ from dtypedoctor.diagnosis.wording import complaint_of, dtype_named, is_dtype_er
 from dtypedoctor.rules.mismatch.census import Census
 from dtypedoctor.rules.mismatch.dtype_origin import is_dequantization
 from dtypedoctor.rules.mismatch.rule import detect_mismatch
-from dtypedoctor.trace.events import Flow, Observed, Raised, Replay
+from dtypedoctor.trace.events import Flow, Observed, Op, Raised, Replay
 from dtypedoctor.trace.records.models import ModelConfig
 
 
@@ -396,3 +396,23 @@ def test_a_table_of_biases_is_no_cache(place: int, name: str) -> None:
 def test_an_operator_unpacks_weights_where_its_library_says_so(op: str, unpacks: bool) -> None:
     """torch's own `dequantize` is of another kind of tensor."""
     assert is_dequantization(TraceBuilder().op(op, "layer", [], [])) is unpacks
+
+
+@pytest.mark.parametrize(("again", "found"), [("the same", False), ("another device too", True)])
+def test_what_operands_of_one_dtype_are_rejected_for_as_well_is_no_mismatch(again: str, found: bool) -> None:
+    """A message about a device or a shape that comes back word for word; another one says nothing about the first."""
+    message = (
+        "Expected all tensors to be on the same device, but got mat1 is on cpu, different from other tensors on cuda:0"
+    )
+    note = message if again == "the same" else again
+
+    def told(record: object) -> object:
+        if isinstance(record, Replay):
+            return replace(record, finite=False, absmax=None, note=note)
+        if isinstance(record, Op) and record.error is not None:
+            return replace(record, error=message)
+        return replace(record, message=message) if isinstance(record, Raised) else record
+
+    trace = norm(casts_back=False)
+    trace = replace(trace, records=tuple(map(told, trace.records)))
+    assert bool(list(detect_mismatch(trace))) is found

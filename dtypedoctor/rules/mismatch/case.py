@@ -131,13 +131,23 @@ _SAYS_LITTLE = frozenset({Reason.ELSEWHERE, Reason.CAST, Reason.AUTOCAST_LIST, R
 
 
 def case_of(trace: Trace) -> Case | None:
-    """The op whose rejection ended the run; None where none did, or the op trace was not open there."""
+    """The op whose rejection ended the run; None where none did, where the op trace was not open there, or where dtypes are not what it rejects."""
     raised = trace.last(Raised)
     if raised is None:
         return None
     graph = graph_of(trace)
     op = next((o for o in reversed(graph.ops) if o.error is not None and o.error in raised.message), None)
-    return Case(trace, raised, op, Provenance(graph, Census(trace))) if op is not None else None
+    if op is None or _is_rejected_all_the_same(op, graph):
+        return None
+    return Case(trace, raised, op, Provenance(graph, Census(trace)))
+
+
+def _is_rejected_all_the_same(op: Op, graph: OpGraph) -> bool:
+    """Whether the op raises the same with operands of one dtype: a shape, an index or a device is wrong, whatever the dtypes are."""
+    replay = graph.replay(op, "equal-dtypes")
+    if replay is None or not replay.note or op.error is None:
+        return False
+    return replay.note.splitlines()[0] == op.error[: len(replay.note)]
 
 
 _NAMES = {
