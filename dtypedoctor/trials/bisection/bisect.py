@@ -10,7 +10,14 @@ from dtypedoctor.errors import UsageError, WorkerDiedError
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Request, Scenario, Script
 from dtypedoctor.trace.events import Root
-from dtypedoctor.trials.bisection.measurements import ReferenceSetup, measure, measure_cost, set_up
+from dtypedoctor.trials.bisection.measurements import (
+    ReferenceSetup,
+    compiles,
+    measure,
+    measure_cost,
+    set_up,
+    slowest_first,
+)
 from dtypedoctor.trials.bisection.probes import KEEP, Workload, cheaper, describe, modes, probe_of, unrounded, with_kept
 from dtypedoctor.trials.bisection.questions import (
     Forest,
@@ -70,7 +77,10 @@ def bisect(scenario: Scenario, runner: "ProbeRunner", progress: Progress, tolera
     """
     if any(isinstance(step.workload, Script) for step in scenario.steps):
         raise UsageError("a script cannot be bisected", "Bisect its model: --model package.module:factory.")
-    found = _Bisecting(scenario, runner, progress, tolerance).whole()
+    try:
+        found = _Bisecting(scenario, runner, progress, tolerance).whole()
+    finally:
+        runner.leave_begun()
     return replace(found, runs=runner.runs)
 
 
@@ -106,7 +116,8 @@ class _Bisecting:
             if not whole and not self._shows(workload, failure):
                 continue
             setup = self._set_up(workload)
-            found = self._on(setup, replace(found, workload=workload.words, tolerance=_first_limit(setup)))
+            found = replace(found, workload=workload.words, tolerance=_first_limit(setup))
+            found = self._on(setup, found, ladder)
             if found.end is not End.FOUND or found.confirmed:
                 break  # else the cheap workload has left out a part of the failure
         return self._concluded(found, setup, ladder) if setup is not None else found
@@ -133,7 +144,7 @@ class _Bisecting:
         seen = symptom_of(run) if failure.kind is not Kind.INACCURATE else self._set_up(workload).judge(run)
         return seen.outcome(failure) is Outcome.FAIL and seen.fqn == failure.fqn
 
-    def _on(self, setup: ReferenceSetup, found: Bisection) -> Bisection:
+    def _on(self, setup: ReferenceSetup, found: Bisection, ladder: Sequence[Workload]) -> Bisection:
         """The answers on one workload."""
         if not setup.healthy.healthy:
             return replace(
@@ -150,10 +161,16 @@ class _Bisecting:
         if answer.result is None:
             return self._refused(found, answer)
         try:
+            self._begin_slow_modes(setup, found, ladder)
             trial, confirmed = self._try(found, KEEP, with_kept(self._scenario, kept), setup)
         except (KeyboardInterrupt, UsageError):
             return replace(found, end=End.INTERRUPTED, note="the whole scenario was not run with them")
         return replace(found, trials=(trial,), confirmed=confirmed)
+
+    def _begin_slow_modes(self, setup: ReferenceSetup, found: Bisection, ladder: Sequence[Workload]) -> None:
+        """Has the modes that compile run beside the trials of the whole scenario: the table waits for them longest."""
+        slow = slowest_first(filter(compiles, modes(setup.workload, ladder, found.culprits)))
+        self._runner.begin([probe_of(mode.scenario) for mode in slow])
 
     def _fails_throughout(self, setup: ReferenceSetup, found: Bisection) -> End:
         """What it means that the float32 reference is not healthy either."""

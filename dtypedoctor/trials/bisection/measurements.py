@@ -1,6 +1,6 @@
 """What is measured on one workload beside the search: its float32 reference, the verdict table of modes, the cost of a fix."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from statistics import median
@@ -85,7 +85,7 @@ def measure(
 
     Finiteness and exceptions decide. How exact a mode is, is asked only where that is what failed.
     """
-    order = sorted(wanted, key=lambda mode: not _compiles(mode))  # the slowest first
+    order = slowest_first(wanted)
     found: dict[str, Symptom] = {}
     for done in runner.run_all([probe_of(mode.scenario) for mode in order]):
         mode, run = order[done.index], done.run
@@ -124,7 +124,7 @@ def _as_far_as_seen(symptom: Symptom, mode: Mode) -> Symptom:
     Modules that stay out of it, as those that are kept in float32 do, are watched, and may be what comes nearest to the end of
     its dtype's range; but where it fails they may only have been given what was inf or NaN.
     """
-    if not _compiles(mode):
+    if not compiles(mode):
         return symptom
     seen = replace(symptom, absmax=symptom.absmax or None)  # of nothing but NaN it is 0
     if symptom.kind is not Kind.NOT_FINITE:
@@ -133,7 +133,17 @@ def _as_far_as_seen(symptom: Symptom, mode: Mode) -> Symptom:
     return replace(seen, fqn=OUTERMOST, reason=f"inf or NaN in what the compiled code returns{where}")
 
 
-def _compiles(mode: Mode) -> bool:
+def slowest_first(wanted: Iterable[Mode]) -> list[Mode]:
+    """Modes in the order in which they are begun: those that generate code, those that compile at all, the others."""
+    return sorted(wanted, key=lambda mode: (not _generates_code(mode), not compiles(mode)))
+
+
+def _generates_code(mode: Mode) -> bool:
+    return any(step.compile is not None and step.compile.backend == "inductor" for step in mode.scenario.steps)
+
+
+def compiles(mode: Mode) -> bool:
+    """Whether a mode compiles something, which takes longer than all else."""
     return any(step.compile is not None for step in mode.scenario.steps)
 
 

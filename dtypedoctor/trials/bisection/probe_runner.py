@@ -80,6 +80,8 @@ class ProbeRunner:
         self._note = note
         self.runs = 0
         """How many requests were answered, from disk or by a run."""
+        self._wanted: deque[tuple[Path, Request]] = deque()
+        self._begun: dict[Path, tuple[int, Started]] = {}
 
     def run(self, request: Request, label: str = "") -> Run:
         """Runs one request; see :meth:`run_all`.
@@ -91,6 +93,32 @@ class ProbeRunner:
         if isinstance(done.run, UsageError):
             raise done.run
         return done.run
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Runs requests beside those that are asked for, as far as there is room, for somebody who will ask for them later."""
+        for request in requests:
+            place = self._place(request, "", 0)
+            if place not in self._begun and _reopened(place, request) is None:
+                self._wanted.append((place, request))
+        self._begin_more({})
+
+    def _begin_more(self, running: Mapping[int, tuple[int, Started]]) -> None:
+        """Begins what is wanted; one worker is left to what is asked for now."""
+        while self._wanted and len(running) + len(self._begun) < self.width - (not running):
+            place, request = self._wanted.popleft()
+            clear(place)
+            slot = self._free_slot(running)
+            self._begun[place] = slot, self._start(request, place, slot)
+
+    def _free_slot(self, running: Mapping[int, tuple[int, Started]]) -> int:
+        taken = {slot for slot, _ in (*running.values(), *self._begun.values())}
+        return min(set(range(self.width)) - taken)
+
+    def leave_begun(self) -> None:
+        """Ends what was begun and nobody has asked for."""
+        self._wanted.clear()
+        while self._begun:
+            self._begun.popitem()[1][1].stop()
 
     def run_all(self, requests: Sequence[Request], *, label: str = "", attempt: int = 0) -> Iterator[Done]:
         """Runs requests that do not depend on each other, and gives each as it ends.
@@ -104,19 +132,25 @@ class ProbeRunner:
         places = [self._place(request, label, attempt) for request in requests]
         for index, place in enumerate(places):
             self.runs += 1
-            found = _reopened(place, requests[index])
+            found = _reopened(place, requests[index]) if place not in self._begun else None
             if found is not None:
                 yield Done(index=index, run=found, repeated=True)
             else:
-                clear(place)  # what an interruption has left there
                 waiting.append(index)
+        self._wanted = deque(one for one in self._wanted if one[0] not in places)
         running: dict[int, tuple[int, Started]] = {}
         try:
+            for index in [index for index in waiting if places[index] in self._begun]:
+                waiting.remove(index)
+                running[index] = self._begun.pop(places[index])
             while waiting or running:
-                while waiting and len(running) < self.width:
+                while waiting and len(running) < max(self.width - len(self._begun), 1):
                     index = waiting.popleft()
-                    slot = min(set(range(self.width)) - {taken for taken, _ in running.values()})
+                    clear(places[index])  # what an interruption has left there
+                    slot = self._free_slot(running)
                     running[index] = slot, self._start(requests[index], places[index], slot)
+                if not waiting:
+                    self._begin_more(running)
                 for index in list(running):
                     if running[index][1].wait(POLL_SECONDS / len(running)):
                         run = _collected(running.pop(index)[1])

@@ -1,0 +1,118 @@
+"""Probes that are begun before anybody asks for them: beside the others, never in their way, and ended if nobody does."""
+
+from pathlib import Path
+
+import pytest
+
+from dtypedoctor.runner.run import Run, WorkerExit, collect, write_request
+from dtypedoctor.scenario.loading import case_of
+from dtypedoctor.scenario.model import Request
+from dtypedoctor.trace.events import End, Header
+from dtypedoctor.trace.writer import TraceWriter
+from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
+
+DTYPES = ("float16", "bfloat16", "float32")
+REQUESTS = [Request(scenario=case_of("builtin:llama-tiny", dtype, "forward")) for dtype in DTYPES]
+
+
+class Worker:
+    """A worker that ends when it has been waited for a few times."""
+
+    def __init__(self, pool: "Pool", request: Request, place: Path, slot: int) -> None:
+        self.pool, self.request, self.place, self.slot = pool, request, place, slot
+        self.left = 3
+        self.stopped = False
+
+    def wait(self, seconds: float) -> bool:
+        """It has, at the third time."""
+        self.left -= 1
+        return self.left <= 0
+
+    def stop(self) -> None:
+        """Ends it."""
+        self.stopped = True
+        self.pool.running.remove(self)
+
+    def collect(self) -> Run:
+        """A run without records."""
+        self.pool.running.remove(self)
+        self.place.mkdir(parents=True)
+        write_request(self.place, self.request)
+        writer = TraceWriter(self.place)
+        writer.write(Header())
+        writer.write(End(n=1, outcome="completed", steps_completed=1))
+        writer.close()
+        return collect(self.place, WorkerExit(code=0, timed_out=False, seconds=1.0))
+
+
+class Pool:
+    """Starts workers, and sees that no two have one slot."""
+
+    def __init__(self, tmp_path: Path, width: int) -> None:
+        self.running: list[Worker] = []
+        self.all: list[Worker] = []
+        self.width = width
+        self.runner = ProbeRunner(tmp_path, self.start, width)
+
+    def start(self, request: Request, place: Path, slot: int) -> Worker:
+        """Starts a worker."""
+        assert slot not in {one.slot for one in self.running}
+        worker = Worker(self, request, place, slot)
+        self.running.append(worker)
+        self.all.append(worker)
+        assert len(self.running) <= self.width
+        return worker
+
+    @property
+    def dtypes(self) -> list[str]:
+        """What runs, in the order in which it was begun."""
+        return [str(one.request.scenario.steps[0].model.dtype) for one in self.running]
+
+
+def test_one_worker_is_left_to_what_is_asked_for(tmp_path: Path) -> None:
+    """Of three, two begin early."""
+    pool = Pool(tmp_path, 3)
+    pool.runner.begin(REQUESTS)
+    assert pool.dtypes == ["float16", "bfloat16"]
+
+
+def test_with_a_single_worker_nothing_begins_early(tmp_path: Path) -> None:
+    """But all of it is done when it is asked for."""
+    pool = Pool(tmp_path, 1)
+    pool.runner.begin(REQUESTS)
+    assert pool.running == []
+    assert len(list(pool.runner.run_all(REQUESTS))) == 3
+
+
+def test_who_asks_for_what_has_begun_gets_it(tmp_path: Path) -> None:
+    """It is not run twice, and what is asked for beside it runs in the slot that is left."""
+    pool = Pool(tmp_path, 2)
+    pool.runner.begin(REQUESTS[:2])
+    assert pool.dtypes == ["float16"]
+    assert pool.runner.run(REQUESTS[2], "remedy").exit.code == 0
+    done = list(pool.runner.run_all(REQUESTS))
+    assert sorted(one.index for one in done) == [0, 1, 2]
+    assert [str(one.request.scenario.steps[0].model.dtype) for one in pool.all].count("float16") == 1
+    assert pool.running == []
+
+
+def test_what_nobody_asks_for_is_ended(tmp_path: Path) -> None:
+    """And not begun any more."""
+    pool = Pool(tmp_path, 2)
+    pool.runner.begin(REQUESTS)
+    pool.runner.leave_begun()
+    assert [one.stopped for one in pool.all] == [True]
+    pool.runner.run(REQUESTS[0])
+    assert len(pool.all) == 2
+    assert pool.running == []
+
+
+def test_an_interruption_ends_what_runs_and_leaves_what_has_begun_to_the_end(tmp_path: Path) -> None:
+    """The bisection ends it, however it ends itself."""
+    pool = Pool(tmp_path, 2)
+    pool.runner.begin(REQUESTS[:1])
+    asking = pool.runner.run_all([REQUESTS[1]])
+    with pytest.raises(KeyboardInterrupt):
+        asking.throw(KeyboardInterrupt)
+    pool.runner.leave_begun()
+    assert pool.running == []
