@@ -49,7 +49,8 @@ class Readings:
 
     def may_read(self, tensor: Tensor) -> bool:
         """Whether this is a step in which tensors on its device are read."""
-        return self.at_hand(tensor) or (tensor.device.type in WAITED_FOR and is_read_in(self._now()))
+        waited_for = tensor.device.type in WAITED_FOR and is_read_in(self._now())
+        return self.at_hand(tensor) or (waited_for and self._may_wait())
 
     def reads(self, tensor: Tensor) -> bool:
         """Whether a tensor is read that is one of many: in all steps on a CPU, in some on a GPU."""

@@ -189,3 +189,29 @@ def test_an_update_that_bfloat16_loses_is_found_in_few_readings(device: torch.de
     trace = watched(tmp_path, work)
     assert [finding.id for finding in diagnose(trace)] == ["update-stall"]
     assert len(observed(trace, "lost-writes")) == 1
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_nothing_is_read_or_copied_while_a_graph_is_captured(tmp_path: Path) -> None:
+    """Neither would the capture survive a reading, nor is a copy of ours to become part of it: the graph runs as often as the program likes."""
+    held, given = torch.zeros(4, device="cuda"), torch.ones(4, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    made: list[int] = []
+
+    def work(instruments: Instruments) -> None:
+        (given * 2).add_(1).log()  # read
+        torch.cuda.synchronize()
+        made.append(instruments.session.readings.made)
+        with torch.cuda.graph(graph):
+            held.add_(given)
+            held.mul_(2).half().square()
+        made.append(instruments.session.readings.made)
+
+    trace = watched(tmp_path, work)
+    given.fill_(3.0)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert held.tolist() == [6.0] * 4
+    assert made[0] == made[1] > 0
+    assert not diagnose(trace)
