@@ -384,11 +384,12 @@ def _is_uncounted(func: Any) -> bool:
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operator of the program in a dispatch mode, and counts its writes as torch does without one: autograd tells by them what it must refuse."""
-    if not _is_uncounted(func):
+    if not _is_uncounted(func) or not args:
         return func(*args, **kwargs)
-    versions = list(map(version_of, args[0]))
+    plain = [tensor for tensor in args[0] if type(tensor) in (Tensor, nn.Parameter)]  # for others their class may count
+    versions = list(map(version_of, plain))
     result = func(*args, **kwargs)
-    for tensor, version in zip(args[0], versions, strict=True):
+    for tensor, version in zip(plain, versions, strict=True):
         if version_of(tensor) == version != -1:
             increment_version(tensor)
     return result

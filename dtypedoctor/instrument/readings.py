@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from dtypedoctor.instrument.meter import Meter
 
@@ -74,7 +75,10 @@ class Readings:
 
     @staticmethod
     def _may_wait() -> bool:
-        """Whether the program lets the host wait for the device: it captures no graph, and has not asked torch to tell of each time."""
+        """Whether the program lets the host wait for the device: it captures no graph, has not asked torch to tell of each time, and is no rank of a
+        job, whose device may wait for what another rank's host has not begun yet."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return False
         if not torch.cuda.is_initialized():
             return True
         return not torch.cuda.is_current_stream_capturing() and torch.cuda.get_sync_debug_mode() == 0

@@ -48,7 +48,7 @@ from dtypedoctor.instrument.operators import (
     tensors_of,
     written,
 )
-from dtypedoctor.instrument.readings import FIRST_STEPS, is_read_in
+from dtypedoctor.instrument.readings import FIRST_STEPS
 from dtypedoctor.instrument.recorders import BEHIND
 from dtypedoctor.instrument.session import Here, Session
 from dtypedoctor.instrument.silent.indices import is_counted
@@ -109,7 +109,7 @@ AT_ONE_LINE = 16
 """Results of an operator at one line that are read from a GPU in a step."""
 _NOT_FOLLOWED = (
     "sums, indices and overflows that become finite again, outside of modules on a GPU, in most steps",
-    f"followed from operator to operator in the steps 1 to {FIRST_STEPS} and those whose number is a power of 2; on a CPU in all",
+    f"followed from operator to operator in the steps 1 to {FIRST_STEPS} and those whose number is a power of 2, of programs of one process; on a CPU in all",
 )
 
 
@@ -543,7 +543,7 @@ class Sentinel(OperatorMode):
         return None
 
     def _sampled(self, func: Any, line: Line | None, tensor: Tensor) -> None:
-        if tensor.dtype in HALF and not is_read_in(self._position.step):
+        if tensor.dtype in HALF and not self._readings.may_read(tensor):
             self._guard.tell(*_NOT_FOLLOWED)
         if self._is_turn(("sampled", func), line, EACH):
             self._sample(_label(func, line), tensor)

@@ -123,6 +123,23 @@ def test_nothing_is_read_where_torch_was_asked_to_tell_of_each_time_that_the_hos
     assert not Readings(lambda: 1, None).reads(torch.ones(2, device=device))
 
 
+def test_a_rank_of_a_job_is_not_read_from(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its device may wait for another rank, whose host waits for this one; that nothing is followed there is said."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert not Readings(lambda: 1, None).reads(torch.ones(2, device=device))
+    monkeypatch.undo()
+    monkeypatch.setattr(Readings, "_may_wait", staticmethod(lambda: False))
+    if device.type == "cpu":
+        monkeypatch.setattr(readings, "AT_HAND", frozenset())
+        monkeypatch.setattr(readings, "WAITED_FOR", AT_HAND)
+        monkeypatch.setattr(sentinel, "BEHIND", AT_HAND)
+    trace = watched(tmp_path, lambda _: trains(device, 1))
+    assert [note.what for note in trace.all(NotWatched)] == [sentinel._NOT_FOLLOWED[0]]
+
+
 def test_what_is_not_measured_overwrites_what_was_not_finite(device: torch.device, tmp_path: Path) -> None:
     """Memory that held inf in a step that was read, and holds something else since, makes no later value bad."""
     held = torch.zeros(3, device=device)
