@@ -289,8 +289,7 @@ def search(graph: OpGraph, incident: Incident) -> Search:
         return op.call == incident.call
 
     if not any(op.n < incident.n and inside(op) for op in graph.ops):
-        given = _given_outside(graph, incident)
-        return Search(covered=given is not None, origin=given)
+        return Search(covered=False)
     if incident.kind in GRADIENTS | {"param"}:  # each gradient is used by itself, so the earliest origin of all counts
         followed = bad_ends(graph, incident.last_n, inside)
         origins = [origin for op in followed if (origin := _origin(graph, op, incident)) is not None]
@@ -314,15 +313,6 @@ def _seen_outside(graph: OpGraph, incident: Incident) -> Origin | None:
         o for op in ends if op is not None and (o := _origin(graph, op, incident)) is not None and o.given is None
     ]
     return min(origins, key=lambda o: o.op.n, default=None)
-
-
-def _given_outside(graph: OpGraph, incident: Incident) -> Origin | None:
-    """An operand that was not finite and that neither an operator outside of modules nor a module has made, where the loss is the first bad value."""
-    if incident.kind != "loss":
-        return None
-    ends = (behind(graph, link) for link in links(graph.trace, incident.numbers, incident.call))
-    found = (origin for op in ends if op is not None and (origin := _origin(graph, op, incident)) is not None)
-    return min((origin for origin in found if origin.given is not None), key=lambda o: o.op.n, default=None)
 
 
 def _origin(graph: OpGraph, last: Op, incident: Incident) -> Origin | None:

@@ -864,11 +864,16 @@ def test_a_compiled_call_that_is_finite_when_nothing_is_compiled_is_told(tmp_pat
     assert (found.id, found.confidence.value) == ("compile-only-nonfinite", "proven")
 
 
-def test_a_target_that_is_nan_is_data_also_where_no_module_call_fails(tmp_path: Path) -> None:
-    """Nothing is replayed: what the operator of the loss was given, and that nobody has made it, is enough."""
-    target = torch.tensor([[1.0], [torch.nan]])
-    model = nn.Linear(4, 1)
-    trace = in_place(tmp_path, lambda: nn.functional.mse_loss(model(torch.ones(2, 4)), target).backward())
-    found = diagnose(trace)[0]
-    assert (found.id, found.phase, found.confidence.value) == ("nonfinite-input", "forward", "likely")
-    assert "aten.mse_loss.default" in found.summary
+def test_what_a_module_has_made_and_kept_is_not_taken_for_data(tmp_path: Path) -> None:
+    """A loss of a module's own, in an attribute: no module returns it, and no operator outside of modules makes it."""
+
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = torch.log(x * 0 - 1)
+            return x
+
+    def program() -> None:
+        model, x = Keeps(), torch.ones(2, 4, requires_grad=True)
+        nn.functional.mse_loss(model(x), model.kept.detach()).backward()
+
+    assert "nonfinite-input" not in {found.id for found in diagnose(in_place(tmp_path, program))}

@@ -57,7 +57,7 @@ def _of_batch(origin: Origin, tensor: TensorNote) -> Finding:
         id="nonfinite-input",
         confidence=Confidence.LIKELY,
         summary=f"{what} that {op.op} at {op.source} uses is not finite already, in step {op.step}.",
-        cause=f"The data holds NaN or inf before {_whoever(op)} computes anything, so no dtype of the model can help.{_cast(tensor)}",
+        cause=f"The data holds NaN or inf before the model computes anything, so no dtype of the model can help.{_cast(tensor)}",
         evidence=(
             f"{bad_elements(tensor)} ({tensor.dtype}): {tensor.num_nan} NaN, {tensor.num_posinf + tensor.num_neginf} inf.",
             f"{op.op} at {op.source} is the first operator that uses it; no recorded operator produced it.",
@@ -66,11 +66,6 @@ def _of_batch(origin: Origin, tensor: TensorNote) -> Finding:
     )
     fqn = _outermost(origin) if tensor.origin == "input" else place(op)
     return replace(make_finding_at(origin, statement), fqn=fqn, op=None, phase=_phase(op))
-
-
-def _whoever(op: Op) -> str:
-    """Who was seen to compute nothing before: outside of modules, those that return nothing bad and each operator between them."""
-    return op.op if op.sentinel else "the model"
 
 
 def _cast(tensor: TensorNote) -> str:
