@@ -16,6 +16,7 @@ from dtypedoctor.diagnosis.ops import (
     bad_ends,
     graph_of,
     has_nan,
+    is_uninitialized,
     last_bad_before,
     only_negative_inf,
     overload_free,
@@ -171,6 +172,7 @@ class Origin:
         given: the operand that was not finite when the window opened, where no op in it made the value.
         incident: what the watch saw of it.
         masked: whether ``op`` is a softmax over rows in which everything is ``-inf``.
+        written: whether ``op`` writes inf or NaN because the code names it.
     """
 
     graph: OpGraph
@@ -178,6 +180,7 @@ class Origin:
     incident: Incident
     given: TensorNote | None = None
     masked: bool = False
+    written: bool = False
 
     @property
     def trace(self) -> Trace:
@@ -327,7 +330,28 @@ def _origin(graph: OpGraph, last: Op, incident: Incident) -> Origin | None:
         return Origin(graph, user, incident, given=tensor)
     if computed is not None:
         return Origin(graph, _root_of(graph, computed), incident)
+    wrote = _written(graph, found, maker)
+    if wrote is not None:
+        return Origin(graph, wrote, incident, written=True)
     return Origin(graph, maker, incident) if maker is not None else None
+
+
+def _written(graph: OpGraph, found: Ancestry, maker: Op | None) -> Op | None:
+    """The op that writes inf or NaN which the code names, if that leaves the module and is what spoils the run; ``-inf`` is a mask's.
+
+    A program may mark what is missing or too far with such a number, and only an op that is given it by mistake is to blame: one in the same
+    module, or none where no loss, gradient or weight ends that way.
+    """
+    wrote = [
+        op for op in found.asked if any(has_nan(t) or t.num_posinf for t in op.outputs) and not is_uninitialized(op)
+    ]
+    if maker is not None:
+        return next((op for op in wrote if op.fqn != maker.fqn), None)
+    is_spoilt = any(site.kind in _TRAINED and not sample.finite for sample, site in graph.trace.measured())
+    return next(iter(wrote), None) if is_spoilt else None
+
+
+_TRAINED = ("loss", "grad", "param")
 
 
 def _given_before(found: Ancestry, computed: Op | None) -> tuple[Op, TensorNote] | None:

@@ -47,6 +47,28 @@ class OpGraph:
         return consumers
 
     @cached_property
+    def _writers(self) -> dict[int, list[Op]]:
+        """The ops that filled some memory, by the number of its storage, in execution order."""
+        writers: dict[int, list[Op]] = {}
+        for op in self.ops:
+            given = {t.storage for t in op.inputs}
+            for storage in {t.storage for t in op.outputs} - {0}:
+                if storage not in given or writes(op):
+                    writers.setdefault(storage, []).append(op)
+        return writers
+
+    def last_write(self, tensor: TensorNote, user: Op) -> Op | None:
+        """The last op before ``user`` that wrote to the memory of ``tensor``, maybe through a view of it."""
+        return next((op for op in reversed(self._writers.get(tensor.storage, [])) if op.n < user.n), None)
+
+    def assigns_number(self, op: Op) -> bool:
+        """Whether ``op`` writes a number of the code that is not finite, as ``x[0] = inf`` does: torch makes a tensor of it first."""
+        given = nonfinite(op.inputs)
+        return bool(given) and all(
+            not t.shape and any(overload_free(user.op) == "lift_fresh" for user in self.consumers(t)) for t in given
+        )
+
+    @cached_property
     def _replays(self) -> dict[tuple[int, str], Replay]:
         return {(r.of, r.how): r for r in self.trace.all(Replay)}
 
@@ -119,7 +141,7 @@ class Ancestry:
 
     Attributes:
         computed: ops that made inf or NaN of finite operands.
-        asked: ops that made them because they were told to (a fill value), or left memory as it was.
+        asked: ops that made them because they were told to (a fill value, an assigned number), or left memory as it was.
         nan_makers: ops that made NaN of operands without NaN; those among ``computed``, and those fed with infinities.
         given: operands that no op in the window has made, with the op that used them first.
     """
@@ -188,10 +210,13 @@ def ancestry(graph: OpGraph, last: Op) -> Ancestry:
     makers = list(filter(_makes_nan, nan_ops))
     shows_nan = any(map(has_nan, [*last.outputs, *last.inputs]))
     inf_ops, inf_given = _upstream(graph, makers if shows_nan else [last], has_inf)
-    origins = {op.n: op for op in [*makers, *inf_ops] if all_finite(op.inputs) and op.error is None}.values()
+    found = [*makers, *nan_ops, *inf_ops] if shows_nan else [*makers, *inf_ops]
+    ends = {op.n: op for op in found if op.error is None}.values()
+    origins = [op for op in ends if all_finite(op.inputs)]
+    assigned = [op for op in ends if overload_free(op.op) != "lift_fresh" and graph.assigns_number(op)]
     return Ancestry(
         computed=_in_order(filterfalse(asked_for, origins)),
-        asked=_in_order(filter(asked_for, origins)),
+        asked=_in_order([*filter(asked_for, origins), *assigned]),
         nan_makers=_in_order(filterfalse(asked_for, makers)),
         given=tuple(sorted([*nan_given, *inf_given], key=lambda pair: pair[0].n)),
     )
@@ -216,16 +241,29 @@ def _upstream(
         seen[op.n] = op
         for tensor in filter(bad, op.inputs):
             maker = graph.producer(tensor)
-            if maker is not None and maker.n < op.n:
+            if maker is None or maker.n >= op.n:
+                wrote = graph.last_write(tensor, op)
+                maker = wrote if wrote is not None and any(map(bad, wrote.outputs)) else None
+            if maker is not None:
                 waiting.append(maker)
             elif tensor.id not in given or op.n < given[tensor.id][0].n:
                 given[tensor.id] = (op, tensor)
     return list(seen.values()), list(given.values())
 
 
+def is_uninitialized(op: Op) -> bool:
+    """Whether its result is memory as it was."""
+    return op.op.startswith(UNINITIALIZED)
+
+
 def asked_for(op: Op) -> bool:
     """Whether what is not finite in its results was asked for by name, as in a mask, or is memory as it was."""
-    return op.op.startswith(UNINITIALIZED) or any(CONSTANT.match(text) for text in op.scalars)
+    return is_uninitialized(op) or any(CONSTANT.match(text) for text in op.scalars)
+
+
+def writes(op: Op) -> bool:
+    """Whether an op writes to memory that existed before."""
+    return op.inplace or op.out_variant or overload_free(op.op) == "copy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from enum import StrEnum
 
-from dtypedoctor.diagnosis.ops import OpGraph, overload_free
+from dtypedoctor.diagnosis.ops import OpGraph, overload_free, writes
 from dtypedoctor.diagnosis.rule import Link
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.rules.mismatch.census import Census, owner_of
@@ -128,11 +128,6 @@ def is_dequantization(op: Op) -> bool:
     return namespace != "aten" and "dequantize" in name
 
 
-def writes(op: Op) -> bool:
-    """Whether an op writes to memory that existed before."""
-    return op.inplace or op.out_variant or overload_free(op.op) == "copy"
-
-
 MAX_LINKS = 12
 """Links of a chain that are kept, from both of its ends."""
 MAX_WALK = 2000
@@ -155,12 +150,6 @@ class Provenance:
     def __init__(self, graph: OpGraph, census: Census) -> None:
         self.graph = graph
         self.census = census
-        self._writers: dict[int, list[Op]] = {}
-        for op in graph.ops:
-            given = {t.storage for t in op.inputs}
-            for storage in {t.storage for t in op.outputs} - {0}:
-                if storage not in given or writes(op):
-                    self._writers.setdefault(storage, []).append(op)
 
     def of(self, tensor: TensorNote, user: Op) -> DtypeOrigin:
         """Where the dtype of ``tensor``, an operand of ``user``, originates."""
@@ -182,18 +171,14 @@ class Provenance:
         made = self.graph.producer(tensor)
         if made is not None and made.n < user.n:
             return made
-        return self._last_write(tensor, user)
+        return self.graph.last_write(tensor, user)
 
     def refilled(self, tensor: TensorNote, user: Op) -> Op | None:
         """The op that filled memory which a module holds with the bits of another dtype: its name says nothing of its values then."""
         if tensor.origin not in ("attribute", "buffer"):
             return None
-        wrote = self._last_write(tensor, user)
+        wrote = self.graph.last_write(tensor, user)
         return wrote if wrote is not None and _reads_bits(wrote, tensor) else None
-
-    def _last_write(self, tensor: TensorNote, user: Op) -> Op | None:
-        wrote = [op for op in self._writers.get(tensor.storage, ()) if op.n < user.n]
-        return wrote[-1] if wrote else None
 
     def stored(self, tensor: TensorNote, user: Op) -> TensorNote | None:
         """The parameter whose storage an integer operand is, through views and joins; None where it is none."""

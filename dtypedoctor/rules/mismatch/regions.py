@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.ops import overload_free
+from dtypedoctor.diagnosis.ops import overload_free, writes
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Link, Severity
 from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, place, short
 from dtypedoctor.dtypes import HALF
@@ -17,7 +17,6 @@ from dtypedoctor.rules.mismatch.dtype_origin import (
     PRODUCTS,
     DtypeOrigin,
     Reason,
-    writes,
 )
 from dtypedoctor.trace.events import Flow
 from dtypedoctor.trace.model import Trace

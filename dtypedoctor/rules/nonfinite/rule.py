@@ -22,7 +22,14 @@ from dtypedoctor.rules.nonfinite.overflow import (
     swallowed_overflows,
 )
 from dtypedoctor.rules.nonfinite.undefined import judge_domain, judge_optimizer_step, judge_rounded, judge_unexamined
-from dtypedoctor.rules.nonfinite.unrecorded import judge_by_module, judge_compiled, judge_constant, judge_given
+from dtypedoctor.rules.nonfinite.unrecorded import (
+    judge_by_module,
+    judge_compiled,
+    judge_constant,
+    judge_given,
+    judge_written,
+    of_what_is_written,
+)
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.values import dataclass
 
@@ -229,6 +236,7 @@ NONFINITE_INPUT = FindingSpec(
     references=("https://github.com/huggingface/diffusers/issues/7563",),
     nonfinite=True,
     do_this="Find where the data gets its NaN or inf, and mend or leave out such a batch: no dtype of the model can help.",
+    instead=of_what_is_written,
     edits=("skip-batch",),
 )
 OPTIMIZER_EPSILON_UNDERFLOW = FindingSpec(
@@ -280,6 +288,7 @@ DOMAIN_ERROR = FindingSpec(
     fits_wider_dtype=True,
     nonfinite=True,
     do_this="Keep the argument inside of the function's domain.",
+    instead=of_what_is_written,
     edits=("keep-in-domain",),
 )
 COMPILE_ONLY_NONFINITE = FindingSpec(
@@ -312,6 +321,7 @@ SPECS = (
 
 
 JUDGES: tuple[Callable[[Origin], Finding | None], ...] = (
+    judge_written,
     judge_given,
     judge_masked_row,
     judge_optimizer_step,

@@ -23,6 +23,41 @@ from dtypedoctor.trace.model import Trace
 HELD = frozenset({"parameter", "buffer", "attribute"})
 
 
+_WRITTEN = "No arithmetic has made it: the number is written by name, so no dtype helps."
+
+
+def of_what_is_written(finding: Finding) -> str:
+    """What to do about a number that the code names; empty for any other finding."""
+    if finding.cause != _WRITTEN:
+        return ""
+    where = f" at {finding.source}" if finding.source else ""
+    return f"Write a finite number{where}, or keep what is marked so out of what follows."
+
+
+def judge_written(origin: Origin) -> Finding | None:
+    """A number in the code that is inf or NaN, and that a module hands on; outside of all modules it is data."""
+    if not origin.written:
+        return None
+    op = origin.op
+    result = origin.result
+    writer = f"The code of {short(place(op))}" if place(op) is not None else "The program"
+    statement = Statement(
+        id="domain-error" if place(op) is not None else "nonfinite-input",
+        confidence=Confidence.LIKELY,
+        summary=f"{writer} writes {_what(result)} into a tensor, in step {op.step} ({op.phase}).",
+        cause=_WRITTEN,
+        evidence=(
+            f"{op.op} at {op.source} writes it: {bad_elements(result)} ({result.dtype}) are {_what(result)} then, and what it had to compute with was finite.",
+            *how_the_run_ended(origin.trace),
+        ),
+    )
+    return make_finding_at(origin, statement)
+
+
+def _what(tensor: TensorNote) -> str:
+    return "NaN" if tensor.num_nan else "inf"
+
+
 def judge_given(origin: Origin) -> Finding | None:
     """An operand that no op of the watched part has made."""
     if origin.given is None:
