@@ -227,6 +227,8 @@ class Collectives:
         self._channels: dict[str, _Channel] = {}
         self._inside = False
         self._ended: Callable[[str], None] | None = None
+        self._on_issued = self._guard.shield(self._issued, "the inputs of some collectives")
+        self._on_returned = self._guard.shield(self._returned, "the results of some collectives")
 
     def start(self) -> None:
         """Begins to watch if the process belongs to a group, or has been started to; cheap to call again."""
@@ -292,22 +294,22 @@ class Collectives:
         )
 
     def _kernel(self, operator: Any, followed: Followed) -> Callable[..., Any]:
-        issued = self._guard.shield(self._issued, "the inputs of some collectives")
-        returned = self._guard.shield(self._returned, "the results of some collectives")
+        watch = ref(self)  # torch keeps every kernel, also one that was taken out, and would keep the model with it
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._ended is not None:
-                self._ended(followed.name)
-            if self._inside:  # a torch mode has seen the operator, and calls it anew
+            here = watch()
+            if here is not None and here._ended is not None:
+                here._ended(followed.name)
+            if here is None or here._inside:  # a torch mode has seen the operator, and calls it anew
                 return operator.redispatch(keyset & after_autograd, *args, **kwargs)
             results: list[Row] = []
-            self._inside = True
+            here._inside = True
             try:
-                issued(followed, args, results)
+                here._on_issued(followed, args, results)
                 answer = operator.redispatch(keyset & after_autograd, *args, **kwargs)
-                returned(answer, results)
+                here._on_returned(answer, results)
             finally:
-                self._inside = False
+                here._inside = False
             return answer
 
         return uncompiled(kernel) or kernel

@@ -106,6 +106,10 @@ class CopiesOfParameters:
             kept.copies = ParameterCopies(module)
         self._kept.append(kept)
 
+    def forget(self) -> None:
+        """Lets go of all copies."""
+        self._drop(list(self._kept))
+
     def _drop(self, calls: "list[KeptCall]") -> None:
         for kept in calls:
             kept.copies = None

@@ -1,0 +1,66 @@
+"""What a watch has seen is gone with it: no model, gradient or optimizer state stays in memory because somebody once looked at it."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import dtypedoctor
+
+
+@pytest.fixture
+def pair() -> Iterator[None]:
+    """A group of two whose other process is only pretended."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    """Two layers around an activation; a spoilt one returns NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.spoilt = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.down(torch.relu(self.up(x)))
+        return y * float("nan") if self.spoilt else y
+
+
+def watched(kind: str, place: Path, *, fails: bool) -> list[weakref.ref[object]]:
+    """Trains and watches a model of ``kind``; references to all that it was made of and all that it has made."""
+    blocks = [Block() for _ in range(3)]
+    model: nn.Module = nn.Sequential(*blocks)
+    if kind == "fsdp":
+        for unit in (*blocks, model):
+            fully_shard(unit)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with dtypedoctor.watch(model, out=place):
+        for step in range(4):
+            blocks[1].spoilt = fails and step == 2
+            model(torch.randn(4, 8)).pow(2).mean().backward()
+            for parameter in model.parameters() if kind == "reduced" else ():
+                dist.all_reduce(parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return [weakref.ref(one) for one in (*model.modules(), *model.parameters(), *states)]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["healthy", "fails"])
+@pytest.mark.parametrize("kind", ["plain", "reduced", "fsdp"])
+def test_what_was_watched_is_let_go_of(kind: str, fails: bool, pair: None, tmp_path: Path) -> None:
+    """Circles through autograd's nodes and kernels in torch's dispatcher are beyond Python's collector, so none may hold it."""
+    left = watched(kind, tmp_path / "watched", fails=fails)
+    gc.collect()
+    assert [type(one).__name__ for ref in left if (one := ref()) is not None] == []
