@@ -61,6 +61,7 @@ def libraries_of(model: ModelSpec) -> list[str]:
         needs += builtin.needs if builtin is not None else ()
     elif not model.name.startswith(CAPSULE) and (os.path.exists(model.name) or ":" not in model.name):
         needs += ["transformers", "accelerate"]  # a folder or a hub id: `from_pretrained(device_map=…)`
+    needs += ["accelerate"] if model.device_map is not None and "accelerate" not in needs else []
     needs += ["bitsandbytes"] if model.quantization is not None else []
     needs += ["peft"] if model.lora is not None else []
     return needs

@@ -27,7 +27,7 @@ from dtypedoctor.runner.machines import Where, machines
 from dtypedoctor.runner.process import StartedRanks, ending_by_interrupt
 from dtypedoctor.runner.run import Run
 from dtypedoctor.runner.sending import RemoteRun, packed
-from dtypedoctor.scenario.loading import BUILTIN, case_of, override, resolve
+from dtypedoctor.scenario.loading import BUILTIN, case_of, in_processes, override, resolve
 from dtypedoctor.scenario.model import Request, Scenario
 from dtypedoctor.trials.bisection.bisect import Progress, bisect
 from dtypedoctor.trials.bisection.probe_runner import JOURNAL, Asked, Journal, ProbeRunner
@@ -48,6 +48,8 @@ class Options:
     dtype: str | None = None
     workload: str | None = None
     device: str | None = None
+    device_map: str | None = None
+    processes: int | None = None
     out: Path | None = None
     tolerance: float | None = None
     time_limit: int | None = None
@@ -74,7 +76,7 @@ def new_case(options: Options, *, elsewhere: bool = False) -> Case:
     Raises:
         UsageError: the options contradict each other, the scenario cannot be read, or the directory cannot be made.
     """
-    scenario = override(_scenario(options), device=options.device)
+    scenario = override(_scenario(options), device=options.device, device_map=options.device_map)
     if options.time_limit is not None:
         scenario = scenario.with_changes(time_limit=options.time_limit)
     if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
@@ -131,11 +133,12 @@ def _scenario(options: Options) -> Scenario:
         )
     if options.model is not None:
         _require_weights(options.model)
-        return case_of(options.model, options.dtype or DTYPE, options.workload)
+        return in_processes(case_of(options.model, options.dtype or DTYPE, options.workload), options.processes)
     if options.workload is not None:
         raise UsageError("--workload needs --model: a scenario has a workload already", "Drop one of the two.")
     assert options.scenario is not None  # one of the two is given
-    return override(load_checked(resolve(options.scenario), allow_code=options.allow_code), dtype=options.dtype)
+    loaded = load_checked(resolve(options.scenario), allow_code=options.allow_code)
+    return override(loaded, dtype=options.dtype, processes=options.processes)
 
 
 def _require_weights(model: str) -> None:
@@ -254,6 +257,8 @@ def _probe_runner(case: Case, jobs: int | None, view: Narrowing, *, resident: bo
         on_gpu = (
             not why_no_cuda() if resident is False else warm.device == "cuda"
         ) and case.asked.scenario.device != "cpu"
+        if any(step.model is not None and step.model.device_map for step in case.asked.scenario.steps):
+            gpus = gpus[:1]  # each run takes all of them
         width = jobs or (max(1, len(gpus)) if on_gpu else min(len(os.sched_getaffinity(0)), MOST_JOBS))
         if warm.runs_in_place:
             if (jobs or 1) > 1:

@@ -44,6 +44,11 @@ Out = Annotated[Path | None, typer.Option("--out", help="Run directory to create
 
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.", autocompletion=completion.devices)]
 
+DeviceMap = Annotated[
+    str | None,
+    typer.Option("--device-map", help="auto: spread the model over all GPUs, in one process.", metavar="auto"),
+]
+
 AllowCode = Annotated[
     bool, typer.Option("--allow-code", help="Run code that a scenario from outside this directory names.")
 ]

@@ -12,6 +12,7 @@ from dtypedoctor.cli.output import (
     TERMINAL,
     AllowCode,
     Device,
+    DeviceMap,
     EveryNSteps,
     FormatOption,
     NprocPerNode,
@@ -124,6 +125,7 @@ def run(
         str | None, typer.Option("--dtype", help="Override the dtype of every model.", autocompletion=completion.dtypes)
     ] = None,
     device: Device = None,
+    device_map: DeviceMap = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Override the seed.")] = None,
     nproc_per_node: NprocPerNode = None,
     every_n_steps: EveryNSteps = None,
@@ -163,7 +165,7 @@ def run(
         raise UsageError("pass either SCENARIO or --resume", "For example: dtypedoctor run gemma4_grpo_fp16")
     changes: dict[str, Any] = {
         "model": model, "dtype": dtype, "device": device, "seed": seed, "processes": nproc_per_node,
-        "watch_every": every_n_steps,
+        "watch_every": every_n_steps, "device_map": device_map,
     }  # fmt: skip
     if resume is not None:
         if no_remedies or any(one is not None for one in (out, wheels, resident_workers, *changes.values())):
@@ -294,6 +296,8 @@ def bisect(
     dtype: Dtype = None,
     workload: WorkloadOption = None,
     device: Device = None,
+    device_map: DeviceMap = None,
+    nproc_per_node: NprocPerNode = None,
     out: Out = None,
     resume: Resume = None,
     tolerance: Tolerance = None,
@@ -328,6 +332,8 @@ def bisect(
         dtype=dtype,
         workload=workload,
         device=device,
+        device_map=device_map,
+        processes=nproc_per_node,
         out=out,
         tolerance=tolerance,
         time_limit=time_limit,

@@ -194,7 +194,10 @@ class InPlaceReplays:
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             self._session.guard.tell(REPLAY_OF_FAILURES, NOT_HERE.format(one.gone))
-        self._calls, self._current = [], None  # their tensors have hooks that hold this: no collector of Python's finds such a circle
+        self._calls, self._current = (
+            [],
+            None,
+        )  # their tensors have hooks that hold this: no collector of Python's finds such a circle
         self._copies.forget()
 
     def zeros_seen(self) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dtypedoctor._torch_private import buffers_of, is_persistent
 from dtypedoctor.corrections.contract import runs_other_forward
 from dtypedoctor.errors import UsageError, is_installed, require_installed
+from dtypedoctor.instrument.places import residual_blocks
 from dtypedoctor.interruptions import contained
 from dtypedoctor.models.capsule import load_capsule
 from dtypedoctor.plugins import Model as Registered
@@ -67,27 +68,34 @@ def _tokenizer_of_bytes() -> Any:
     return byte_tokenizer()
 
 
-def build(spec: Model, device: torch.device, seed: int) -> Built:
-    """Builds, scales, casts, packs and adapts a model, in this order, and moves it to ``device``.
+HOST = torch.device("cpu")
+
+
+def build(spec: Model, device: torch.device, seed: int, *, on_host: bool = False) -> Built:
+    """Builds, scales, casts, packs and adapts a model, in this order, and moves it to ``device``, or with ``device_map`` to all of its kind.
 
     Weights and adapters are each drawn from ``seed`` anew, as TRL's trainers do when they add the adapters, so that an
-    option of one does not change the other.
+    option of one does not change the other. With ``on_host`` the weights stay in the host's memory: somebody will move
+    them a part at a time. What is computed on the way is computed on ``device`` all the same.
 
     Raises:
         UsageError: the model is unknown, cannot be loaded, or an option does not fit it.
     """
     dtype: torch.dtype = getattr(torch, spec.dtype)
+    place = HOST if on_host else device
     set_seed(seed)
     if spec.name.startswith(MODEL):
-        built = Built(model=load_capsule(Path(spec.name.removeprefix(MODEL)), dtype, device), tokenizer=None)
+        built = Built(model=load_capsule(Path(spec.name.removeprefix(MODEL)), dtype, place), tokenizer=None)
     elif spec.name.startswith(BUILTIN):
-        built = _builtin(spec, dtype, device, seed)
+        built = _builtin(spec, dtype, place, seed)
     elif ":" in spec.name and not Path(spec.name).exists():
-        built = _prepare(_from_factory(spec), _tokenizer_of_bytes(), spec, dtype, device)
+        built = _prepare(_from_factory(spec), _tokenizer_of_bytes(), spec, dtype, place)
     else:
-        model, tokenizer = load_pretrained(spec, dtype, device)
+        model, tokenizer = load_pretrained(spec, dtype, place)
         built = Built(model=model, tokenizer=tokenizer)
     model = built.model
+    if is_spread_out(spec, place):
+        _require_on_gpus(model, spec.name)
     if spec.lora is not None:
         set_seed(seed)
         model = _adapt(model, spec.lora)
@@ -98,7 +106,7 @@ def build(spec: Model, device: torch.device, seed: int) -> Built:
     if spec.float32_twin:
         widen(model)
     if spec.perturbation is not None:
-        perturb(model, spec.perturbation)
+        perturb(model, spec.perturbation, device)
     return replace(built, model=model)
 
 
@@ -133,7 +141,7 @@ def _code(builtin: Registered) -> Callable[..., nn.Module]:
 def _refuse_changes_of_finished(spec: Model) -> None:
     given = {"outliers": spec.outliers, "lora": spec.lora, "quantization": spec.quantization}
     wrong = [key for key, value in given.items() if value]
-    if wrong or spec.attention or spec.gradient_checkpointing:
+    if wrong or spec.attention or spec.gradient_checkpointing or spec.device_map:
         raise UsageError(
             f"{spec.name} decides on its weights, packing and adapters itself: remove {', '.join(wrong) or 'the rest'}",
             "Its `options` choose among what it can do; see docs/scenarios.md.",
@@ -165,7 +173,7 @@ def _prepare(model: nn.Module, tokenizer: Any, spec: Model, dtype: torch.dtype, 
     for outlier in spec.outliers:
         _scale(model, outlier)
     _cast(model, dtype)
-    model = model.to(device)
+    model = _placed(model, spec, device)
     if spec.attention is not None:
         _require(model, "set_attn_implementation", "attention")
         choose: Any = model.set_attn_implementation
@@ -173,6 +181,44 @@ def _prepare(model: nn.Module, tokenizer: Any, spec: Model, dtype: torch.dtype, 
     if spec.quantization is not None:
         quantize_linears(model, spec.quantization, dtype)
     return Built(model=model, tokenizer=tokenizer)
+
+
+def is_spread_out(spec: Model, device: torch.device) -> bool:
+    """Whether the model's modules lie on several devices of the kind of ``device``; a CPU is one."""
+    return spec.device_map is not None and device.type != "cpu"
+
+
+def _placed(model: nn.Module, spec: Model, device: torch.device) -> nn.Module:
+    """``model`` on ``device``, or spread over all GPUs as transformers spreads one that it loads, no block of it over two."""
+    if not is_spread_out(spec, device):
+        return model.to(device)
+    if spec.quantization is not None:
+        raise UsageError(f"{spec.name}: device_map cannot be combined with quantization here", "Load a checkpoint.")
+    from accelerate import dispatch_model, infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
+    blocks = {type(module) for module in model.modules() if id(module) in residual_blocks(model)} - {type(model)}
+    whole = sorted(kind.__name__ for kind in blocks)
+    room = get_balanced_memory(model, no_split_module_classes=whole)
+    places = infer_auto_device_map(model, max_memory=room, no_split_module_classes=whole)
+    spread: nn.Module = dispatch_model(model, device_map=places)
+    return spread
+
+
+def _require_on_gpus(model: nn.Module, name: str) -> None:
+    """Refuses weights that would be fetched for each call: nothing stays where it is measured then.
+
+    Raises:
+        UsageError: a part of the model lies in the host's memory or on a disk.
+    """
+    places: dict[str, Any] = getattr(model, "hf_device_map", {})
+    elsewhere = [part for part, place in places.items() if str(place) in ("cpu", "disk")]
+    if elsewhere:
+        count = torch.cuda.device_count()
+        raise UsageError(
+            f"{name} does not fit on {count} GPU{'' if count == 1 else 's'}: there is no room for {len(elsewhere)} of {len(places)} parts",
+            "Take more GPUs, a dtype of fewer bytes, or run your own script by `dtypedoctor exec`.",
+        )
 
 
 def _require(model: nn.Module, method: str, key: str) -> None:
@@ -230,24 +276,22 @@ def _adapt(model: nn.Module, spec: Lora) -> nn.Module:
         raise UsageError(f"lora: {str(error).splitlines()[0]}", "Check `targets` and `modules_to_save`.") from error
 
 
-def perturb(model: nn.Module, spec: Perturbation) -> None:
+def perturb(model: nn.Module, spec: Perturbation, device: torch.device) -> None:
     """Moves every unpacked floating parameter of ``model``, up or down at random, by one unit in the last place of ``spec.dtype``,
     and so each gradient that comes back to a parameter or to the output of a module without modules in it.
 
     The unit of a value x with 2^e <= |x| < 2^(e+1) is 2^e * eps, whatever dtype it is stored in (which should be float32, or
     the move is rounded); zeros stay zeros. A gradient's unit is no smaller than the smallest number of the dtype: a weight below
     that was rounded when the model was cast, a gradient is rounded in each backward pass anew. In float16 that is most of what a
-    training step rounds.
+    training step rounds. It is computed on ``device``: on the host it takes minutes for some billion weights.
     """
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    generator = torch.Generator(device=device).manual_seed(
-        spec.seed
-    )  # on the host it takes minutes for some billion weights
+    generator = torch.Generator(device=device).manual_seed(spec.seed)
     limits = torch.finfo(getattr(torch, spec.dtype))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):
-                parameter.add_(_unit(parameter, limits.eps) * _signs(parameter, generator))
+                exact = parameter if parameter.device.type == device.type else parameter.to(device)
+                parameter.copy_(exact + _unit(exact, limits.eps) * _signs(exact, generator))
 
     def moved(gradient: Tensor | None) -> Tensor | None:
         if gradient is None:  # of an output that nothing has used
@@ -320,7 +364,8 @@ def load_pretrained(spec: Model, dtype: torch.dtype, device: torch.device) -> tu
 
     if spec.outliers:
         raise UsageError(f"{spec.name}: outliers are for builtin models", "Remove `outliers`: real weights need none.")
-    arguments: dict[str, Any] = {"dtype": dtype, "device_map": {"": device}, "trust_remote_code": False}
+    places = spec.device_map if is_spread_out(spec, device) else {"": device}
+    arguments: dict[str, Any] = {"dtype": dtype, "device_map": places, "trust_remote_code": False}
     if spec.attention is not None:
         arguments["attn_implementation"] = spec.attention
     if spec.quantization is not None:

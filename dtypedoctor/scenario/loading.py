@@ -280,8 +280,9 @@ def override(
     seed: int | None = None,
     processes: int | None = None,
     watch_every: int | None = None,
+    device_map: str | None = None,
 ) -> Scenario:
-    """The scenario with other values where one is given; ``model`` and ``dtype`` go to every model in it.
+    """The scenario with other values where one is given; ``model``, ``dtype`` and ``device_map`` go to every model in it.
 
     Outliers and options belong to the builtin model for which they were written, so another model is taken without them.
 
@@ -293,26 +294,41 @@ def override(
     if processes is not None:
         changes["distributed"] = _distributed(scenario) | {"processes": processes}
     changes["steps"] = [
-        step.model_dump() | ({"model": _changed(step.model, model, dtype)} if step.model else {})
+        step.model_dump() | ({"model": _changed(step.model, model, dtype, device_map)} if step.model else {})
         for step in scenario.steps
     ]
     try:
         return scenario.with_changes(**changes)
     except ValidationError as refused:
         error = refused.errors(include_url=False)[0]
-        raise UsageError(f"--{error['loc'][-1] if error['loc'] else 'nproc'}: {in_words(error)}") from refused
+        option = str(error["loc"][-1]).replace("_", "-") if error["loc"] else "nproc-per-node"
+        raise UsageError(f"--{option}: {in_words(error)}") from refused
+
+
+def in_processes(scenario: Scenario, processes: int | None) -> Scenario:
+    """The scenario in so many processes: sharded, because what fits on one device needs no others. A trainer wraps its model itself.
+
+    Raises:
+        UsageError: it cannot run in several processes.
+    """
+    if processes is None:
+        return scenario
+    is_trained = any(step.workload.kind in ("sft", "grpo") for step in scenario.steps)
+    try:
+        return scenario.with_changes(distributed={"processes": processes, "strategy": "ddp" if is_trained else "fsdp"})
+    except ValidationError as refused:
+        raise UsageError(f"--nproc-per-node: {in_words(refused.errors(include_url=False)[0])}") from refused
 
 
 def _distributed(scenario: Scenario) -> dict[str, Any]:
     return scenario.distributed.model_dump() if scenario.distributed is not None else {}
 
 
-def _changed(model: Model, name: str | None, dtype: str | None) -> dict[str, Any]:
+def _changed(model: Model, name: str | None, dtype: str | None, device_map: str | None) -> dict[str, Any]:
     values = model.model_dump()
     if name is not None and name != model.name:
         values |= {"name": name, "outliers": [], "options": {}}
-    if dtype is not None:
-        values["dtype"] = dtype
+    values |= {key: value for key, value in {"dtype": dtype, "device_map": device_map}.items() if value is not None}
     return values
 
 

@@ -78,6 +78,9 @@ class Model(Strict):
         default=None, description="Attention implementation; transformers' choice if left out."
     )
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations in the backward pass.")
+    device_map: Literal["auto"] | None = Field(
+        default=None, description="`auto` spreads the modules over all GPUs, in one process; one device if left out."
+    )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Extra keyword arguments of a builtin model's builder."
     )
@@ -327,6 +330,8 @@ class Scenario(Strict):
                 raise ValueError(f"the trainer of a step of kind {kind} wraps its model itself, with ddp only")
             if step.compile is not None:
                 raise ValueError("a compiled model runs in one process only")
+            if step.model is not None and step.model.device_map is not None:
+                raise ValueError("a device_map is for one process: several have a GPU each")
         return self
 
     def with_changes(self, **changes: Any) -> "Scenario":

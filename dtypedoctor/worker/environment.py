@@ -102,7 +102,7 @@ def _driver() -> str | None:
 class MemoryMeter:
     """Peak memory over what was in use when the meter was made.
 
-    On CUDA the allocator's peak; on a CPU the peak resident size of the process as Linux counts it (``VmHWM``), which is
+    On CUDA the allocator's peak, of all devices together; on a CPU the peak resident size of the process as Linux counts it (``VmHWM``), which is
     reset first. Where the kernel does not allow the reset the peak is that of the whole process.
     """
 
@@ -110,8 +110,9 @@ class MemoryMeter:
         self._device = device
         gc.collect()
         if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self._base = torch.cuda.memory_allocated(device)
+            for one in _gpus():
+                torch.cuda.reset_peak_memory_stats(one)
+            self._base = sum(map(torch.cuda.memory_allocated, _gpus()))
         else:
             _reset_peak()
             self._base = resident()
@@ -119,8 +120,13 @@ class MemoryMeter:
     def peak(self) -> int:
         """Bytes over the baseline."""
         if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device) - self._base
+            return sum(map(torch.cuda.max_memory_allocated, _gpus())) - self._base
         return max(0, peak_resident() - self._base)
+
+
+def _gpus() -> range:
+    """Those that this process may have memory on: a model can be spread over all."""
+    return range(torch.cuda.device_count())
 
 
 def resident() -> int:

@@ -22,7 +22,7 @@ from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.worker.environment import MemoryMeter, checksum, describe_environment
 from dtypedoctor.worker.interventions import Conditions, StageCorrections, record_left_out
 from dtypedoctor.worker.recording import Recording, Totals
-from dtypedoctor.worker.stage import capturing, compiling, parallel, streaming, take_device
+from dtypedoctor.worker.stage import capturing, compiling, parallel, streaming, take_device, will_be_sharded
 from dtypedoctor.worker.stock import Stock
 from dtypedoctor.workloads.context import Context, Holder
 
@@ -133,7 +133,8 @@ class _Run:
             Stage(n=self._writer.next_n(), index=index, name=stage.name or f"step-{index + 1}", workload=kind)
         )
         if stage.model is not None:
-            self._holder.built = self._stock.take(stage.model, self._device, self._scenario.seed)
+            sharded = will_be_sharded(self._scenario, stage)
+            self._holder.built = self._stock.take(stage.model, self._device, self._scenario.seed, on_host=sharded)
             self._corrections.install(self._holder.built.model)
         context = self._context(stage)
         workload = _workload(stage)
@@ -141,9 +142,9 @@ class _Run:
         self._instruments.start()
         if self._holder.built is not None:
             self._instruments.attach(self._holder.built.model)
-        if stage.model is not None and not stage.model.name.startswith(
-            MODEL
-        ):  # of a capsule there is only its one call
+        probed = stage.model is not None and not stage.model.name.startswith(MODEL)  # a capsule has only its one call
+        sharded = will_be_sharded(self._scenario, stage)
+        if probed and not sharded:
             context.probe_untrained()
         set_seed(self._scenario.seed)
         try:
@@ -153,6 +154,9 @@ class _Run:
                 compiling(context),
                 parallel(context),
             ):
+                if probed and sharded:  # before, the weights were in the host's memory
+                    context.probe_untrained()
+                    set_seed(self._scenario.seed)
                 workload(context)
         finally:
             self._steps += context.steps_completed

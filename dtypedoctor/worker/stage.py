@@ -20,7 +20,7 @@ from dtypedoctor.instrument.capture import Capture
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
 from dtypedoctor.plugins import KEEP_FLOAT32
 from dtypedoctor.scenario.model import Capture as Wanted
-from dtypedoctor.scenario.model import CorrectionSpec, Grpo, Sft
+from dtypedoctor.scenario.model import CorrectionSpec, Grpo, Scenario, ScenarioStep, Sft
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.ranks import member_of_torchrun
 from dtypedoctor.trace.records.execution import StreamLaunches
@@ -218,6 +218,16 @@ def take_device(device: torch.device) -> None:
             f"{here.world_size} processes need a CUDA device each, and there are {count}", "Add `--device cpu`."
         )
     torch.cuda.set_device(here.local_rank)
+
+
+def will_be_sharded(scenario: Scenario, stage: ScenarioStep) -> bool:
+    """Whether no device needs room for the whole model: each unit of FSDP2 is moved to one when it is sharded.
+
+    What bitsandbytes packs on a device is not what it packs on the host.
+    """
+    spec = scenario.distributed
+    is_packed = stage.model is not None and stage.model.quantization is not None
+    return spec is not None and spec.strategy == "fsdp" and member_of_torchrun() is not None and not is_packed
 
 
 @contextmanager

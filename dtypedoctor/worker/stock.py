@@ -8,6 +8,7 @@ given up, and the next run is made in a new process.
 """
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,9 @@ from dtypedoctor.models.build import Built, build
 from dtypedoctor.scenario.model import Model, Scenario
 from dtypedoctor.worker.environment import tensor_digest
 
-_SHARE_FOR_COPY = 4
-"""A copy of the weights is kept beside them, and the model stays at all, where they take at most one part in so many of the device's free memory:
-a float32 reference takes twice as much as weights in half precision, and has to fit in beside both."""
+_WITH_COPY, _WITHOUT_COPY = 4.0, 2.5
+"""How often the weights have to fit into what is free beside them, for a copy of them to be kept there, and for the model to stay at all: a
+float32 reference takes twice as much as weights in half precision."""
 
 
 class NotRestoredError(Exception):
@@ -55,12 +56,13 @@ class Pristine:
         model: just built.
 
     Attributes:
-        keeps_copy: whether there was room for a copy of its weights.
+        may_stay: whether there is room for a float32 reference beside it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.keeps_copy = keeps_copy = _bytes(model) * _SHARE_FOR_COPY <= _free(model)
+        keeps_copy = _fits(model, _WITH_COPY)
+        self.may_stay = _fits(model, _WITHOUT_COPY)
         self._places = [
             _Place(
                 name=name,
@@ -117,15 +119,15 @@ class Stock:
             if step.model is not None and (key := self.key(step.model, device, scenario.seed)) not in self._built:
                 self._built[key] = build(step.model, device, scenario.seed)
 
-    def take(self, spec: Model, device: torch.device, seed: int) -> Built:
-        """The model that ``spec`` asks for, out of the stock or built now.
+    def take(self, spec: Model, device: torch.device, seed: int, *, on_host: bool = False) -> Built:
+        """The model that ``spec`` asks for, out of the stock or built now; ``on_host`` as in :func:`dtypedoctor.models.build.build`.
 
         Raises:
             UsageError: it cannot be built.
         """
         found = self._found(self.key(spec, device, seed))
         if found is None:
-            return build(spec, device, seed)
+            return build(spec, device, seed, on_host=on_host)
         self.taken_bytes += sum(t.numel() * t.element_size() for t in found.model.state_dict().values())
         return found
 
@@ -144,6 +146,7 @@ class ResidentStock(Stock):
     def __init__(self) -> None:
         super().__init__()
         self._pristine: dict[str, Pristine] = {}
+        self._builds_others = False
 
     def fill(self, scenario: Scenario, device: torch.device) -> None:
         """Builds the scenario's models, which stay.
@@ -158,10 +161,12 @@ class ResidentStock(Stock):
 
     def may_stay(self) -> bool:
         """Whether there is room for the models of other runs beside these."""
-        return all(pristine.keeps_copy for pristine in self._pristine.values())
+        return all(pristine.may_stay for pristine in self._pristine.values())
 
     def _found(self, key: str) -> Built | None:
-        return self._built.get(key)
+        found = self._built.get(key)
+        self._builds_others = self._builds_others or found is None
+        return found
 
     def put_back(self) -> None:
         """Makes all models that stay what they were.
@@ -171,6 +176,9 @@ class ResidentStock(Stock):
         """
         self.taken_bytes = 0
         gc.collect()
+        if self._builds_others and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # where the next model's parts go depends on what is free
+            self._builds_others = False
         for pristine in self._pristine.values():
             pristine.put_back()
 
@@ -181,13 +189,16 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def _bytes(model: nn.Module) -> int:
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in _tensors(model))
+def _fits(model: nn.Module, times: float) -> bool:
+    """Whether each device that holds weights has room for them so often again."""
+    taken: Counter[torch.device] = Counter()
+    for _, tensor in _tensors(model):
+        taken[tensor.device] += tensor.numel() * tensor.element_size()
+    return all(held * times <= _free(device) for device, held in taken.items())
 
 
-def _free(model: nn.Module) -> int:
-    """Bytes that are free where the model lies; as good as none on a CPU, where runs are forked and change nothing here."""
-    device = next((tensor.device for _, tensor in _tensors(model)), torch.device("cpu"))
+def _free(device: torch.device) -> int:
+    """Bytes that are free there; few on a CPU, where runs are forked and change nothing here."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 32
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtypedoctor._torch_private import leave_forward
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.statistics import is_spread
@@ -180,6 +181,7 @@ class Context:
         with contained() as refused, self.region():  # the workload will meet it again, watched
             self.probe(0, untrained=True)
         if refused.error is not None:
+            leave_forward(self.built.model)
             why = f"the forward pass raises {type(refused.error).__name__}"
             self.instruments.writer.write(NotWatched(what="outputs before the first step", why=why))
 

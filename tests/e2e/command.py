@@ -16,6 +16,7 @@ from patience import PATIENCE
 
 from dtypedoctor.cli import main as command_line
 
+DRIVER = "/dev/nvidiactl"
 LATE_CLOCK = Path(__file__).with_name("late_clock.py")
 
 
@@ -36,9 +37,16 @@ def dtypedoctor(
     **environment: str,
 ) -> Finished:
     """Runs ``dtypedoctor ARGUMENTS`` in a process of its own; as soon as ``late_with`` exists, all its time limits are over."""
-    program = ["-m", "dtypedoctor"] if late_with is None else [str(LATE_CLOCK), str(late_with)]
+    program = ["-m", "dtypedoctor"] if late_with is None else [LATE_CLOCK, late_with]
+    return _interpreted(*program, *arguments, cwd=cwd, timeout=timeout, **environment)
+
+
+def _interpreted(
+    *arguments: str | Path, cwd: Path | None = None, timeout: float = PATIENCE, **environment: str
+) -> Finished:
+    """Runs ``python ARGUMENTS`` in a process of its own."""
     done = subprocess.run(
-        [sys.executable, *program, *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
         capture_output=True,
@@ -55,7 +63,9 @@ def forked(*arguments: str | Path, cwd: Path | None = None, **environment: str) 
 
 
 def python(*arguments: str | Path, cwd: Path | None = None, **environment: str) -> Finished:
-    """Runs ``python ARGUMENTS`` that way."""
+    """Runs ``python ARGUMENTS`` that way; where there is a GPU by an interpreter, because a CUDA context does not survive a fork."""
+    if os.path.exists(DRIVER):
+        return _interpreted(*arguments, cwd=cwd, **environment)
     from forked_python import run
 
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment

@@ -133,7 +133,7 @@ def test_moved_weights_come_with_moved_gradients() -> None:
     weights = torch.tensor([[1.0, 0.5, 0.25, 0.0]] * 3)
     for linear in (plain, moved):
         linear.weight.data = weights.clone()
-    perturb(moved, Perturbation(dtype="float16"))
+    perturb(moved, Perturbation(dtype="float16"), torch.device("cpu"))
     change = (moved.weight - weights).abs().detach()
     assert torch.equal(change, torch.tensor([[2**-10, 2**-11, 2**-12, 0.0]] * 3))
     for linear in (plain, moved):
@@ -157,7 +157,7 @@ def test_a_perturbed_model_may_have_outputs_that_nothing_uses() -> None:
 
     half = Half()
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), half)
-    perturb(model, Perturbation(dtype="float16"))
+    perturb(model, Perturbation(dtype="float16"), torch.device("cpu"))
     model(torch.ones(4, 4))
     half.rest.sum().backward()
     assert model[0].weight.grad is not None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from dtypedoctor._torch_private import leave_forward
 from dtypedoctor.corrections.float32_frames import paused
 from dtypedoctor.corrections.keep_float32 import install_keep_float32, kept_modules
 from dtypedoctor.instrument.capture import Capture
@@ -145,7 +146,7 @@ def test_gradients_of_gathered_parameters_are_moved_as_in_one_piece() -> None:
     alone, units_of = (llama("float32") for _ in range(2))
     plain = trained(llama("float32"))
     for model in (alone, units_of):
-        perturb(model, Perturbation(dtype="float16", seed=1))
+        perturb(model, Perturbation(dtype="float16", seed=1), torch.device("cpu"))
     moved = trained(alone)
     assert not all(torch.equal(one, other) for one, other in zip(plain, moved, strict=True))
     assert_same(moved, trained(sharded(units_of, [])))
@@ -223,3 +224,19 @@ def test_a_unit_is_captured_as_what_it_was_and_what_holds_other_units_is_not(tmp
     assert not [name for name in recipe["attributes"] if "fsdp" in name]
     with pytest.raises(TypeError, match=r"only a shard of layers\.0"):
         captured("model")
+
+
+def test_a_call_that_an_exception_has_ended_leaves_the_next_ones_as_they_would_be() -> None:
+    """Units that were inside of it are between two calls again, and train bitwise as if it had not been."""
+
+    def ended(*_: object) -> None:
+        raise ZeroDivisionError
+
+    wanted, model = trained(sharded(llama(), [])), sharded(llama(), [])
+    ids = torch.ones(2, 8, dtype=torch.long)
+    ending = model.model.layers[1].register_forward_pre_hook(ended)
+    with pytest.raises(ZeroDivisionError):
+        model(input_ids=ids, labels=ids)
+    ending.remove()
+    leave_forward(model)
+    assert all(map(torch.equal, trained(model), wanted))
