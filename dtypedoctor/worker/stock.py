@@ -146,7 +146,6 @@ class ResidentStock(Stock):
     def __init__(self) -> None:
         super().__init__()
         self._pristine: dict[str, Pristine] = {}
-        self._builds_others = False
 
     def fill(self, scenario: Scenario, device: torch.device) -> None:
         """Builds the scenario's models, which stay.
@@ -164,9 +163,7 @@ class ResidentStock(Stock):
         return all(pristine.may_stay for pristine in self._pristine.values())
 
     def _found(self, key: str) -> Built | None:
-        found = self._built.get(key)
-        self._builds_others = self._builds_others or found is None
-        return found
+        return self._built.get(key)
 
     def put_back(self) -> None:
         """Makes all models that stay what they were.
@@ -176,11 +173,10 @@ class ResidentStock(Stock):
         """
         self.taken_bytes = 0
         gc.collect()
-        if self._builds_others and torch.cuda.is_available():
-            torch.cuda.empty_cache()  # where the next model's parts go depends on what is free
-            self._builds_others = False
         for pristine in self._pristine.values():
             pristine.put_back()
+        if torch.cuda.is_initialized() and _kept_by_allocator() > _WORTH_FREEING:
+            torch.cuda.empty_cache()  # whose models and gradients the last run has left; where the next model's parts go depends on what is free
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -195,6 +191,16 @@ def _fits(model: nn.Module, times: float) -> bool:
     for _, tensor in _tensors(model):
         taken[tensor.device] += tensor.numel() * tensor.element_size()
     return all(held * times <= _free(device) for device, held in taken.items())
+
+
+_WORTH_FREEING = 1 << 30
+
+
+def _kept_by_allocator() -> int:
+    """Bytes of all GPUs that no tensor has and that nobody else can have."""
+    return sum(
+        torch.cuda.memory_reserved(one) - torch.cuda.memory_allocated(one) for one in range(torch.cuda.device_count())
+    )
 
 
 def _free(device: torch.device) -> int:
