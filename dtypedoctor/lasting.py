@@ -7,12 +7,13 @@ import os
 import sys
 from collections.abc import Callable
 from functools import cache
+from types import MethodType
 from typing import Any
-from weakref import WeakMethod
+from weakref import ref
 
 _Method = Callable[..., object]
 
-_listening: dict[str, list[WeakMethod[_Method]]] = {
+_listening: dict[str, "list[tuple[ref[object], _Method]]"] = {
     "before": [],
     "after_in_parent": [],
     "after_in_child": [],
@@ -52,13 +53,18 @@ def audited(event: str, details: tuple[Any, ...]) -> None:
             method(event, details)
 
 
-def _listen(when: str, method: _Method) -> None:
-    _listening[when] = [each for each in _listening[when] if each() is not None]
-    _listening[when].append(WeakMethod(method))
+def _listen(when: str, method: Any) -> None:
+    """Notes the object and the function of a bound method.
+
+    Python's ``WeakMethod`` is told in Python that its object has died, and what a signal handler raises there goes nowhere.
+    """
+    _listening[when] = [each for each in _listening[when] if each[0]() is not None]
+    _listening[when].append((ref(method.__self__), method.__func__))
 
 
 def _living(when: str) -> list[_Method]:
-    return [method for each in _listening[when] if (method := each()) is not None]
+    owned = ((owner(), function) for owner, function in _listening[when])
+    return [MethodType(function, owner) for owner, function in owned if owner is not None]
 
 
 def _call(when: str) -> None:
