@@ -98,6 +98,10 @@ class Row:
         return self.counts is not None and bool(self.counts[1] or self.counts[2])
 
 
+NOWHERE = 1 << 20
+"""Below it there is no memory: the address of a tensor whose storage is freed is its offset."""
+
+
 class Batches:
     """Batches of one CUDA device, launched on the stream that its tensors were handed over on.
 
@@ -169,6 +173,11 @@ class Batches:
             return empty
         if stream != self._home or base_of(tensor) is not None:
             size = tensor.untyped_storage().nbytes()  # all of the memory that it is a part of is kept alive
+        if size == 0 or address < NOWHERE:  # FSDP2 has freed its memory, and a kernel that reads there ends the program
+            gone = Row(None)
+            gone.lost = True
+            self._changed.append(gone)
+            return gone
         self._kept += size
         if gate is not None:
             tensor = tensor.detach()

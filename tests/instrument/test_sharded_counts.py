@@ -13,6 +13,7 @@ from dtypedoctor.instrument.batches import Batches
 from dtypedoctor.instrument.device_rows import Asked, NormRows
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.recorders import Recorders
+from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trace.writer import TraceWriter
@@ -31,7 +32,8 @@ class Counted(NormRows):
         self.launched: list[list[float]] = []
 
     def launch(self, batch: Sequence[Asked]) -> int:
-        """Remembers the first element of each tensor."""
+        """Remembers the first element of each tensor, none of whose memory may be gone: a kernel that reads there ends the program."""
+        assert all(tensor.untyped_storage().nbytes() for tensor, _ in batch)
         self.launched.append([float(tensor.detach().flatten()[0]) for tensor, _ in batch])
         return super().launch(batch)
 
@@ -223,3 +225,29 @@ def test_a_part_of_a_buffer_counts_as_the_whole_of_it(stream: dict[str, int], mo
     part: Tensor = torch.ones(1 << 12)[:4]
     made.add(part)
     assert len(rows.launched) == 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_memory_that_sharding_has_freed_is_never_read(tmp_path: Path, counts: Counts) -> None:
+    """A program that evaluates before it makes its optimizer gives it the parameters that FSDP2 gathers and frees."""
+    from torch.distributed.fsdp import fully_shard
+
+    net = blocks()
+    for unit in (*net, net):
+        fully_shard(unit)
+    root = nn.Sequential(net, nn.Linear(16, 16))
+    fully_shard(root)
+
+    def train() -> None:
+        with torch.no_grad():
+            root(torch.ones(4, 16))
+        optimizer = torch.optim.SGD(root.parameters(), lr=0.01)
+        for _ in range(2):
+            root(torch.ones(4, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trace = watched(tmp_path / "evaluated", train)
+    assert trace.damage == ()
+    assert not any("dtypedoctor failed there" in note.why for note in trace.all(NotWatched))
+    assert counts.launches > 0

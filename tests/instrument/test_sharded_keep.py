@@ -240,3 +240,14 @@ def test_a_call_that_an_exception_has_ended_leaves_the_next_ones_as_they_would_b
     ending.remove()
     leave_forward(model)
     assert all(map(torch.equal, trained(model), wanted))
+
+
+def test_an_optimizer_that_is_made_after_a_look_at_the_outputs_is_given_the_shards() -> None:
+    """After a forward pass without gradients FSDP2 keeps the root's parameters whole: who trains these trains what is thrown away."""
+    wanted, model = trained(sharded(llama(), [])), sharded(llama(), [])
+    with torch.no_grad():
+        model(input_ids=torch.ones(2, 8, dtype=torch.long))
+    assert {type(parameter).__name__ for parameter in model.parameters()} == {"DTensor", "Parameter"}
+    leave_forward(model)
+    assert {type(parameter).__name__ for parameter in model.parameters()} == {"DTensor"}
+    assert all(map(torch.equal, trained(model), wanted))
