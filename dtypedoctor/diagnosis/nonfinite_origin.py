@@ -16,7 +16,6 @@ from dtypedoctor.diagnosis.ops import (
     bad_ends,
     graph_of,
     has_nan,
-    is_uninitialized,
     last_bad_before,
     only_negative_inf,
     overload_free,
@@ -172,7 +171,7 @@ class Origin:
         given: the operand that was not finite when the window opened, where no op in it made the value.
         incident: what the watch saw of it.
         masked: whether ``op`` is a softmax over rows in which everything is ``-inf``.
-        written: whether ``op`` writes inf or NaN because the code names it.
+        written: whether ``op`` writes inf or NaN because the code names it, or leaves memory as it was.
     """
 
     graph: OpGraph
@@ -330,28 +329,37 @@ def _origin(graph: OpGraph, last: Op, incident: Incident) -> Origin | None:
         return Origin(graph, user, incident, given=tensor)
     if computed is not None:
         return Origin(graph, _root_of(graph, computed), incident)
-    wrote = _written(graph, found, maker)
+    wrote = _written(graph, found, maker, incident)
     if wrote is not None:
         return Origin(graph, wrote, incident, written=True)
     return Origin(graph, maker, incident) if maker is not None else None
 
 
-def _written(graph: OpGraph, found: Ancestry, maker: Op | None) -> Op | None:
-    """The op that writes inf or NaN which the code names, if that leaves the module and is what spoils the run; ``-inf`` is a mask's.
+def _written(graph: OpGraph, found: Ancestry, maker: Op | None, incident: Incident) -> Op | None:
+    """The op that writes inf or NaN which the code names, or leaves it in memory as it was, if that is what spoils the run.
 
-    A program may mark what is missing or too far with such a number, and only an op that is given it by mistake is to blame: one in the same
-    module, or none where no loss, gradient or weight ends that way.
+    A program may mark what is missing or too far with such a number, and mask with ``-inf``. Only an op that is given it by mistake is to blame:
+    a softmax or one in the same module, or none where no loss, gradient, weight or result of the program ends that way.
     """
-    wrote = [
-        op for op in found.asked if any(has_nan(t) or t.num_posinf for t in op.outputs) and not is_uninitialized(op)
-    ]
+    wrote = [op for op in found.asked if any(not t.finite for t in op.outputs)]
+    marks = [op for op in wrote if not only_negative_inf(op.outputs)]
     if maker is not None:
-        return next((op for op in wrote if op.fqn != maker.fqn), None)
-    is_spoilt = any(site.kind in _TRAINED and not sample.finite for sample, site in graph.trace.measured())
-    return next(iter(wrote), None) if is_spoilt else None
+        masked = overload_free(maker.op) in SOFTMAX
+        return next((op for op in (marks if masked else wrote) if op.fqn and op.fqn != maker.fqn), None)
+    if not _spoils(graph.trace):
+        return None
+    return next(iter(wrote if incident.kind != "output" else marks), None)
 
 
 _TRAINED = ("loss", "grad", "param")
+
+
+def _spoils(trace: Trace) -> bool:
+    """Whether a loss, a gradient or a weight is not finite; of a program without any of them, whether it gets NaN from what it calls."""
+    kinds = {site.kind for site in trace.sites.values()}
+    if kinds.isdisjoint(_TRAINED):
+        return any(s.num_nan and site.kind == "output" and not site.fqn for s, site in trace.measured())
+    return any(site.kind in _TRAINED and not sample.finite for sample, site in trace.measured())
 
 
 def _given_before(found: Ancestry, computed: Op | None) -> tuple[Op, TensorNote] | None:

@@ -251,6 +251,10 @@ def _upstream(
     return list(seen.values()), list(given.values())
 
 
+ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "true_divide", "pow"})
+"""Ops that compute with a number of the code: ``0 * -inf`` is NaN, which nobody has asked for."""
+
+
 def is_uninitialized(op: Op) -> bool:
     """Whether its result is memory as it was."""
     return op.op.startswith(UNINITIALIZED)
@@ -258,7 +262,11 @@ def is_uninitialized(op: Op) -> bool:
 
 def asked_for(op: Op) -> bool:
     """Whether what is not finite in its results was asked for by name, as in a mask, or is memory as it was."""
-    return is_uninitialized(op) or any(CONSTANT.match(text) for text in op.scalars)
+    if is_uninitialized(op):
+        return True
+    return any(CONSTANT.match(text) for text in op.scalars) and not (
+        overload_free(op.op) in ARITHMETIC and any(map(has_nan, op.outputs))
+    )
 
 
 def writes(op: Op) -> bool:

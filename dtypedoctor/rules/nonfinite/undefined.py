@@ -95,6 +95,8 @@ def _cause_of_domain(origin: Origin, *, proven: bool) -> str:
     narrow = next((t.dtype for t in origin.op.inputs if t.dtype in HALF), "half-precision")
     if proven:
         return f"{undefined} or its result is larger than float32 can hold. This is not a mixed-precision problem."
+    if not _saw_half_precision(origin):
+        return f"{undefined}, and nothing that it computes with is in half precision. This is not a mixed-precision problem."
     return (
         f"{undefined}, and no wider dtype helps it. Some of what it computes with is {narrow}, though, and was not computed again "
         "in float32: a number that was rounded to 0 (or to 1) before would be another one."
@@ -106,7 +108,7 @@ def _domain_evidence(origin: Origin) -> Iterator[str]:
     if all_finite(op.inputs):
         yield f"The operands of {op.op} are finite: absmax {magnitudes(op)}."
     else:
-        yield f"{op.op} turns intended infinities into NaN."
+        yield f"{op.op} is given infinities that the code has asked for, and makes NaN of them."
     yield f"{bad_elements(origin.result)} of its {origin.result.dtype} result are inf or NaN."
     yield from _in_a_wider_dtype(origin)
     yield from how_the_run_ended(origin.trace)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, Reached
 from dtypedoctor.diagnosis.nonfinite_origin import NARROW, Origin, finite_in_eager_mode
+from dtypedoctor.diagnosis.ops import is_uninitialized
 from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.wording import (
     bad_elements,
@@ -24,30 +25,36 @@ HELD = frozenset({"parameter", "buffer", "attribute"})
 
 
 _WRITTEN = "No arithmetic has made it: the number is written by name, so no dtype helps."
+_UNWRITTEN = "Nothing has written to this memory before it is used, so it holds whatever was there: no dtype helps, and the next run may differ."
 
 
 def of_what_is_written(finding: Finding) -> str:
-    """What to do about a number that the code names; empty for any other finding."""
-    if finding.cause != _WRITTEN:
-        return ""
+    """What to do about a number that the code names, or has never written; empty for any other finding."""
     where = f" at {finding.source}" if finding.source else ""
-    return f"Write a finite number{where}, or keep what is marked so out of what follows."
+    if finding.cause == _WRITTEN:
+        return f"Write a finite number{where}, or keep what is marked so out of what follows."
+    if finding.cause == _UNWRITTEN:
+        return f"Use `torch.zeros` in the place of `torch.empty`{where}, or write to all of it before it is used."
+    return ""
 
 
 def judge_written(origin: Origin) -> Finding | None:
-    """A number in the code that is inf or NaN, and that a module hands on; outside of all modules it is data."""
+    """A number in the code that is inf or NaN, and that a module hands on, or memory as it was; outside of all modules it is data."""
     if not origin.written:
         return None
-    op = origin.op
-    result = origin.result
+    op, result = origin.op, origin.result
     writer = f"The code of {short(place(op))}" if place(op) is not None else "The program"
+    if is_uninitialized(op):
+        does, cause, held = "uses memory that it has not written", _UNWRITTEN, "hands out memory as it was"
+    else:
+        does, cause, held = f"writes {_what(result)} into a tensor", _WRITTEN, "writes it"
     statement = Statement(
         id="domain-error" if place(op) is not None else "nonfinite-input",
         confidence=Confidence.LIKELY,
-        summary=f"{writer} writes {_what(result)} into a tensor, in step {op.step} ({op.phase}).",
-        cause=_WRITTEN,
+        summary=f"{writer} {does}, in step {op.step} ({op.phase}).",
+        cause=cause,
         evidence=(
-            f"{op.op} at {op.source} writes it: {bad_elements(result)} ({result.dtype}) are {_what(result)} then, and what it had to compute with was finite.",
+            f"{op.op} at {op.source} {held}: {bad_elements(result)} ({result.dtype}) are {_what(result)}, and no operator before it made any.",
             *how_the_run_ended(origin.trace),
         ),
     )
@@ -55,7 +62,8 @@ def judge_written(origin: Origin) -> Finding | None:
 
 
 def _what(tensor: TensorNote) -> str:
-    return "NaN" if tensor.num_nan else "inf"
+    infinite = "inf" if tensor.num_posinf or not tensor.num_neginf else "-inf"
+    return "NaN" if tensor.num_nan else infinite
 
 
 def judge_given(origin: Origin) -> Finding | None:
@@ -74,7 +82,7 @@ def _of_model(origin: Origin, tensor: TensorNote) -> Finding:
         summary=f"The {tensor.origin} {name} is not finite before step {op.step} uses it.",
         cause=(
             f"{bad_elements(tensor).capitalize()} of {name} were NaN or inf when {op.op} at {op.source} read it. An earlier "
-            "run, a conversion to a narrower dtype, memory that was never written or a damaged file has left them so."
+            "run, a line of the program that writes them, a conversion to a narrower dtype, memory that was never written or a damaged file has left them so."
         ),
         evidence=(
             f"{name} ({tensor.dtype}): {tensor.num_nan} NaN, {tensor.num_posinf + tensor.num_neginf} inf.",
@@ -85,6 +93,12 @@ def _of_model(origin: Origin, tensor: TensorNote) -> Finding:
     return replace(make_finding_at(origin, statement), fqn=module_of(name), op=None, phase="static", source=None)
 
 
+_IN_THE_DATA = "The data holds NaN or inf before the model computes anything"
+_FROM_OUTSIDE = (
+    "No operator of torch has made it: it is data, or comes from code that torch does not see, such as numpy's"
+)
+
+
 def _of_batch(origin: Origin, tensor: TensorNote) -> Finding:
     op = origin.op
     what = f"The input {tensor.name} of {short(_outermost(origin))}" if tensor.origin == "input" else "A tensor"
@@ -92,7 +106,7 @@ def _of_batch(origin: Origin, tensor: TensorNote) -> Finding:
         id="nonfinite-input",
         confidence=Confidence.LIKELY,
         summary=f"{what} that {op.op} at {op.source} uses is not finite already, in step {op.step}.",
-        cause=f"The data holds NaN or inf before the model computes anything, so no dtype of the model can help.{_cast(tensor)}",
+        cause=f"{_FROM_OUTSIDE if tensor.origin != 'input' else _IN_THE_DATA}, so no dtype of the model can help.{_cast(tensor)}",
         evidence=(
             f"{bad_elements(tensor)} ({tensor.dtype}): {tensor.num_nan} NaN, {tensor.num_posinf + tensor.num_neginf} inf.",
             f"{op.op} at {op.source} is the first operator that uses it; no recorded operator produced it.",
