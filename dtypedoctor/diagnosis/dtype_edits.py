@@ -96,16 +96,25 @@ def _held(op: Op) -> str | None:
     return None
 
 
-def _module_input(source: Source, node: ast.Call, op: Op, scene: Scene, held: str) -> Changes:
+def _module_input(source: Source, node: ast.Call, op: Op, scene: Scene, held: str) -> Changes | None:
     """The input of a module, cast to the dtype that it holds; its output cast back where what follows needs that."""
-    argument = node.args[0]
+    argument: ast.expr | None = node.args[0]
     if _outermost_call(scene) == (source, node):
-        argument = next(filter(None, (_argument_of(tensor, node, held) for tensor in op.inputs)), argument)
+        argument = _argument_in_question(node, op, scene, held)
+    if argument is None:
+        return None
     changes = source.after(argument, cast(held))
     given = [dtype for dtype in floats(op.inputs) if dtype != held]
     if given and held == scene.finding.dtype and scene.finding.id not in _KEEPS_DTYPE:
         changes += source.after(node, cast(given[0]))  # what follows is in the dtype of the activations
     return source, changes
+
+
+def _argument_in_question(node: ast.Call, op: Op, scene: Scene, held: str) -> ast.expr | None:
+    """The argument of the outermost call that does not fit; None where what does not fit has got its dtype inside of that call."""
+    named = next(filter(None, (_argument_of(tensor, node, held) for tensor in op.inputs)), None)
+    cast_inside = any(link.dtype_in != link.dtype_out for link in scene.finding.provenance if link.dtype_in)
+    return named if named is not None or cast_inside else node.args[0]
 
 
 def _argument_of(tensor: TensorNote, node: ast.Call, held: str) -> ast.expr | None:

@@ -17,6 +17,7 @@ from dtypedoctor.diagnosis.ops import (
     graph_of,
     has_nan,
     last_bad_before,
+    nonfinite,
     only_negative_inf,
     overload_free,
 )
@@ -341,14 +342,13 @@ def _written(graph: OpGraph, found: Ancestry, maker: Op | None, incident: Incide
     A program may mark what is missing or too far with such a number, and mask with ``-inf``. Only an op that is given it by mistake is to blame:
     a softmax or one in the same module, or none where no loss, gradient, weight or result of the program ends that way.
     """
-    wrote = [op for op in found.asked if any(not t.finite for t in op.outputs)]
+    wrote = [op for op in found.asked if nonfinite(op.outputs)]
     marks = [op for op in wrote if not only_negative_inf(op.outputs)]
     if maker is not None:
-        masked = overload_free(maker.op) in SOFTMAX
-        return next((op for op in (marks if masked else wrote) if op.fqn and op.fqn != maker.fqn), None)
-    if not _spoils(graph.trace):
-        return None
-    return next(iter(wrote if incident.kind != "output" else marks), None)
+        candidates = marks if overload_free(maker.op) in SOFTMAX else wrote
+        return next((op for op in candidates if op.fqn not in ("", maker.fqn)), None)
+    candidates = marks if incident.kind == "output" else wrote
+    return candidates[0] if candidates and _spoils(graph.trace) else None
 
 
 _TRAINED = ("loss", "grad", "param")

@@ -54,7 +54,7 @@ _IN_HALF = dict.fromkeys(("acos", "asin"), ".clamp(-0.99, 0.99)")
 def keep_in_domain(scene: Scene) -> Changes | None:
     """Keeps the argument of the function that returned NaN or inf inside of its domain, on the line that the finding names."""
     found = scene.failing_line()
-    if found is None:
+    if found is None or _was_given_inf(scene):
         return None
     source, line = found
     names = _names_of_operator(scene)
@@ -63,6 +63,15 @@ def keep_in_domain(scene: Scene) -> Changes | None:
     is_tensor = _divides_by_tensors(scene) if sum(map(_is_division, nodes)) == 1 else False
     made = list(filter(None, (_bounded(source, node, bounds, names, is_tensor) for node in nodes)))
     return (source, made[0]) if len(made) == 1 else None  # of several, which one failed is not known
+
+
+def _was_given_inf(scene: Scene) -> bool:
+    """Whether an operand of the failing operator is not finite: no bound of its argument helps then."""
+    place = scene.finding.source, scene.finding.op
+    failing = [
+        op for op in scene.trace.all(Op) if (op.source, op.op) == place and any(not t.finite for t in op.outputs)
+    ]
+    return bool(failing) and not all(t.finite for t in failing[0].inputs)
 
 
 def _names_of_operator(scene: Scene) -> set[str]:
@@ -358,11 +367,17 @@ def _made_infinity(op: Op) -> bool:
 
 def skip_batch(scene: Scene) -> Changes | None:
     """Goes on with the next batch where one holds inf or NaN, in the loop that trains."""
-    for source in scene.program_files():
-        loops = [loop for loop in source.every(ast.For) if _trains(loop)]
-        if len(loops) == 1 and has_torch(source):
-            return some(source, _skipping(source, loops[0]))
-    return None
+    loops = [(s, loop) for s in scene.program_files() if has_torch(s) for loop in s.every(ast.For) if _trains(loop)]
+    ran = [one for one in loops if _has_run(scene, *one)] or loops
+    return some(ran[0][0], _skipping(*ran[0])) if len(ran) == 1 else None  # of several, which one trains is not known
+
+
+def _has_run(scene: Scene, source: Source, loop: ast.For) -> bool:
+    """Whether an operator of the run was called by a line of a loop: a file may have others that it never comes to."""
+    lines = range(loop.lineno, (loop.end_lineno or loop.lineno) + 1)
+    places = (op.source.rpartition(":") for op in scene.trace.all(Op) if op.source)
+    here = f"/{source.path.as_posix()}"
+    return any(here.endswith(f"/{file}") and line.isdecimal() and int(line) in lines for file, _, line in places)
 
 
 def _skipping(source: Source, loop: ast.For) -> list[Change]:

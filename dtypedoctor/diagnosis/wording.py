@@ -141,7 +141,7 @@ def named_in(trace: Trace, finding: Finding) -> Finding:
     def renamed(text: str) -> str:
         return usual.sub(lambda found: name or found[0], text)
 
-    cls = class_of(trace, finding.fqn)
+    cls = _class_at(trace, finding)
     promoting = [
         link.source for link in finding.provenance if link.fqn == finding.fqn and link.dtype_in and link.dtype_out
     ]
@@ -337,6 +337,18 @@ _AROUND_DEPRECATED = regex(r"/(typing_extensions|_?(py_)?warnings)\.py:\d+ wrapp
 def class_of(trace: Trace, fqn: str) -> str:
     """Class name of the module ``fqn``, or an empty string."""
     return next((s.cls for s in trace.sites.values() if s.fqn == fqn and s.cls), "")
+
+
+def _class_at(trace: Trace, finding: Finding) -> str:
+    """Class name of the finding's module: of several models with a module of that name, the one in which its op or its step's failure was seen."""
+    place = finding.op, finding.source, finding.fqn
+    ops = (op.root for op in trace.all(Op) if (op.op, op.source, op.fqn) == place)
+    seen = (trace.sites[s.site] for s in trace.samples if not s.finite)
+    roots = [*ops, *(site.root for site in seen if site.fqn == finding.fqn)]
+    here = {
+        site.cls for site in trace.sites.values() if site.fqn == finding.fqn and site.cls and site.root in roots[:1]
+    }
+    return next(iter(here), "") or class_of(trace, finding.fqn or "")
 
 
 def class_of_named(trace: Trace | None, name: str) -> str:
