@@ -333,7 +333,7 @@ def masked_line(source: Source, line: int) -> str:
     return without_secrets("".join(shown))
 
 
-_HARMLESS_TEXT = regex(r"[A-Za-z_]{1,12}|[a-z]{1,8}\d{1,2}")
+_HARMLESS_TEXT = regex(r"[-+]?[A-Za-z_]{1,12}|[a-z]{1,8}\d{1,2}")
 
 
 def _is_text(node: ast.AST) -> bool:
