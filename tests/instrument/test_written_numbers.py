@@ -114,3 +114,63 @@ def test_a_difference_of_two_marks_is_the_mistake(tmp_path: Path) -> None:
     found = diagnose(trace)[0]
     assert (found.op, found.fqn) == ("aten.sub.Tensor", "1")
     assert any(op.op == "aten.full_like.default" for op in trace.all(Op))
+
+
+def called(*modules: nn.Module) -> Callable[[], None]:
+    """One call of them without gradients."""
+
+    def program() -> None:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            nn.Sequential(nn.Linear(8, 8), *modules)(torch.ones(4, 8))
+
+    return program
+
+
+def test_nan_that_a_program_gets_from_a_model_is_not_called_harmless(tmp_path: Path) -> None:
+    """Nothing is trained, and what the outermost module returns is all that there is."""
+    program = called(Writes(lambda x: torch.where(x > 0, x, NAN)), nn.Linear(8, 1))
+    found = diagnose(in_place(tmp_path, program))[0]
+    assert (found.id, found.fqn) == ("domain-error", "1")
+
+
+def test_memory_that_was_never_written_is_named(tmp_path: Path) -> None:
+    """torch fills it with NaN where it is asked to, and with whatever was there where it is not."""
+
+    def unwritten(x: Tensor) -> Tensor:
+        return torch.empty(4, 8) + x
+
+    try:
+        torch.use_deterministic_algorithms(True)
+        found = diagnose(in_place(tmp_path, training(unwritten)))[0]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (found.id, found.fqn) == ("domain-error", "1")
+    assert "memory that it has not written" in found.summary
+
+
+def test_memory_that_is_written_before_it_is_used_is_not_named(tmp_path: Path) -> None:
+    """An empty tensor is filled by parts, as of a batch that is put together."""
+
+    def filled(x: Tensor) -> Tensor:
+        made = torch.empty_like(x)
+        made[:2] = x[:2]
+        made[2:] = x[2:]
+        return made
+
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert diagnose(in_place(tmp_path, training(filled))) == ()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_number_of_the_code_times_inf_is_arithmetic(tmp_path: Path) -> None:
+    """``(1 - mask) * -inf`` is NaN where the mask is 1, and nobody has written NaN."""
+
+    def biased(x: Tensor) -> Tensor:
+        return x + (1.0 - torch.ones_like(x)) * -INF
+
+    found = diagnose(in_place(tmp_path, training(biased)))[0]
+    assert (found.op, found.fqn) == ("aten.mul.Tensor", "1")
+    assert "writes" not in found.summary
