@@ -343,12 +343,11 @@ def _written(graph: OpGraph, found: Ancestry, maker: Op | None, incident: Incide
     a softmax or one in the same module, or none where no loss, gradient, weight or result of the program ends that way.
     """
     wrote = [op for op in found.asked if nonfinite(op.outputs)]
-    marks = [op for op in wrote if not only_negative_inf(op.outputs)]
+    if overload_free(maker.op) in SOFTMAX if maker is not None else incident.kind == "output":
+        wrote = [op for op in wrote if not only_negative_inf(op.outputs)]
     if maker is not None:
-        candidates = marks if overload_free(maker.op) in SOFTMAX else wrote
-        return next((op for op in candidates if op.fqn not in ("", maker.fqn)), None)
-    candidates = marks if incident.kind == "output" else wrote
-    return candidates[0] if candidates and _spoils(graph.trace) else None
+        return next((op for op in wrote if op.fqn not in ("", maker.fqn)), None)
+    return wrote[0] if wrote and _spoils(graph.trace) else None
 
 
 _TRAINED = ("loss", "grad", "param")

@@ -340,15 +340,15 @@ def class_of(trace: Trace, fqn: str) -> str:
 
 
 def _class_at(trace: Trace, finding: Finding) -> str:
-    """Class name of the finding's module: of several models with a module of that name, the one in which its op or its step's failure was seen."""
+    """Class name of the finding's module: of several models with a module of that name, the one in which its op or its first bad value was seen."""
     place = finding.op, finding.source, finding.fqn
-    ops = (op.root for op in trace.all(Op) if (op.op, op.source, op.fqn) == place)
-    seen = (trace.sites[s.site] for s in trace.samples if not s.finite)
-    roots = [*ops, *(site.root for site in seen if site.fqn == finding.fqn)]
-    here = {
-        site.cls for site in trace.sites.values() if site.fqn == finding.fqn and site.cls and site.root in roots[:1]
-    }
-    return next(iter(here), "") or class_of(trace, finding.fqn or "")
+    of_ops = (op.root for op in trace.all(Op) if (op.op, op.source, op.fqn) == place)
+    root = next(of_ops, None)
+    if root is None:
+        bad = (trace.sites[sample.site] for sample in trace.samples if not sample.finite)
+        root = next((site.root for site in bad if site.fqn == finding.fqn), None)
+    here = (site.cls for site in trace.sites.values() if (site.root, site.fqn) == (root, finding.fqn))
+    return next(filter(None, here), "") or class_of(trace, finding.fqn or "")
 
 
 def class_of_named(trace: Trace | None, name: str) -> str:
