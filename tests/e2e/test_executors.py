@@ -210,7 +210,8 @@ def test_a_bisection_goes_on_with_ray_and_a_lost_node_is_no_failing_probe(cluste
     copy, lost = interrupted(bisected, "on-ray", 2)
     before = len(runs_of(copy))
     started = subprocess.Popen(
-        [sys.executable, "-m", "dtypedoctor", "bisect", "--resume", copy.name, "--allow-code", "--executor", "ray", "--address", one.address],
+        [sys.executable, "-m", "dtypedoctor", "bisect", "--resume", copy.name, "--allow-code", "--executor", "ray", "--address", one.address,
+         "--send", "network.py"],
         cwd=copy.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
@@ -235,7 +236,8 @@ def test_a_bisection_goes_on_with_submitit(bisected: Path) -> None:
     pytest.importorskip("submitit", reason="needs the extra dtypedoctor[slurm]")
     copy, lost = interrupted(bisected, "on-slurm", 1)
     before = len(runs_of(copy))
-    made = dtypedoctor("bisect", "--resume", copy.name, "--allow-code", "--executor", "submitit-local", cwd=copy.parent)
+    options = ["--allow-code", "--executor", "submitit-local", "--send", "network.py"]
+    made = dtypedoctor("bisect", "--resume", copy.name, *options, cwd=copy.parent)
     assert made.code == 10, made.err
     assert answer(copy) == answer(bisected)
     assert runs_of(copy)[before:] == list(lost)
