@@ -496,9 +496,10 @@ def unit_policy(unit: Any) -> Any:
 
 
 def leave_forward(model: nn.Module) -> None:
-    """Puts the units of FSDP2 in ``model`` back to where they are between two calls, after an exception has ended one.
+    """Puts the units of FSDP2 in ``model`` back to where they are before the first call, their parameters sharded.
 
-    Without the names the next call finds them inside of the one that has ended, and its collectives wait for less than they should.
+    After a call without gradients the root's parameters are whole, and an optimizer that is made then would be given those. After a call that an
+    exception has ended, without the names, the next one finds the units inside of it, and its collectives wait for less than they should.
     """
     for unit in model.modules():
         if not hasattr(unit, "_get_fsdp_state"):

@@ -339,8 +339,9 @@ def _origin(graph: OpGraph, last: Op, incident: Incident) -> Origin | None:
 def _written(graph: OpGraph, found: Ancestry, maker: Op | None, incident: Incident) -> Op | None:
     """The op that writes inf or NaN which the code names, or leaves it in memory as it was, if that is what spoils the run.
 
-    A program may mark what is missing or too far with such a number, and mask with ``-inf``. Only an op that is given it by mistake is to blame:
-    a softmax or one in the same module, or none where no loss, gradient, weight or result of the program ends that way.
+    A program may mark with such a number what is missing or too far, and mask with ``-inf``. So where ``maker`` makes NaN of it, the number has to
+    come from another module, and is no mask if ``maker`` is a softmax. Where none does, a loss, a gradient, a weight or what the program gets from a
+    model has to end that way.
     """
     wrote = [op for op in found.asked if nonfinite(op.outputs)]
     if overload_free(maker.op) in SOFTMAX if maker is not None else incident.kind == "output":

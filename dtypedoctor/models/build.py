@@ -206,7 +206,7 @@ def _placed(model: nn.Module, spec: Model, device: torch.device) -> nn.Module:
 
 
 def _require_on_gpus(model: nn.Module, name: str) -> None:
-    """Refuses weights that would be fetched for each call: nothing stays where it is measured then.
+    """Refuses weights that would be fetched for each call, because they have no place at which they could be measured.
 
     Raises:
         UsageError: a part of the model lies in the host's memory or on a disk.

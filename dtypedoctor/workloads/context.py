@@ -180,9 +180,7 @@ class Context:
             return
         with contained() as refused, self.region():  # the workload will meet it again, watched
             self.probe(0, untrained=True)
-        leave_forward(
-            self.built.model
-        )  # FSDP2 keeps the root's parameters unsharded, and an optimizer would be given those
+        leave_forward(self.built.model)
         if refused.error is not None:
             why = f"the forward pass raises {type(refused.error).__name__}"
             self.instruments.writer.write(NotWatched(what="outputs before the first step", why=why))

@@ -39,7 +39,7 @@ def of_what_is_written(finding: Finding) -> str:
 
 
 def judge_written(origin: Origin) -> Finding | None:
-    """A number in the code that is inf or NaN, and that a module hands on, or memory as it was; outside of all modules it is data."""
+    """The line that writes inf or NaN by name, or uses memory that nothing has written. What is written outside of all modules is data."""
     if not origin.written:
         return None
     op, result = origin.op, origin.result
