@@ -38,10 +38,15 @@ _THRESHOLD = 50_000
 """Objects after which Python looks for garbage, instead of 700: a command that imports 400 modules and makes none spends a tenth of its time on it."""
 
 
+_last_words = [b"error: interrupted\n"]
+"""What is yet to be said: a second Ctrl-C comes in the middle of what the first one has called."""
+
+
 def _end(*_: object) -> None:
     """Ctrl-C while the command line is imported, where nothing has been done that would have to be undone."""
-    os.write(2, b"error: interrupted\n")
-    os._exit(130)
+    if _last_words:
+        os.write(2, _last_words.pop())
+        os._exit(130)
 
 
 def _again(lost: "sys.UnraisableHookArgs") -> None:

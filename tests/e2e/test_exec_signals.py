@@ -185,6 +185,26 @@ PAUSES = pytest.mark.parametrize("pause", [None, 0.0, 0.03], ids=["once", "twice
 IMPORTED = ("cli", "cli.exec", "cli.main", "redaction.redact", "scenario.model", "trace.model", "cli.scripts")
 
 
+PRESSED_TWICE = """
+import os
+import dtypedoctor.__main__ as command
+
+def write(descriptor, text, really=os.write):
+    command._end()  # a signal that is handled before the words are out, and one after them
+    really(descriptor, text)
+    command._end()
+
+os.write = write
+command._end()
+"""
+
+
+def test_a_second_ctrl_c_in_the_middle_of_the_first_says_nothing_more() -> None:
+    """Python handles it wherever the first one's handler is."""
+    done = subprocess.run([sys.executable, "-c", PRESSED_TWICE], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+
+
 @PAUSES
 @pytest.mark.parametrize("imported", IMPORTED)
 def test_ctrl_c_ends_a_command_that_has_hardly_begun_with_one_line(
