@@ -22,6 +22,7 @@ from dtypedoctor.report.bisection import bisection_report
 from dtypedoctor.report.build import REPORT_JSON, REPORT_MD
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.directories import clear, new_directory, remove_unused
+from dtypedoctor.runner.forked_ranks import ForkedRanks, forks_ranks, may_be_forked
 from dtypedoctor.runner.launch import Launcher, WarmServer
 from dtypedoctor.runner.machines import Where, machines
 from dtypedoctor.runner.process import StartedRanks, ending_by_interrupt
@@ -224,12 +225,13 @@ def _kept_only_if_used(case: Case) -> Iterator[None]:
 def _runner(case: Case, where: Where, view: Narrowing, *, resident: bool | None) -> Iterator[ProbeRunner]:
     _require_this_machine(case.asked.scenario, where)
     if case.asked.scenario.distributed is not None:
-        yield ProbeRunner(
-            case.directory,
-            lambda request, place, _: StartedRanks(request, place),
-            width=1,
-            note=_noting(Journal(case.directory)),
-        )
+        with _rank_starter(case, view, resident=resident) as start:
+            yield ProbeRunner(
+                case.directory,
+                lambda request, place, _: start(request, place),
+                width=1,
+                note=_noting(Journal(case.directory)),
+            )
     elif where.is_elsewhere:
         with _remote_runner(case, where, view) as runner:
             yield runner
@@ -239,21 +241,32 @@ def _runner(case: Case, where: Where, view: Narrowing, *, resident: bool | None)
 
 
 @contextmanager
+def _rank_starter(
+    case: Case, view: Narrowing, *, resident: bool | None
+) -> Iterator[Callable[[Request, Path], ForkedRanks | StartedRanks]]:
+    """Starts the ranks of a probe: as forks of a server that has built the model where that is possible, else by torchrun."""
+    scenario = case.asked.scenario
+    if resident is False or not may_be_forked(scenario):
+        yield StartedRanks
+        return
+    with _server(case, view, resident=None) as server:
+
+        def start(request: Request, place: Path) -> ForkedRanks | StartedRanks:
+            if forks_ranks(server, request):
+                return ForkedRanks(request, place, server)
+            return StartedRanks(request, place)
+
+        yield start
+
+
+@contextmanager
 def _probe_runner(case: Case, jobs: int | None, view: Narrowing, *, resident: bool | None) -> Iterator[ProbeRunner]:
     """Runs requests where the models are built already: in forks of a server, or on a GPU in the server itself, one after the other.
 
     Workers that build their models themselves get a GPU each.
     """
-    directory, gpus = case.directory, _visible_gpus()
-    journal = Journal(directory)
-    server = directory / "server"
-    clear(server)  # that of an interrupted bisection
-    view.stage(label_in_words(IMPORTS))
-    with (
-        Launcher(directory / "server.log") as launcher,
-        _ready(launcher, view),
-        WarmServer(launcher, Request(scenario=case.asked.scenario), server, resident=resident, say=view.say) as warm,
-    ):
+    gpus = _visible_gpus()
+    with _server(case, view, resident=resident) as warm:
         on_gpu = (
             not why_no_cuda() if resident is False else warm.device == "cuda"
         ) and case.asked.scenario.device != "cpu"
@@ -265,11 +278,26 @@ def _probe_runner(case: Case, jobs: int | None, view: Narrowing, *, resident: bo
                 view.say(_ONE_PROCESS.format(jobs=jobs))
             width = 1
         yield ProbeRunner(
-            directory,
+            case.directory,
             lambda request, place, slot: warm.start(request, place, _gpu_environment(slot, gpus) if on_gpu else {}),
             width,
-            note=_noting(journal),
+            note=_noting(Journal(case.directory)),
         )
+
+
+@contextmanager
+def _server(case: Case, view: Narrowing, *, resident: bool | None) -> Iterator[WarmServer]:
+    """A server that has imported what runs need and built the scenario's models, if it can."""
+    place = case.directory / "server"
+    clear(place)  # that of an interrupted bisection
+    view.stage(label_in_words(IMPORTS))
+    request = Request(scenario=case.asked.scenario)
+    with (
+        Launcher(case.directory / "server.log") as launcher,
+        _ready(launcher, view),
+        WarmServer(launcher, request, place, resident=resident, say=view.say) as warm,
+    ):
+        yield warm
 
 
 def _noting(journal: Journal) -> Callable[[str, Run | UsageError], None]:
@@ -305,7 +333,7 @@ def _ready(launcher: Launcher, view: Narrowing) -> Iterator[None]:
 
 def _reported(found: Bisection, directory: Path) -> Report:
     files = {"report": REPORT_JSON, "markdown": REPORT_MD, "before": "before", "journal": JOURNAL}
-    if found.treatment.scenario.distributed is None:
+    if (directory / "server.log").exists():
         files["log"] = "server.log"
     if found.reproduction is not None and found.reproduction.script is not None:
         files["reproduction"] = found.reproduction.script

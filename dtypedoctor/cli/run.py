@@ -48,7 +48,7 @@ ResidentWorkers = Annotated[
     typer.Option(
         "--resident-workers/--fresh-workers",
         help="Keep the model loaded for all runs, or load it anew in a new process for each.",
-        show_default="loaded once on a CPU, anew on a GPU",
+        show_default="loaded once on a CPU and for FSDP2, else anew on a GPU",
     ),
 ]
 

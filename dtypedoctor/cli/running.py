@@ -22,6 +22,7 @@ from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.cli.scripts import removed_if_refused
 from dtypedoctor.errors import UsageError
 from dtypedoctor.report.model import Report
+from dtypedoctor.runner.forked_ranks import ForkedRanks, forks_ranks, may_be_forked
 from dtypedoctor.runner.launch import PRELOAD, WORKER, Launcher, WarmServer, may_share_process, run_to_end
 from dtypedoctor.runner.process import run_launched, run_ranks, run_script
 from dtypedoctor.runner.run import Run
@@ -129,31 +130,45 @@ def _kept(pace: Pace, view: LiveView) -> Iterator[None]:
 def _starter(
     scenario: Scenario, directory: Path, view: LiveView, preload: Sequence[str] | None, *, resident: bool | None
 ) -> Iterator[Start]:
-    """What runs a scenario: torchrun for several processes, a fresh interpreter for a script, else forks of a warm server.
+    """What runs a scenario: a fresh interpreter for a script, else forks of a warm server; torchrun where its processes cannot be such.
 
-    Where the model takes long to load, a server that has loaded it.
+    Where the model takes long to load, the server has loaded it.
     """
-    if scenario.distributed is not None:
-        yield lambda request, place: run_ranks(request, place, live=False, progress=view.progress)
-    elif isinstance(workload := scenario.steps[0].workload, Script):
+    workload = scenario.steps[0].workload
+
+    def by_torchrun(request: Request, place: Path) -> Run:
+        return run_ranks(request, place, live=False, progress=view.progress)
+
+    if scenario.distributed is not None and (resident is False or not may_be_forked(scenario)):
+        yield by_torchrun
+        return
+    if isinstance(workload, Script):
         run = run_launched if workload.launcher else run_script
         yield lambda request, place: run(request, place, live=False)
-    else:
-        imported = (PRELOAD,) if preload is None else (WORKER, *preload)
-        with Launcher(directory / "server.log", progress=view.progress, preload=imported) as launcher:
-            if launcher.is_importing:
-                view.begin(IMPORTS)
-                launcher.wait_for_imports()
-                view.end("")
-            if resident is False or not may_share_process(scenario):
-                yield launcher.run
-                return
-            view.begin(LOADING)
-            with WarmServer(
-                launcher, Request(scenario=scenario), directory / "server", resident=resident, say=view.say
-            ) as warm:
-                view.end("")
-                yield lambda request, place: run_to_end(warm.start(request, place), view.progress)
+        return
+    imported = (PRELOAD,) if preload is None else (WORKER, *preload)
+    with Launcher(directory / "server.log", progress=view.progress, preload=imported) as launcher:
+        if launcher.is_importing:
+            view.begin(IMPORTS)
+            launcher.wait_for_imports()
+            view.end("")
+        if scenario.distributed is None and (resident is False or not may_share_process(scenario)):
+            yield launcher.run
+            return
+        view.begin(LOADING)
+        with WarmServer(
+            launcher, Request(scenario=scenario), directory / "server", resident=resident, say=view.say
+        ) as warm:
+            view.end("")
+
+            def start(request: Request, place: Path) -> Run:
+                if scenario.distributed is None:
+                    return run_to_end(warm.start(request, place), view.progress)
+                if forks_ranks(warm, request):
+                    return run_to_end(ForkedRanks(request, place, warm), view.progress)
+                return by_torchrun(request, place)
+
+            yield start
 
 
 def load_all(texts: Sequence[str], *, allow_code: bool) -> list[Scenario]:

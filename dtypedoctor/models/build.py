@@ -71,6 +71,12 @@ def _tokenizer_of_bytes() -> Any:
 HOST = torch.device("cpu")
 
 
+def is_from_factory(spec: Model) -> bool:
+    """Whether code of others makes the model, named as ``package.module:factory``."""
+    is_ours = spec.name.startswith((MODEL, BUILTIN))
+    return not is_ours and ":" in spec.name and not Path(spec.name).exists()
+
+
 def build(spec: Model, device: torch.device, seed: int, *, on_host: bool = False) -> Built:
     """Builds, scales, casts, packs and adapts a model, in this order, and moves it to ``device``, or with ``device_map`` to all of its kind.
 
@@ -88,7 +94,7 @@ def build(spec: Model, device: torch.device, seed: int, *, on_host: bool = False
         built = Built(model=load_capsule(Path(spec.name.removeprefix(MODEL)), dtype, place), tokenizer=None)
     elif spec.name.startswith(BUILTIN):
         built = _builtin(spec, dtype, place, seed)
-    elif ":" in spec.name and not Path(spec.name).exists():
+    elif is_from_factory(spec):
         built = _prepare(_from_factory(spec), _tokenizer_of_bytes(), spec, dtype, place)
     else:
         model, tokenizer = load_pretrained(spec, dtype, place)

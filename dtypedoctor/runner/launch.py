@@ -96,8 +96,11 @@ class StartedWorker:
         Raises:
             UsageError: the worker says that the scenario cannot be run at all.
         """
-        ended = WorkerExit(code=self._status or 0, timed_out=self._timed_out, seconds=self._seconds)
-        return collect(self.directory, ended)
+        return collect(self.directory, self.ended())
+
+    def ended(self) -> WorkerExit:
+        """How it has ended."""
+        return WorkerExit(code=self._status or 0, timed_out=self._timed_out, seconds=self._seconds)
 
     def _look(self, seconds: float) -> None:
         self._status = self._ask_status(max(0.0, seconds))
@@ -351,9 +354,9 @@ class WarmServer:
     @property
     def runs_in_place(self) -> bool:
         """Whether the server makes runs itself, one after the other."""
-        return self.is_warm and (
-            self.device != "cpu" or os.environ.get(IN_PLACE) == "1"
-        )  # on a GPU it is warm in no other way
+        if not self.is_warm or self._request.scenario.distributed is not None:
+            return False
+        return self.device != "cpu" or os.environ.get(IN_PLACE) == "1"  # on a GPU it is warm in no other way
 
     def start(self, request: Request, directory: Path, environment: Mapping[str, str] | None = None) -> StartedWorker:
         """Starts a worker and comes back at once; the caller stops and collects it.
@@ -371,8 +374,8 @@ class WarmServer:
         if not self.runs_in_place:
             make_directory(directory)
             write_request(directory, request)
-            self._send("run", directory)
-            status, kill = partial(self._status, directory), partial(self._send, "stop", directory)
+            self.fork(directory, {})
+            status, kill = partial(self.status_of, directory), partial(self.kill, directory)
             return StartedWorker(directory, request.scenario.time_limit, status, kill)
         if self._in_place or not may_share_process(request.scenario):
             return self._launcher.start(request, directory, environment)
@@ -418,7 +421,19 @@ class WarmServer:
         if self._process is not None:
             _kill(self._process)
 
-    def _status(self, directory: Path, seconds: float) -> int | None:
+    def fork(self, directory: Path, environment: Mapping[str, str]) -> None:
+        """Forks a worker with some variables of its own; it serves the request that lies in ``directory``."""
+        self._send("run", directory, environment)
+
+    def ask_to_end(self, directory: Path) -> None:
+        """Sends SIGTERM to the worker of ``directory``."""
+        self._send("end", directory)
+
+    def kill(self, directory: Path) -> None:
+        """Ends the worker of ``directory`` and everything that it has started."""
+        self._send("stop", directory)
+
+    def status_of(self, directory: Path, seconds: float) -> int | None:
         """The exit status of the worker of ``directory``, for which it waits at most so long; None while it runs."""
         assert self._channel is not None  # it has been started
         deadline = time.monotonic() + seconds
@@ -433,10 +448,10 @@ class WarmServer:
             self._ended[where] = status
         return self._ended.get(str(directory))
 
-    def _send(self, verb: str, directory: Path) -> None:
+    def _send(self, verb: str, directory: Path, environment: Mapping[str, str] | None = None) -> None:
         assert self._channel is not None  # it has been started
         try:
-            self._channel.send((verb, str(directory)))
+            self._channel.send((verb, str(directory), dict(environment or {})))
         except (BrokenPipeError, ConnectionError):
             self._ended[str(directory)] = NO_ANSWER
 

@@ -423,11 +423,11 @@ def _of_ranks(directory: Path, ended: WorkerExit) -> Run:
     ranks = rank_directories(directory)
     failures = _failures(directory)
     started = sorted({*ranks, *failures})  # one that failed before it came to the script has no directory
-    runs = [_collect(directory, rank, ended, failures, foreign=True) for rank in started]
-    return led_by(tuple(runs), _first_failure(failures, default=min(ranks)))
+    runs = [collect_rank(rank_directory(directory, rank), rank, ended, failures, foreign=True) for rank in started]
+    return led_by(tuple(runs), first_failure(failures, default=min(ranks)))
 
 
-def _first_failure(failures: dict[int, dict[str, Any]], *, default: int) -> int:
+def first_failure(failures: dict[int, dict[str, Any]], *, default: int) -> int:
     """The rank that failed first. Times are whole seconds, and whom torchrun ended by SIGTERM may share that of the rank that failed."""
 
     def order(rank: int) -> tuple[bool, float]:
@@ -493,8 +493,10 @@ def run_ranks(
     )
     failures = _failures(directory)
     foreign = isinstance(request.scenario.steps[0].workload, Script)
-    runs = [_collect(directory, rank, ended, failures, foreign=foreign) for rank in range(count)]
-    return led_by(tuple(runs), _first_failure(failures, default=0))
+    runs = [
+        collect_rank(rank_directory(directory, rank), rank, ended, failures, foreign=foreign) for rank in range(count)
+    ]
+    return led_by(tuple(runs), first_failure(failures, default=0))
 
 
 class StartedRanks:
@@ -568,15 +570,14 @@ def _failures(directory: Path) -> dict[int, dict[str, Any]]:
     return {int(rank): failure for rank, failure in found.items()}
 
 
-def _collect(
-    directory: Path, rank: int, ended: WorkerExit, failures: dict[int, dict[str, Any]], *, foreign: bool
+def collect_rank(
+    place: Path, rank: int, ended: WorkerExit, failures: dict[int, dict[str, Any]], *, foreign: bool = False
 ) -> Run:
-    """One rank's run.
+    """One rank's run, which lies in ``place``.
 
     When a rank fails, torchrun ends the others by SIGTERM, also those that are ending by themselves: what they would have ended with is not
     known. Those whose traces had an end by then are taken at the word of these.
     """
-    place = rank_directory(directory, rank)
     code = int(failures[rank]["code"]) if rank in failures else -signal.SIGTERM if failures else ended.code
     if ended.timed_out:
         return replace(collect(place, ended, foreign=foreign), rank=rank)

@@ -231,7 +231,7 @@ class ScenarioStep(Strict):
 
 
 class Distributed(Strict):
-    """Several processes on this machine, started by torchrun, each with a batch of its own."""
+    """Several processes on this machine, each with a batch of its own."""
 
     processes: int = Field(default=2, ge=1, le=64, description="Number of processes; on CUDA each needs a GPU.")
     strategy: Literal["ddp", "fsdp"] = Field(
@@ -380,8 +380,8 @@ class Request(Strict):
     in the process itself, ``capsule_limit`` is how many bytes its capsule may take.
     ``repeats`` and ``witness`` are for scripts, which seed their random numbers themselves or not at all: the label of the run whose
     random state this one begins with, and whether a digest of the parameters is taken after each optimizer step.
-    Without ``look`` the operators of the first calls are not looked at for failures that leave finite values: a probe of a bisection asks
-    where values stop being finite.
+    Without ``look`` the operators of the first calls are not looked at for failures that leave finite values, and the weights get no
+    checksum at the end: a probe of a bisection asks where values stop being finite.
     """
 
     scenario: Scenario

@@ -1,6 +1,7 @@
 """A worker: one process, one scenario, one trace."""
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -25,6 +26,9 @@ from dtypedoctor.worker.recording import Recording, Totals
 from dtypedoctor.worker.stage import capturing, compiling, parallel, streaming, take_device, will_be_sharded
 from dtypedoctor.worker.stock import Stock
 from dtypedoctor.workloads.context import Context, Holder
+
+_LATE_SECONDS, _LATE_TIMES = 15.0, 5.0
+"""How long the other ranks may take for a forward pass that this one has left by an exception: so many seconds, and so often as long as it took here."""
 
 
 def serve(directory: Path, stock: Stock | None = None) -> int:
@@ -60,6 +64,7 @@ class _Run:
     def __init__(self, request: Request, writer: TraceWriter, directory: Path, stock: Stock) -> None:
         self._scenario = request.scenario
         self._capture = request.capture
+        self._look = request.look
         self._stock = stock
         self._writer = writer
         self._instruments = Instruments(
@@ -117,7 +122,7 @@ class _Run:
                 steps=self._steps,
                 device=str(self._device),
                 peak_memory=self._meter.peak() + self._stock.taken_bytes if self._meter else 0,
-                checksum=checksum(self._holder.built.model) if self._holder.built else None,
+                checksum=checksum(self._holder.built.model) if self._holder.built and self._look else None,
             )
         except RuntimeError as failed:
             self._instruments.note_exception(failed)
@@ -152,10 +157,12 @@ class _Run:
                 capturing(context, self._capture, self._directory),
                 streaming(context),
                 compiling(context),
-                parallel(context),
+                parallel(context) as meeting,
             ):
-                if probed and sharded:  # before, the weights were in the host's memory
-                    context.probe_untrained()
+                if probed and sharded and meeting is not None:  # before, the weights were in the host's memory
+                    began = time.monotonic()
+                    raised = context.probe_untrained()
+                    meeting.go_on_together(raised, _LATE_SECONDS + _LATE_TIMES * (time.monotonic() - began))
                     set_seed(self._scenario.seed)
                 workload(context)
         finally:
@@ -173,6 +180,7 @@ class _Run:
             scratch=self._directory / "scratch",
             pause=self._corrections.counters,
             steps_before=self._steps,
+            look=self._look,
         )
 
 

@@ -1,10 +1,12 @@
 """What may be around the workload of a stage: a call that is captured, a CUDA stream of its own, the compiler, a group of processes."""
 
 import ctypes
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from dtypedoctor.corrections.keep_float32 import kept_modules
 from dtypedoctor.errors import UsageError
@@ -22,7 +26,7 @@ from dtypedoctor.plugins import KEEP_FLOAT32
 from dtypedoctor.scenario.model import Capture as Wanted
 from dtypedoctor.scenario.model import CorrectionSpec, Grpo, Scenario, ScenarioStep, Sft
 from dtypedoctor.trace.events import NotWatched
-from dtypedoctor.trace.ranks import member_of_torchrun
+from dtypedoctor.trace.ranks import RENDEZVOUS, Member, member_of_torchrun
 from dtypedoctor.trace.records.execution import StreamLaunches
 from dtypedoctor.values import dataclass
 from dtypedoctor.worker.sharding import shard
@@ -230,16 +234,56 @@ def will_be_sharded(scenario: Scenario, stage: ScenarioStep) -> bool:
     return spec is not None and spec.strategy == "fsdp" and member_of_torchrun() is not None and not is_packed
 
 
+class Meeting:
+    """What the ranks tell each other without a collective, in which one that fails would leave the others waiting.
+
+    Args:
+        store: theirs.
+        here: which of them this is.
+    """
+
+    def __init__(self, store: Store, here: Member) -> None:
+        self._store = store
+        self._here = here
+
+    def go_on_together(self, error: BaseException | None, seconds: float) -> None:
+        """Each rank calls this after the same forward pass, with what it has raised there.
+
+        Where a rank raises that others do not, these wait for it in a collective, and its next one would meet theirs: it cannot go on.
+
+        Args:
+            error: what this rank has raised; None if nothing.
+            seconds: how long the others may take to come here as well.
+
+        Raises:
+            BaseException: ``error``, if another rank does not come.
+        """
+        self._store.set(f"passed {self._here.rank}", "")
+        if error is None:
+            return
+        try:
+            self._store.wait([f"passed {rank}" for rank in range(self._here.world_size)], timedelta(seconds=seconds))
+        except RuntimeError:  # torch raises DistStoreError, which is one
+            raise error from None
+
+
 @contextmanager
-def parallel(context: "Context") -> Iterator[None]:
-    """Inside, ``context.model`` is wrapped as the scenario asks, and this process belongs to the group of all ranks."""
+def parallel(context: "Context") -> Iterator[Meeting | None]:
+    """Inside, ``context.model`` is wrapped as the scenario asks, and this process belongs to the group of all ranks, who can meet."""
     spec = context.scenario.distributed
     here = member_of_torchrun()
     if spec is None or here is None:
-        yield
+        yield None
         return
     context.rank = here.rank
-    dist.init_process_group(BACKENDS[context.device.type])
+    url = os.environ.get(RENDEZVOUS, "env://")
+    store, _, _ = next(iter(rendezvous(url, here.rank, here.world_size)))
+    dist.init_process_group(
+        BACKENDS[context.device.type],
+        store=PrefixStore("group", store),
+        rank=here.rank,
+        world_size=here.world_size,
+    )
     try:
         model = context.built.model
         if spec.strategy == "fsdp":
@@ -249,7 +293,7 @@ def parallel(context: "Context") -> Iterator[None]:
         elif any(parameter.requires_grad for parameter in model.parameters()):
             context.wrapped = nn.parallel.DistributedDataParallel(model)
             context.instruments.name_as(context.wrapped, model)
-        yield
+        yield Meeting(store, here)
     finally:
         context.wrapped = None
         dist.destroy_process_group()

@@ -9,7 +9,7 @@ given up, and the next run is made in a new process.
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import buffers_of, parameters_of
-from dtypedoctor.models.build import Built, build
+from dtypedoctor.models.build import Built, build, is_from_factory
 from dtypedoctor.scenario.model import Model, Scenario
-from dtypedoctor.worker.environment import tensor_digest
+from dtypedoctor.worker.environment import tensor_digests
 
 _WITH_COPY, _WITHOUT_COPY = 4.0, 2.5
 """How often the weights have to fit into what is free beside them, for a copy of them to be kept there, and for the model to stay at all: a
@@ -63,15 +63,17 @@ class Pristine:
         self._model = model
         keeps_copy = _fits(model, _WITH_COPY)
         self.may_stay = _fits(model, _WITHOUT_COPY)
+        named = list(_tensors(model))
+        digests = tensor_digests([tensor for _, tensor in named])
         self._places = [
             _Place(
                 name=name,
                 tensor=tensor,
-                digest=tensor_digest(tensor),
+                digest=digest,
                 copy=tensor.detach().clone() if keeps_copy else None,
                 trained=tensor.requires_grad,
             )
-            for name, tensor in _tensors(model)
+            for (name, tensor), digest in zip(named, digests, strict=True)
         ]
         self._training = {module: module.training for module in model.modules()}
         self._shape = _shape(model)
@@ -84,18 +86,18 @@ class Pristine:
         """
         for module, training in self._training.items():
             module.training = training
-        if (changed := _difference(self._shape, _shape(self._model))) is not None:
-            raise NotRestoredError(changed)
+        if (difference := _difference(self._shape, _shape(self._model))) is not None:
+            raise NotRestoredError(difference)
         for place in self._places:
             place.tensor.grad = None
             place.tensor.requires_grad_(place.trained)
-            if tensor_digest(place.tensor) == place.digest:
-                continue
-            if place.copy is not None:
-                with torch.no_grad():
+        changed = _with_other_values(self._places)
+        with torch.no_grad():
+            for place in changed:
+                if place.copy is not None:
                     place.tensor.copy_(place.copy)
-            if tensor_digest(place.tensor) != place.digest:
-                raise NotRestoredError(f"{place.name} has other values")
+        for place in _with_other_values(changed):
+            raise NotRestoredError(f"{place.name} has other values")
 
 
 class Stock:
@@ -116,8 +118,25 @@ class Stock:
             UsageError: a model cannot be built.
         """
         for step in scenario.steps:
-            if step.model is not None and (key := self.key(step.model, device, scenario.seed)) not in self._built:
-                self._built[key] = build(step.model, device, scenario.seed)
+            if step.model is not None:
+                self._fill(step.model, device, scenario.seed)
+
+    def fill_for_ranks(self, scenario: Scenario, device: torch.device) -> None:
+        """The same on the host, as in :func:`dtypedoctor.models.build.build`, for ranks that are forked later and shard it.
+
+        A factory is left to them: it may build another model on each rank.
+
+        Raises:
+            UsageError: a model cannot be built.
+        """
+        for step in scenario.steps:
+            if step.model is not None and not is_from_factory(step.model):
+                self._fill(step.model, device, scenario.seed, on_host=True)
+
+    def _fill(self, spec: Model, device: torch.device, seed: int, *, on_host: bool = False) -> None:
+        key = self.key(spec, device, seed)
+        if key not in self._built:
+            self._built[key] = build(spec, device, seed, on_host=on_host)
 
     def take(self, spec: Model, device: torch.device, seed: int, *, on_host: bool = False) -> Built:
         """The model that ``spec`` asks for, out of the stock or built now; ``on_host`` as in :func:`dtypedoctor.models.build.build`.
@@ -128,7 +147,8 @@ class Stock:
         found = self._found(self.key(spec, device, seed))
         if found is None:
             return build(spec, device, seed, on_host=on_host)
-        self.taken_bytes += sum(t.numel() * t.element_size() for t in found.model.state_dict().values())
+        if device.type == "cpu" or not on_host:
+            self.taken_bytes += sum(t.numel() * t.element_size() for t in found.model.state_dict().values())
         return found
 
     def _found(self, key: str) -> Built | None:
@@ -177,6 +197,12 @@ class ResidentStock(Stock):
             pristine.put_back()
         if torch.cuda.is_initialized() and _kept_by_allocator() > _WORTH_FREEING:
             torch.cuda.empty_cache()  # whose models and gradients the last run has left; where the next model's parts go depends on what is free
+
+
+def _with_other_values(places: Sequence[_Place]) -> list[_Place]:
+    """Those whose tensor does not hold the bits that it was built with."""
+    digests = tensor_digests([place.tensor for place in places])
+    return [place for place, digest in zip(places, digests, strict=True) if digest != place.digest]
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -4,7 +4,9 @@ On a CPU it forks a worker for each request that comes. It must not start thread
 held by another stays locked. So models are built on one thread (OpenMP's pool does not survive a fork either), and each child takes the usual
 number.
 
-A CUDA context does not survive a fork. There the server is the worker: it makes one run after the other, each with the model as it was built
+The same goes for the ranks of a sharded model on any device, as long as its weights are in the host's memory.
+
+A CUDA context does not survive a fork. With other models on a GPU the server is the worker: it makes one run after the other, each with the model as it was built
 (:mod:`dtypedoctor.worker.stock`), and ends when it cannot promise that any more. Whoever asked then starts another one.
 """
 
@@ -47,13 +49,16 @@ def serve_warm(
 
     Sends ``("ready", built, device)`` once; ``built`` is False where building raised (each worker will then find out for itself), or where
     the device cannot be shared by forked processes and runs may not be made ``in_place``.
-    Takes ``("run", directory)`` and ``("stop", directory)``; sends ``("ended", directory, status)``, where a negative status is a
+    Takes ``("run", directory, variables)``, ``("end", directory, {})`` for SIGTERM and ``("stop", directory, {})`` for SIGKILL; sends ``("ended", directory, status)``, where a negative status is a
     signal's number. Ends when the channel is closed, and ends its workers then. Each run begins with ``redirect``. A server that makes
     its runs itself sends ``("retired", why, 0)`` and ends when the models are no longer what they were.
     """
     scenario = Request.model_validate_json(read_request(directory)).scenario
+    is_sharded = scenario.distributed is not None
+    if is_sharded:
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # whether there is a GPU is asked without touching it
     device = choose_device(scenario.device).type
-    if (in_place and device != "cpu") or os.environ.get(IN_PLACE) == "1":
+    if not is_sharded and ((in_place and device != "cpu") or os.environ.get(IN_PLACE) == "1"):
         leave_with_the_doctor()  # by a thread, so not where workers are forked
         _serve_in_place(scenario, directory, channel, redirect)
         return
@@ -61,15 +66,35 @@ def serve_warm(
     torch.set_num_threads(1)
     stock = Stock()
     prepare_process(scenario)
-    built = device == "cpu" and _filled(stock, scenario, torch.device("cpu"))
+    fill = stock.fill_for_ranks if is_sharded else stock.fill
+    built = (device == "cpu" or is_sharded) and _filled(fill, scenario, torch.device(device))
+    if built and device != "cpu" and not _forks_can_use_cuda():
+        built = False
+        print("ranks are started anew each time: building the model has initialized CUDA", file=sys.stderr, flush=True)
     channel.send(("ready", built, device))
     _Workers(channel, stock, threads, redirect).answer()
 
 
-def _filled(stock: Stock, scenario: Scenario, device: torch.device) -> bool:
+def _forks_can_use_cuda() -> bool:
+    """Whether a process that is forked from this one can use a GPU: not if anything here has, torch or another library."""
+    process = os.fork()
+    if process == 0:
+        status = 1
+        try:
+            with contained() as failed:
+                torch.cuda.init()
+                torch.zeros(1, device="cuda")
+            status = int(failed.error is not None)
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(process, 0)
+    return status == 0
+
+
+def _filled(fill: Callable[[Scenario, torch.device], None], scenario: Scenario, device: torch.device) -> bool:
     """Whether the models of ``scenario`` could be built; if not, the first worker meets the reason again and reports it."""
     with contained() as refused:
-        stock.fill(scenario, device)
+        fill(scenario, device)
     if (error := refused.error) is not None:
         print(f"not built in advance: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     return error is None
@@ -80,14 +105,14 @@ def _serve_in_place(scenario: Scenario, home: Path, channel: Connection, redirec
     device = choose_device(scenario.device)
     prepare_process(scenario)
     stock = ResidentStock()
-    built = _filled(stock, scenario, device)
+    built = _filled(stock.fill, scenario, device)
     if built and not stock.may_stay():
         built = False
         print("the models are loaded for each run: they take too much memory to stay", file=sys.stderr, flush=True)
     channel.send(("ready", built, device.type))
     while built:
         try:
-            verb, directory = channel.recv()
+            verb, directory, _ = channel.recv()
         except (EOFError, ConnectionError):
             return
         if verb != "run":
@@ -127,16 +152,18 @@ class _Workers:
             for process, _ in self._running.values():
                 _kill_group(process)
 
-    def _obey(self, verb: str, directory: str) -> None:
+    def _obey(self, verb: str, directory: str, environment: dict[str, str]) -> None:
         if verb == "run":
             process = os.fork()
             if process == 0:
-                self._work(Path(directory))
+                self._work(Path(directory), environment)
             self._running[os.pidfd_open(process)] = process, directory
-        else:
-            for process, where in self._running.values():
-                if where == directory:
-                    _kill_group(process)
+            return
+        for process, where in self._running.values():
+            if where == directory and verb == "end":
+                os.kill(process, signal.SIGTERM)  # it has not been waited for, so the number is still its own
+            elif where == directory:
+                _kill_group(process)
 
     def _reap(self, descriptor: int) -> None:
         process, directory = self._running.pop(descriptor)
@@ -144,7 +171,7 @@ class _Workers:
         _, status = os.waitpid(process, 0)
         self._channel.send(("ended", directory, os.waitstatus_to_exitcode(status)))
 
-    def _work(self, directory: Path) -> None:
+    def _work(self, directory: Path, environment: dict[str, str]) -> None:
         """The child's side; never returns."""
         status = 1
         try:
@@ -153,7 +180,8 @@ class _Workers:
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                 self._redirect(directory)
                 self._channel.close()
-                torch.set_num_threads(self._threads)
+                os.environ.update(environment)
+                torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", self._threads)))
                 status = serve(directory, self._stock)
         finally:  # a child that returned would go on as a second server
             sys.stdout.flush()

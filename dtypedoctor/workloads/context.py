@@ -84,6 +84,7 @@ class Context:
         compiled: the model as ``torch.compile`` gave it back, where the stage asks for that.
         wrapped: the model as it is called in one of several processes, where the scenario asks for that.
         rank: number of this process, whose batches are its own.
+        look: as in :class:`dtypedoctor.scenario.model.Request`.
         steps_before: training steps that earlier stages have done.
         steps_completed: training steps done in this stage, kept by the workload.
     """
@@ -99,6 +100,7 @@ class Context:
     compiled: nn.Module | None = None
     wrapped: nn.Module | None = None
     rank: int = 0
+    look: bool = True
     steps_before: int = 0
     steps_completed: int = 0
 
@@ -172,18 +174,19 @@ class Context:
             ProbeLogProbs(n=writer.next_n(), step=self.steps_before + step, values=values, untrained=untrained)
         )
 
-    def probe_untrained(self) -> None:
-        """The probe before the stage's first step. A model that fails here will fail in its workload, where it is watched."""
+    def probe_untrained(self) -> Exception | None:
+        """The probe before the stage's first step; what it has raised. A model that fails here will fail in its workload, where it is watched."""
         if vocabulary_of(self.built.model) is None:
             what = f"log-probabilities of {type(self.built.model).__name__}"
             self.instruments.writer.write(NotWatched(what=what, why="it has no config.vocab_size to draw tokens from"))
-            return
+            return None
         with contained() as refused, self.region():  # the workload will meet it again, watched
             self.probe(0, untrained=True)
         leave_forward(self.built.model)
         if refused.error is not None:
             why = f"the forward pass raises {type(refused.error).__name__}"
             self.instruments.writer.write(NotWatched(what="outputs before the first step", why=why))
+        return refused.error
 
 
 @contextmanager

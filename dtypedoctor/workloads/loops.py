@@ -37,8 +37,11 @@ def run_forward(context: Context) -> None:
         values["step_time"] = time.perf_counter() - began
         context.steps_completed = step
         context.metric(step, values)
-        with context.region():
-            context.probe(step)
+        if (
+            context.look or settings.steps > 1
+        ):  # a single pass leaves the outputs as they were before it, and a probe of a bisection is short
+            with context.region():
+                context.probe(step)
 
 
 def _take_gradient_norm(context: Context) -> float:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from command import dtypedoctor, report_of
-from test_resident import IN_PLACE, MODEL
+from test_forked_ranks import comparable
+from test_resident import IN_PLACE, MODEL, runs_of
 
 from dtypedoctor.trace.reader import read_trace
 
@@ -82,6 +83,36 @@ def test_a_sharded_model_is_bisected_over_nccl(llama: Path, tmp_path: Path) -> N
     kept = read_trace(out / "remedy-keep-float32" / "rank-1")
     gathered = {site.dtype for site in kept.sites.values() if (site.kind, site.cls) == ("sent", "all_gather")}
     assert gathered == {"float16", "float32"}
+
+
+@TWO
+@pytest.mark.gpu
+def test_forked_ranks_say_over_nccl_what_those_of_torchrun_say(llama: Path, tmp_path: Path) -> None:
+    """Of a training with an optimizer, each record of each rank in each run."""
+    scenario = {
+        "name": "sharded",
+        "summary": "A small Llama on two devices.",
+        "distributed": {"processes": 2, "strategy": "fsdp", "param_dtype": "bfloat16"},
+        "steps": [
+            {
+                "model": {"name": str(llama), "dtype": "float32"},
+                "workload": {"kind": "train", "steps": 2, "sequence_length": 8},
+            }
+        ],
+    }
+    (tmp_path / "sharded.yaml").write_text(json.dumps(scenario))
+    codes = [
+        dtypedoctor(
+            "run", tmp_path / "sharded.yaml", "--no-remedies", "--device", "cuda", how, "--out", tmp_path / how[2:]
+        ).code
+        for how in ("--resident-workers", "--fresh-workers")
+    ]
+    assert codes[0] == codes[1] == 0
+    forks, processes = runs_of(tmp_path / "resident-workers"), runs_of(tmp_path / "fresh-workers")
+    assert len(forks) >= 4
+    assert forks.keys() == processes.keys()
+    for name, directory in forks.items():
+        assert comparable(directory) == comparable(processes[name]), name
 
 
 @pytest.mark.slow
