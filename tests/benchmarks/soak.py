@@ -4,7 +4,7 @@
 
 Ten steps without the watch and ninety with it take turns; of each ninety the seconds are compared with those of the tens on both sides. The
 budget decides as it does in any program: the first steps are measured whole, the others as far as the budget allows. Writes ``soak.json``
-and draws ``soak.svg``. Steps in which the checks for silent failures look closer (1 to 4, 8, 16, 32 ...) are among those measured.
+after each turn, which so outlives the machine's being taken away, and draws ``soak.svg`` at the end. Steps in which the checks for silent failures look closer (1 to 4, 8, 16, 32 ...) are among those measured.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,17 @@ def main() -> None:
     workload = build_workload(device, options.size, options.batch, options.length)
     budget = budget_of(options.budget)
     assert budget is not None
-    with tempfile.TemporaryDirectory() as directory:
-        turns = _train(workload, budget, Path(directory), options.seconds)
-    left_out = [f"{note.what}: {note.why}" for note in budget.left_out()]
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     about = {"where": where, "torch": torch.__version__, "workload": workload.description, "budget": options.budget}
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "soak.json").write_text(json.dumps({**about, "left_out": left_out, "turns": turns}, indent=1) + "\n")
+    left_out: list[str] = []
+    turns: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        for turn in _train(workload, budget, Path(directory), options.seconds):
+            turns.append(turn)
+            left_out = [f"{note.what}: {note.why}" for note in budget.left_out()]
+            document = {**about, "left_out": left_out, "turns": turns}
+            (options.out / "soak.json").write_text(json.dumps(document, indent=1) + "\n")
     (options.out / "soak.svg").write_text(_drawn(turns, f"{where}, {workload.description}, budget {options.budget}"))
     for turn in turns:
         print(f"{turn['seconds']:7.1f} s: overhead {turn['overhead']:6.1%}, by its own count {turn['metered']:6.1%}")
@@ -62,14 +66,13 @@ def main() -> None:
     print(*left_out, sep="\n")
 
 
-def _train(workload: Workload, budget: Budget, directory: Path, seconds: float) -> list[dict[str, float]]:
+def _train(workload: Workload, budget: Budget, directory: Path, seconds: float) -> Iterator[dict[str, float]]:
     """Turns of bare and watched steps: when each ended, its overhead, and what had grown by then."""
     writer = TraceWriter(directory)
     writer.write(Header())
     instruments = Instruments(writer, budget=budget)
     for _ in range(BARE):
         workload.step()
-    turns: list[dict[str, float]] = []
     spent = 0.0
     began = time.perf_counter()
     before = _seconds_of(workload, BARE)
@@ -80,21 +83,18 @@ def _train(workload: Workload, budget: Budget, directory: Path, seconds: float) 
         after = _seconds_of(workload, BARE)
         bare = (before + after) / 2
         before = after
-        turns.append(
-            {
-                "seconds": round(time.perf_counter() - began, 2),
-                "bare_ms": round(1e3 * bare, 2),
-                "watched_ms": round(1e3 * watched, 2),
-                "overhead": round(watched / bare - 1, 4),
-                "memory_mib": round(resident() / 2**20, 1),
-                "device_mib": round(workload.peak() / 2**20, 1),
-                "metered": round((budget.spent - spent) / (bare * WATCHED), 4),
-                "trace_mib": round(sum(file.stat().st_size for file in directory.iterdir()) / 2**20, 3),
-            }
-        )
+        yield {
+            "seconds": round(time.perf_counter() - began, 2),
+            "bare_ms": round(1e3 * bare, 2),
+            "watched_ms": round(1e3 * watched, 2),
+            "overhead": round(watched / bare - 1, 4),
+            "memory_mib": round(resident() / 2**20, 1),
+            "device_mib": round(workload.peak() / 2**20, 1),
+            "metered": round((budget.spent - spent) / (bare * WATCHED), 4),
+            "trace_mib": round(sum(file.stat().st_size for file in directory.iterdir()) / 2**20, 3),
+        }
         spent = budget.spent
     writer.close()
-    return turns
 
 
 def _seconds_of(workload: Workload, steps: int) -> float:

@@ -20,22 +20,24 @@ class Worker:
 
     def __init__(self, pool: "Pool", request: Request, place: Path, slot: int) -> None:
         self.pool, self.request, self.place, self.slot = pool, request, place, slot
-        self.left = 3
+        self.left = 12
         self.stopped = False
 
     def wait(self, seconds: float) -> bool:
-        """It has, at the third time."""
+        """It has, at the twelfth time."""
         self.left -= 1
+        if self.left <= 0 and self in self.pool.running:
+            self.pool.running.remove(self)
         return self.left <= 0
 
     def stop(self) -> None:
         """Ends it."""
         self.stopped = True
-        self.pool.running.remove(self)
+        if self in self.pool.running:
+            self.pool.running.remove(self)
 
     def collect(self) -> Run:
         """A run without records."""
-        self.pool.running.remove(self)
         self.place.mkdir(parents=True)
         write_request(self.place, self.request)
         writer = TraceWriter(self.place)
@@ -74,6 +76,29 @@ def test_one_worker_is_left_to_what_is_asked_for(tmp_path: Path) -> None:
     pool = Pool(tmp_path, 3)
     pool.runner.begin(REQUESTS)
     assert pool.dtypes == ["float16", "bfloat16"]
+
+
+def test_while_nobody_asks_all_workers_are_taken(tmp_path: Path) -> None:
+    """Who asks then waits for one of them, and no more run than there are workers."""
+    pool = Pool(tmp_path, 2)
+    pool.runner.begin(REQUESTS[:2])
+    assert pool.dtypes == ["float16"]
+    with pool.runner.idle():
+        assert pool.dtypes == ["float16", "bfloat16"]
+    assert pool.runner.run(REQUESTS[2], "remedy").exit.code == 0
+    assert len(list(pool.runner.run_all(REQUESTS))) == 3
+    assert len(pool.all) == 4
+    assert pool.running == []
+
+
+def test_a_single_worker_is_taken_while_nobody_asks(tmp_path: Path) -> None:
+    """Each run has to wait for the one before."""
+    pool = Pool(tmp_path, 1)
+    pool.runner.begin(REQUESTS)
+    with pool.runner.idle():
+        assert pool.dtypes == ["float16"]
+    assert len(list(pool.runner.run_all(REQUESTS))) == 3
+    assert len(pool.all) == 3
 
 
 def test_with_a_single_worker_nothing_begins_early(tmp_path: Path) -> None:

@@ -212,20 +212,18 @@ class _Bisecting:
         return judge(remedy, changed, run, baselines), symptom_of(run, setup.tolerance.of_first_outputs()).healthy
 
     def _concluded(self, found: Bisection, setup: ReferenceSetup, ladder: Sequence[Workload]) -> Bisection:
-        """Corrections, modes, cost and reproduction, where there is a culprit; Ctrl-C, or a run that cannot be made, leaves out the rest."""
+        """Corrections, reproduction, modes and cost, where there is a culprit; Ctrl-C, or a run that cannot be made, leaves out the rest."""
         if found.end is not End.FOUND:
             return found
         try:
             found = self._corrected(found, setup, offered_corrections(self._scenario, found.treatment.findings))
+            self._progress.stage("writing a minimal reproduction")  # the modes that compile run beside it
+            found = replace(found, reproduction=reproduce(self._runner, setup, found.culprits))
             self._progress.stage("running other modes")
-            found = replace(
-                found,
-                verdicts=measure(self._runner, setup, modes(setup.workload, ladder, found.culprits), found.failure),
-            )
+            verdicts = measure(self._runner, setup, modes(setup.workload, ladder, found.culprits), found.failure)
+            found = replace(found, verdicts=verdicts)
             self._progress.stage("measuring cost")
-            found = replace(found, cost=measure_cost(self._runner, setup.workload, found.culprits))
-            self._progress.stage("writing a minimal reproduction")
-            return replace(found, reproduction=reproduce(self._runner, setup, found.culprits))
+            return replace(found, cost=measure_cost(self._runner, setup.workload, found.culprits))
         except (KeyboardInterrupt, UsageError, OSError):
             return replace(found, end=End.INTERRUPTED, note="the modules are known; what follows was not measured")
 

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -82,6 +83,8 @@ class ProbeRunner:
         """How many requests were answered, from disk or by a run."""
         self._wanted: deque[tuple[Path, Request]] = deque()
         self._begun: dict[Path, tuple[int, Started]] = {}
+        self._reserved = 1
+        """Workers that what is only wanted leaves to what is asked for."""
 
     def run(self, request: Request, label: str = "") -> Run:
         """Runs one request; see :meth:`run_all`.
@@ -102,17 +105,31 @@ class ProbeRunner:
                 self._wanted.append((place, request))
         self._begin_more({})
 
+    @contextlib.contextmanager
+    def idle(self) -> Iterator[None]:
+        """Inside, nobody asks for a run: what is wanted may take all workers."""
+        self._reserved = 0
+        try:
+            self._begin_more({})
+            yield
+        finally:
+            self._reserved = 1
+
     def _begin_more(self, running: Mapping[int, tuple[int, Started]]) -> None:
         """Begins what is wanted; one worker is left to what is asked for now."""
-        while self._wanted and len(running) + len(self._begun) < self.width - (not running):
+        while self._wanted and len(self._taken(running)) < self.width - (0 if running else self._reserved):
             place, request = self._wanted.popleft()
             clear(place)
             slot = self._free_slot(running)
             self._begun[place] = slot, self._start(request, place, slot)
 
+    def _taken(self, running: Mapping[int, tuple[int, Started]]) -> set[int]:
+        """The slots in which a worker runs, asked for or begun."""
+        begun = {slot for slot, started in self._begun.values() if not started.wait(0.0)}
+        return begun.union(slot for slot, _ in running.values())
+
     def _free_slot(self, running: Mapping[int, tuple[int, Started]]) -> int:
-        taken = {slot for slot, _ in (*running.values(), *self._begun.values())}
-        return min(set(range(self.width)) - taken)
+        return min(set(range(self.width)) - self._taken(running))
 
     def leave_begun(self) -> None:
         """Ends what was begun and nobody has asked for."""
@@ -144,13 +161,15 @@ class ProbeRunner:
                 waiting.remove(index)
                 running[index] = self._begun.pop(places[index])
             while waiting or running:
-                while waiting and len(running) < max(self.width - len(self._begun), 1):
+                while waiting and len(self._taken(running)) < self.width:
                     index = waiting.popleft()
                     clear(places[index])  # what an interruption has left there
                     slot = self._free_slot(running)
                     running[index] = slot, self._start(requests[index], places[index], slot)
                 if not waiting:
                     self._begin_more(running)
+                if not running:  # what has begun has all workers
+                    time.sleep(POLL_SECONDS)
                 for index in list(running):
                     if running[index][1].wait(POLL_SECONDS / len(running)):
                         run = _collected(running.pop(index)[1])

@@ -94,7 +94,8 @@ def _attempt(
             text = script_text(description, claim, configs=configs)
         except CannotBeWrittenError as error:
             return Reproduction(module=culprit, reason=str(error))
-        status, said, errors = _written(runner.directory, text, captured / _CAPTURED[1])
+        with runner.idle():
+            status, said, errors = _written(runner.directory, text, captured / _CAPTURED[1])
         line = next((line for line in said.splitlines() if line.startswith(_FAILS)), "")
         same = _IN_ANY_DTYPE.fullmatch(line)
         if status == 1 and line and not same:
