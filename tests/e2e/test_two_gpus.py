@@ -40,9 +40,8 @@ def test_a_model_that_is_spread_over_devices_is_bisected(llama: Path, workers: s
     assert sorted(found["culprits"]) == ON_CUDA
     assert found["confirmed"]
     assert {row["outcome"] for row in found["verdicts"] if row["mode"] == "float32 throughout"} == {"pass"}
-    environment = next(
-        record for record in map(json.loads, (out / "before" / "events.jsonl").open()) if record["e"] == "environment"
-    )
+    recorded = map(json.loads, (out / "before" / "events.jsonl").read_text().splitlines())
+    environment = next(record for record in recorded if record["e"] == "environment")
     assert environment["values"]["gpu"]["count"] == 2
 
 
@@ -72,17 +71,26 @@ def test_a_model_that_is_spread_over_devices_is_run_and_fixed(llama: Path, tmp_p
 @TWO
 @pytest.mark.gpu
 def test_a_sharded_model_is_bisected_over_nccl(llama: Path, tmp_path: Path) -> None:
-    """Each rank moves one unit after the other to its device; the modules kept in float32 are units of their own."""
+    """Each rank moves one unit after the other to its device; the modules kept in float32 are units of their own.
+
+    Each rank has other tokens, and those of one need the projection kept as well.
+    """
     out = tmp_path / "run"
     arguments = ["--model", llama, "--dtype", "float16", "--workload", "forward", "--nproc-per-node", "2"]
     finished = dtypedoctor("bisect", *arguments, "--device", "cuda", "--out", out, OMP_NUM_THREADS="1")
     assert finished.code == 10, finished.err
     found = report_of(out)["bisection"]
-    assert sorted(found["culprits"]) == ON_CUDA
+    assert sorted(found["culprits"]) == CULPRITS
     assert found["confirmed"]
     kept = read_trace(out / "remedy-keep-float32" / "rank-1")
     gathered = {site.dtype for site in kept.sites.values() if (site.kind, site.cls) == ("sent", "all_gather")}
     assert gathered == {"float16", "float32"}
+
+
+def unnumbered(directory: Path) -> list[str]:
+    """The records of a trace without their numbers, in no order: when a device's results arrive, and are written between them, depends on time."""
+    found = [json.loads(line) for line in comparable(directory)]
+    return sorted(json.dumps(one | {"n": 0}, sort_keys=True) for one in found if isinstance(one, dict))
 
 
 @TWO
@@ -112,7 +120,8 @@ def test_forked_ranks_say_over_nccl_what_those_of_torchrun_say(llama: Path, tmp_
     assert len(forks) >= 4
     assert forks.keys() == processes.keys()
     for name, directory in forks.items():
-        assert comparable(directory) == comparable(processes[name]), name
+        ours, theirs = unnumbered(directory), unnumbered(processes[name])
+        assert [one for one in ours if one not in theirs][:3] == [one for one in theirs if one not in ours][:3], name
 
 
 @pytest.mark.slow
