@@ -140,5 +140,5 @@ def _variables(rank: int, count: int, meeting: Path) -> dict[str, str]:
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        RENDEZVOUS: (meeting / "store").as_uri(),
+        RENDEZVOUS: str(meeting / "store"),
     }

@@ -267,6 +267,17 @@ class Meeting:
             raise error from None
 
 
+def _meeting_point(here: Member) -> Store:
+    """What the ranks have in common: a file where the doctor has forked them, else what torchrun says."""
+    path = os.environ.get(RENDEZVOUS)
+    found: Store
+    if path is not None:
+        found = dist.FileStore(path, here.world_size)  # type: ignore[attr-defined]  # public, but for type checkers
+    else:
+        found = next(iter(rendezvous("env://", here.rank, here.world_size)))[0]
+    return found
+
+
 @contextmanager
 def parallel(context: "Context") -> Iterator[Meeting | None]:
     """Inside, ``context.model`` is wrapped as the scenario asks, and this process belongs to the group of all ranks, who can meet."""
@@ -276,8 +287,7 @@ def parallel(context: "Context") -> Iterator[Meeting | None]:
         yield None
         return
     context.rank = here.rank
-    url = os.environ.get(RENDEZVOUS, "env://")
-    store, _, _ = next(iter(rendezvous(url, here.rank, here.world_size)))
+    store = _meeting_point(here)
     dist.init_process_group(
         BACKENDS[context.device.type],
         store=PrefixStore("group", store),
