@@ -5,6 +5,7 @@ Of several scenarios each gets a directory of its own, and all of them one matri
 
 import os
 import shlex
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.forked_ranks import ForkedRanks, forks_ranks, may_be_forked
 from dtypedoctor.runner.launch import PRELOAD, WORKER, Launcher, WarmServer, may_share_process, run_to_end
-from dtypedoctor.runner.process import run_launched, run_ranks, run_script
+from dtypedoctor.runner.process import ending_by_interrupt, run_launched, run_ranks, run_script
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.loading import resolve, shipped_beside
 from dtypedoctor.scenario.model import Request, Scenario, Script
@@ -60,6 +61,7 @@ def treat_scenario(
         require_at_hand(scenario)
     pace = Pace(directory, "run" if plan.remedies else "diagnose", scenario, in_matrix=in_matrix)
     with (
+        ending_by_interrupt(),
         removed_if_refused(directory),
         _with_releases(scenario, wheels),
         view,
@@ -137,7 +139,10 @@ def _starter(
     workload = scenario.steps[0].workload
 
     def by_torchrun(request: Request, place: Path) -> Run:
-        return run_ranks(request, place, live=False, progress=view.progress)
+        run = run_ranks(request, place, live=False, progress=view.progress)
+        if run.exit.asked_to_end:
+            raise KeyboardInterrupt(f"interrupted by {signal.Signals(run.exit.asked_to_end).name}")
+        return run
 
     if scenario.distributed is not None and (resident is False or not may_be_forked(scenario)):
         yield by_torchrun

@@ -10,13 +10,13 @@ import signal
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.runner.launch import StartedWorker, WarmServer
-from dtypedoctor.runner.process import collect_rank, first_failure, request_of_rank
-from dtypedoctor.runner.run import Run, led_by, write_request
+from dtypedoctor.runner.process import request_of_rank
+from dtypedoctor.runner.run import Run, WorkerExit, collect, led_by, write_request
 from dtypedoctor.scenario.model import Request, Scenario
 from dtypedoctor.trace.ranks import RENDEZVOUS, rank_directory
 
@@ -67,6 +67,8 @@ class ForkedRanks(StartedWorker):
         super().__init__(self._places[0], request.scenario.time_limit, self._ended, self._end_all)
         self._statuses: dict[int, int] = {}
         """Of the ranks that have ended, in the order in which they did."""
+        self._asked: frozenset[int] = frozenset()
+        """Those that were asked to end because another one had failed."""
         self._others_end_by: float | None = None
         self._meeting = Path(tempfile.mkdtemp(prefix="dtypedoctor-ranks-"))
         for rank, place in enumerate(self._places):
@@ -79,18 +81,22 @@ class ForkedRanks(StartedWorker):
             UsageError: the scenario cannot be run at all.
         """
         ended = self.ended()
-        failures = {} if ended.timed_out else self._failures()
-        runs = [collect_rank(place, rank, ended, failures) for rank, place in enumerate(self._places)]
-        return led_by(tuple(runs), first_failure(failures, default=0))
+        runs = {rank: self._collected(rank, ended) for rank in self._statuses}
+        first = next((rank for rank, run in runs.items() if run.exit.code or run.trace.end is None), 0)
+        ranks = tuple(runs[rank] for rank in sorted(runs))
+        return led_by(ranks, 0 if ended.timed_out else first)
 
-    def _failures(self) -> dict[int, dict[str, Any]]:
-        """Status and place in order of the rank that failed first, and of others that ended by themselves, as torchrun tells of them."""
-        failed = {rank: status for rank, status in self._statuses.items() if status}
-        return {
-            rank: {"code": status, "time": position}
-            for position, (rank, status) in enumerate(failed.items())
-            if position == 0 or status != -signal.SIGTERM
-        }
+    def _collected(self, rank: int, ended: WorkerExit) -> Run:
+        """One rank's run. One that was asked to end while it was ending by itself is taken at the word of its trace."""
+        place, status = self._places[rank], self._statuses[rank]
+        if ended.timed_out:
+            return replace(collect(place, ended), rank=rank)
+        asked = signal.SIGTERM if rank in self._asked and status == -signal.SIGTERM else 0
+        run = collect(place, replace(ended, code=status, ended_by_launcher=asked))
+        end = run.trace.end
+        if asked and end is not None:
+            run = collect(place, replace(run.exit, code=int(end.outcome != "completed")))
+        return replace(run, rank=rank)
 
     def _ended(self, seconds: float) -> int | None:
         """0 if all ranks have ended well, 1 if not; None while one runs."""
@@ -122,7 +128,8 @@ class ForkedRanks(StartedWorker):
         now = time.monotonic()
         if self._others_end_by is None:
             self._others_end_by = now + _GRACE_SECONDS
-            for rank in self._running():
+            self._asked = frozenset(self._running())
+            for rank in self._asked:
                 self._server.ask_to_end(self._places[rank])
         elif now > self._others_end_by:
             self._end_all()

@@ -151,6 +151,10 @@ class Launcher:
                 resource_tracker.ensure_running()
                 forkserver.ensure_running()
         except OSError as error:
+            if error.errno is None:  # Python's own: "AF_UNIX path too long"
+                raise UsageError(
+                    f"no worker can be started: {error}", "Set TMPDIR to a folder with a shorter path."
+                ) from error
             raise UsageError(f"{self._log}: cannot be written ({error.strerror})", "Give another --out.") from error
         return self
 
@@ -477,10 +481,8 @@ def work(directory: str) -> None:
 
 
 def _serve(place: Path) -> None:
-    status = import_module(WORKER).serve(place)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # the trace is complete: libraries' exit handlers can only hang or fail here
+    worker = import_module(WORKER)
+    worker.leave(worker.serve(place))
 
 
 def begin_warm(directory: str, channel: Connection, in_place: bool) -> None:

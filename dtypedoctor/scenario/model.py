@@ -328,6 +328,10 @@ class Scenario(Strict):
                 raise ValueError(f"a step of kind {kind} runs in one process only")
             if kind in ("sft", "grpo") and spec is not None and spec.strategy == "fsdp":
                 raise ValueError(f"the trainer of a step of kind {kind} wraps its model itself, with ddp only")
+            if step.model is None and step.workload.kind != "script" and spec is not None and spec.strategy == "fsdp":
+                raise ValueError(
+                    "a step without a model goes on with a sharded one, which has left its process group; give it a `model`"
+                )
             if step.compile is not None:
                 raise ValueError("a compiled model runs in one process only")
             if step.model is not None and step.model.device_map is not None:

@@ -1,11 +1,13 @@
 """A worker: one process, one scenario, one trace."""
 
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -56,6 +58,19 @@ def serve(directory: Path, stock: Stock | None = None) -> int:
         ended_by = error
     recording.end(ended_by)
     return 0 if ended_by is None else 1
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process, the first of its group, and what it has started: a daemon of ``multiprocessing`` is ended by exit handlers.
+
+    These are not run: the trace is complete, and they can only hang or fail.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.getpgrp() == os.getpid():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+    os._exit(status)
 
 
 class _Run:

@@ -71,10 +71,8 @@ def serve_rank(directory: Path) -> None:
     if steps[0]["workload"]["kind"] == "script":
         serve(directory)
         return
-    status = import_module("dtypedoctor.worker.main").serve(directory)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # the trace is complete: libraries' exit handlers can only hang or fail here
+    worker = import_module("dtypedoctor.worker.main")
+    worker.leave(worker.serve(directory))
 
 
 def serve_launched(directory: Path, added: Sequence[str] = ()) -> None:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -267,6 +268,10 @@ class Meeting:
             raise error from None
 
 
+_GROUPS = count(1)
+"""Numbers of the process groups of this process, one for each stage; all ranks count alike."""
+
+
 def _meeting_point(here: Member) -> Store:
     """What the ranks have in common: a file where the doctor has forked them, else what torchrun says."""
     path = os.environ.get(RENDEZVOUS)
@@ -287,10 +292,12 @@ def parallel(context: "Context") -> Iterator[Meeting | None]:
         yield None
         return
     context.rank = here.rank
-    store = _meeting_point(here)
+    store = PrefixStore(
+        f"group {next(_GROUPS)}", _meeting_point(here)
+    )  # what an earlier stage has written means nothing to this one
     dist.init_process_group(
         BACKENDS[context.device.type],
-        store=PrefixStore("group", store),
+        store=store,
         rank=here.rank,
         world_size=here.world_size,
     )

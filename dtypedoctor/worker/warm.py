@@ -24,7 +24,7 @@ import torch
 from dtypedoctor.interruptions import contained, noticing
 from dtypedoctor.redaction.redact import read_request
 from dtypedoctor.scenario.model import Request, Scenario
-from dtypedoctor.worker.main import choose_device, prepare_process, serve
+from dtypedoctor.worker.main import choose_device, leave, prepare_process, serve
 from dtypedoctor.worker.stock import ResidentStock, Stock
 
 PR_SET_PDEATHSIG = 1
@@ -183,6 +183,7 @@ class _Workers:
                 os.environ.update(environment)
                 torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", self._threads)))
                 status = serve(directory, self._stock)
+                leave(status)
         finally:  # a child that returned would go on as a second server
             sys.stdout.flush()
             sys.stderr.flush()

@@ -1,5 +1,6 @@
 """Model factories that tests name as ``rank_factories:NAME``: what happens to one rank of two."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -14,6 +15,24 @@ class Killed(Plain):
     def forward(self, x: Tensor) -> Tensor:
         if os.environ.get("RANK") == "1":
             os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+
+class Terminated(Plain):
+    """Sends itself SIGTERM on rank 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if os.environ.get("RANK") == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().forward(x)
+
+
+class Gone(Plain):
+    """Leaves on rank 1 as if all were well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if os.environ.get("RANK") == "1":
+            os._exit(0)
         return super().forward(x)
 
 
@@ -38,6 +57,22 @@ class Raising(Plain):
 def killed() -> nn.Module:
     """Two blocks, the second of which ends rank 1."""
     return Tower(Plain(), Killed())
+
+
+def terminated() -> nn.Module:
+    """Two blocks, the second of which has rank 1 end."""
+    return Tower(Plain(), Terminated())
+
+
+def gone() -> nn.Module:
+    """Two blocks, the second of which leaves on rank 1."""
+    return Tower(Plain(), Gone())
+
+
+def accompanied() -> nn.Module:
+    """A healthy model whose process has a daemon, which would go on for long."""
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True).start()
+    return Tower(Plain())
 
 
 def stuck() -> nn.Module:

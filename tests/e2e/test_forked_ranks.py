@@ -2,15 +2,17 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import Finished, dtypedoctor, forked, report_of
-from patience import becomes
+from patience import PATIENCE, becomes
 from test_bisect_distributed import LLAMA, processes_with
 from test_resident import records, runs_of
 
@@ -96,8 +98,18 @@ def test_a_rank_that_fails_ends_the_others(name: str, code: int, words: str, tmp
         WorkerExit(**json.loads((place / EXIT).read_text())) for place in rank_directories(out / "before").values()
     ]
     assert statuses[1].code == code
-    assert statuses[0].ended_by_launcher == signal.SIGTERM
+    assert not statuses[1].ended_by_launcher
+    assert statuses[0].code
     assert becomes(lambda: not processes_with(out))
+
+
+@pytest.mark.parametrize(("name", "code"), [("terminated", -signal.SIGTERM), ("gone", 0)])
+def test_a_rank_that_ends_without_a_word_is_told_of_as_what_it_is(name: str, code: int, tmp_path: Path) -> None:
+    """It was not ended by anybody's launcher."""
+    finished, out = diagnosed(tmp_path, factory(name))
+    assert finished.code == 10, finished.err
+    ended = json.loads((out / "before" / "rank-1" / EXIT).read_text())
+    assert (ended["code"], ended.get("ended_by_launcher", 0)) == (code, 0)
 
 
 def test_a_job_that_takes_too_long_is_ended_whole(tmp_path: Path) -> None:
@@ -107,6 +119,74 @@ def test_a_job_that_takes_too_long_is_ended_whole(tmp_path: Path) -> None:
     ended = [json.loads((place / EXIT).read_text()) for place in rank_directories(out / "before").values()]
     assert [one["timed_out"] for one in ended] == [True, True]
     assert becomes(lambda: not processes_with(out))
+
+
+def test_a_second_stage_has_a_group_of_its_own(tmp_path: Path) -> None:
+    """Of a scenario with two, each with a model: the second one is run, and its failure found."""
+    small = {"name": "builtin:llama-tiny", "dtype": "float32", "options": {"hidden": 32, "intermediate": 64}}
+    work = {"kind": "forward", "sequence_length": 8}
+    finished, out = diagnosed(
+        tmp_path, LLAMA, steps=[{"model": one, "workload": work} for one in (small, small, LLAMA)]
+    )
+    assert finished.code == 10, finished.err
+    first = report_of(out)["findings"][0]
+    assert (first["id"], first["fqn"]) == ("float16-overflow", "model.layers.1.mlp")
+    assert "stopped at its time limit" not in finished.out
+
+
+def test_a_step_that_would_go_on_with_a_sharded_model_is_rejected(tmp_path: Path) -> None:
+    """The group that has sharded it is gone by then."""
+    work = {"kind": "forward", "sequence_length": 8}
+    finished, _ = diagnosed(tmp_path, LLAMA, steps=[{"model": LLAMA, "workload": work}, {"workload": work}])
+    assert finished.code == 2
+    assert "give it a `model`" in " ".join(finished.err.split())
+
+
+def test_what_a_rank_has_started_ends_with_it(tmp_path: Path) -> None:
+    """Exit handlers, which would end a daemon of multiprocessing, are not run."""
+    finished, out = diagnosed(tmp_path, factory("accompanied"))
+    assert finished.code == 0, finished.err
+    assert becomes(lambda: not processes_with(out))
+
+
+@pytest.mark.parametrize("how", ["--resident-workers", "--fresh-workers"])
+def test_a_run_of_ranks_that_is_asked_to_end_ends(how: str, tmp_path: Path) -> None:
+    """With one line, and nothing of it goes on or is left in the folder for temporary files."""
+    path, out = written(tmp_path, factory("stuck")), tmp_path / "run"
+    place = Path(tempfile.mkdtemp())  # a socket in it has to have a short path
+    command = [
+        sys.executable,
+        "-m",
+        "dtypedoctor",
+        "run",
+        str(path),
+        "--allow-code",
+        "--device",
+        "cpu",
+        how,
+        "--out",
+        str(out),
+    ]
+    environment = os.environ | ENVIRONMENT | {"TMPDIR": str(place)}
+    doctor = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert becomes(lambda: (out / "before" / "rank-1" / "events.jsonl").exists())
+    doctor.terminate()
+    _, said = doctor.communicate(timeout=PATIENCE)
+    assert doctor.returncode == 130
+    assert said.splitlines()[-1].startswith("error: interrupted")
+    assert becomes(lambda: not processes_with(out))
+    assert not list(place.glob("dtypedoctor-*"))
+    shutil.rmtree(place)
+
+
+def test_a_folder_for_temporary_files_with_a_long_path_is_rejected(tmp_path: Path) -> None:
+    """Workers are asked for by a socket in it, whose path has at most 107 characters."""
+    place = tmp_path / ("long" * 25)
+    place.mkdir()
+    path = written(tmp_path, LLAMA)
+    finished = dtypedoctor("run", path, "--device", "cpu", "--out", tmp_path / "run", **ENVIRONMENT, TMPDIR=str(place))
+    assert finished.code == 2, finished.err
+    assert "Set TMPDIR to a folder with a shorter path." in finished.err
 
 
 def test_no_rank_outlives_the_doctor(tmp_path: Path) -> None:
@@ -143,10 +223,10 @@ def test_a_factory_makes_the_model_of_each_rank(tmp_path: Path) -> None:
 
 def test_meetings_leave_nothing(tmp_path: Path) -> None:
     """The file in which ranks meet is gone after each run, whatever the folder is called."""
-    place = tmp_path / "my temporary #1 %20 ?é"
-    place.mkdir()
+    place = Path(tempfile.mkdtemp(suffix=" #1 %20 ?é"))
     path = written(tmp_path, factory("raising"))
     arguments = ("run", path, "--no-remedies", "--allow-code", "--device", "cpu", "--out", tmp_path / "run")
     finished = forked(*arguments, **ENVIRONMENT, TMPDIR=str(place))
     assert "no room on rank 1" in " ".join(finished.out.split()), finished.err
     assert not list(place.glob("dtypedoctor-ranks-*"))
+    shutil.rmtree(place)

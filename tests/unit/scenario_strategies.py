@@ -52,6 +52,7 @@ def _distributed_where_it_can_be(values: dict[str, Any]) -> dict[str, Any]:
         step["workload"]["kind"] not in ("train", "forward", "script")
         or step.get("compile") is not None
         or (step.get("model") or {}).get("device_map") is not None
+        or (step.get("model") is None and step["workload"]["kind"] != "script")
         for step in values["steps"]
     )
     return {key: value for key, value in values.items() if key != "distributed" or not one_process}
