@@ -9,7 +9,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -61,7 +61,7 @@ def treat_scenario(
         require_at_hand(scenario)
     pace = Pace(directory, "run" if plan.remedies else "diagnose", scenario, in_matrix=in_matrix)
     with (
-        ending_by_interrupt(),
+        nullcontext() if in_matrix else ending_by_interrupt(),  # who treats several has said so once for all
         removed_if_refused(directory),
         _with_releases(scenario, wheels),
         view,
