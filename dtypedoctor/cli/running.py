@@ -5,7 +5,6 @@ Of several scenarios each gets a directory of its own, and all of them one matri
 
 import os
 import shlex
-import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.forked_ranks import ForkedRanks, forks_ranks, may_be_forked
 from dtypedoctor.runner.launch import PRELOAD, WORKER, Launcher, WarmServer, may_share_process, run_to_end
-from dtypedoctor.runner.process import ending_by_interrupt, run_launched, run_ranks, run_script
+from dtypedoctor.runner.process import StartedRanks, ending_by_interrupt, run_launched, run_ranks, run_script
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.loading import resolve, shipped_beside
 from dtypedoctor.scenario.model import Request, Scenario, Script
@@ -139,10 +138,11 @@ def _starter(
     workload = scenario.steps[0].workload
 
     def by_torchrun(request: Request, place: Path) -> Run:
-        run = run_ranks(request, place, live=False, progress=view.progress)
-        if run.exit.asked_to_end:
-            raise KeyboardInterrupt(f"interrupted by {signal.Signals(run.exit.asked_to_end).name}")
-        return run
+        if isinstance(workload, Script):
+            return run_ranks(request, place, live=False, progress=view.progress)
+        ranks = StartedRanks(request, place, view.progress)
+        ranks.wait(0.0)
+        return ranks.collect()
 
     if scenario.distributed is not None and (resident is False or not may_be_forked(scenario)):
         yield by_torchrun

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.runner.launch import StartedWorker, WarmServer
-from dtypedoctor.runner.process import request_of_rank
-from dtypedoctor.runner.run import Run, WorkerExit, collect, led_by, write_request
+from dtypedoctor.runner.process import collect_rank, request_of_rank
+from dtypedoctor.runner.run import Run, WorkerExit, led_by, write_request
 from dtypedoctor.scenario.model import Request, Scenario
 from dtypedoctor.trace.ranks import RENDEZVOUS, rank_directory
 
@@ -56,7 +56,7 @@ class ForkedRanks(StartedWorker):
     """
 
     def __init__(self, request: Request, directory: Path, server: WarmServer) -> None:
-        assert request.scenario.distributed is not None  # whoever asks for ranks says how many
+        assert request.scenario.distributed is not None  # a scenario of one process has no ranks
         count = request.scenario.distributed.processes
         self._server = server
         self._places = [rank_directory(directory, rank) for rank in range(count)]
@@ -87,24 +87,17 @@ class ForkedRanks(StartedWorker):
         return led_by(ranks, 0 if ended.timed_out else first)
 
     def _collected(self, rank: int, ended: WorkerExit) -> Run:
-        """One rank's run. One that was asked to end while it was ending by itself is taken at the word of its trace."""
-        place, status = self._places[rank], self._statuses[rank]
-        if ended.timed_out:
-            return replace(collect(place, ended), rank=rank)
-        asked = signal.SIGTERM if rank in self._asked and status == -signal.SIGTERM else 0
-        run = collect(place, replace(ended, code=status, ended_by_launcher=asked))
-        end = run.trace.end
-        if asked and end is not None:
-            run = collect(place, replace(run.exit, code=int(end.outcome != "completed")))
-        return replace(run, rank=rank)
+        if not ended.timed_out:
+            status = self._statuses[rank]
+            asked = signal.SIGTERM if rank in self._asked and status == -signal.SIGTERM else 0
+            ended = replace(ended, code=status, ended_by_launcher=asked)
+        return collect_rank(self._places[rank], rank, ended)
 
     def _ended(self, seconds: float) -> int | None:
         """0 if all ranks have ended well, 1 if not; None while one runs."""
         deadline = time.monotonic() + seconds
-        while running := self._running():
-            self._note(running[0], min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
-            for rank in running[1:]:
-                self._note(rank, 0.0)
+        while self._running():
+            self._note(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
             self._end_others()
             if time.monotonic() >= deadline:
                 break
@@ -116,10 +109,9 @@ class ForkedRanks(StartedWorker):
     def _running(self) -> Sequence[int]:
         return [rank for rank, _ in enumerate(self._places) if rank not in self._statuses]
 
-    def _note(self, rank: int, seconds: float) -> None:
-        status = self._server.status_of(self._places[rank], seconds)
-        if status is not None:
-            self._statuses[rank] = status
+    def _note(self, seconds: float) -> None:
+        ended = self._server.statuses_of(self._places, seconds)
+        self._statuses = {self._places.index(place): status for place, status in ended.items()}
 
     def _end_others(self) -> None:
         """Once a rank has failed the others wait for it in vain."""

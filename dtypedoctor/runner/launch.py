@@ -439,18 +439,24 @@ class WarmServer:
 
     def status_of(self, directory: Path, seconds: float) -> int | None:
         """The exit status of the worker of ``directory``, for which it waits at most so long; None while it runs."""
+        return self.statuses_of([directory], seconds).get(directory)
+
+    def statuses_of(self, directories: Sequence[Path], seconds: float) -> dict[Path, int]:
+        """The exit statuses of those of these workers that have ended, in the order in which they did; it waits at most so long for the last."""
         assert self._channel is not None  # it has been started
         deadline = time.monotonic() + seconds
-        while str(directory) not in self._ended:
+        wanted = {str(directory): directory for directory in directories}
+        while wanted.keys() - self._ended.keys():
             left = deadline - time.monotonic()
-            if left < 0 or not wait([self._channel], left):
+            if not wait([self._channel], max(0.0, left)):
                 break
             try:
                 _, where, status = self._channel.recv()
             except (EOFError, ConnectionError):
-                return NO_ANSWER
+                self._ended |= dict.fromkeys(wanted.keys() - self._ended.keys(), NO_ANSWER)
+                break
             self._ended[where] = status
-        return self._ended.get(str(directory))
+        return {wanted[where]: status for where, status in self._ended.items() if where in wanted}
 
     def _send(self, verb: str, directory: Path, environment: Mapping[str, str] | None = None) -> None:
         assert self._channel is not None  # it has been started

@@ -423,11 +423,14 @@ def _of_ranks(directory: Path, ended: WorkerExit) -> Run:
     ranks = rank_directories(directory)
     failures = _failures(directory)
     started = sorted({*ranks, *failures})  # one that failed before it came to the script has no directory
-    runs = [collect_rank(rank_directory(directory, rank), rank, ended, failures, foreign=True) for rank in started]
-    return led_by(tuple(runs), first_failure(failures, default=min(ranks)))
+    runs = [
+        collect_rank(rank_directory(directory, rank), rank, exit_of_rank(rank, ended, failures), foreign=True)
+        for rank in started
+    ]
+    return led_by(tuple(runs), _first_failure(failures, default=min(ranks)))
 
 
-def first_failure(failures: dict[int, dict[str, Any]], *, default: int) -> int:
+def _first_failure(failures: dict[int, dict[str, Any]], *, default: int) -> int:
     """The rank that failed first. Times are whole seconds, and whom torchrun ended by SIGTERM may share that of the rank that failed."""
 
     def order(rank: int) -> tuple[bool, float]:
@@ -494,28 +497,30 @@ def run_ranks(
     failures = _failures(directory)
     foreign = isinstance(request.scenario.steps[0].workload, Script)
     runs = [
-        collect_rank(rank_directory(directory, rank), rank, ended, failures, foreign=foreign) for rank in range(count)
+        collect_rank(rank_directory(directory, rank), rank, exit_of_rank(rank, ended, failures), foreign=foreign)
+        for rank in range(count)
     ]
-    return led_by(tuple(runs), first_failure(failures, default=0))
+    return led_by(tuple(runs), _first_failure(failures, default=0))
 
 
 class StartedRanks:
     """A run of several processes, made while somebody waits for it: signals that come meanwhile go to its processes.
 
     Args:
-        request, directory: as :func:`run_ranks` gets them.
+        request, directory, progress: as :func:`run_ranks` gets them.
     """
 
-    def __init__(self, request: Request, directory: Path) -> None:
+    def __init__(self, request: Request, directory: Path, progress: Callable[[Path], None] = lambda _: None) -> None:
         self._request = request
         self._directory = directory
+        self._progress = progress
         self._ended: Run | UsageError | None = None
 
     def wait(self, _: float) -> bool:
         """Runs it to its end."""
         if self._ended is None:
             try:
-                self._ended = run_ranks(self._request, self._directory, live=False)
+                self._ended = run_ranks(self._request, self._directory, live=False, progress=self._progress)
             except UsageError as error:
                 self._ended = error
         return True
@@ -570,20 +575,26 @@ def _failures(directory: Path) -> dict[int, dict[str, Any]]:
     return {int(rank): failure for rank, failure in found.items()}
 
 
-def collect_rank(
-    place: Path, rank: int, ended: WorkerExit, failures: dict[int, dict[str, Any]], *, foreign: bool = False
-) -> Run:
-    """One rank's run, which lies in ``place``.
+def collect_rank(place: Path, rank: int, ended: WorkerExit, *, foreign: bool = False) -> Run:
+    """One rank's run, which lies in ``place`` and ended so.
 
-    When a rank fails, torchrun ends the others by SIGTERM, also those that are ending by themselves: what they would have ended with is not
-    known. Those whose traces had an end by then are taken at the word of these.
+    One that was asked to end while it was ending by itself is taken at the word of its trace.
     """
-    code = int(failures[rank]["code"]) if rank in failures else -signal.SIGTERM if failures else ended.code
-    if ended.timed_out:
-        return replace(collect(place, ended, foreign=foreign), rank=rank)
-    by_launcher = signal.SIGTERM if failures and code == -signal.SIGTERM else 0
-    run = collect(place, replace(ended, code=code, ended_by_launcher=by_launcher), foreign=foreign)
+    run = collect(place, ended, foreign=foreign)
     end = run.trace.end
-    if end is not None and run.exit.code == -signal.SIGTERM:
+    if end is not None and run.exit.code == -signal.SIGTERM and not ended.timed_out:
         run = collect(place, replace(run.exit, code=int(end.outcome != "completed")), foreign=foreign)
     return replace(run, rank=rank)
+
+
+def exit_of_rank(rank: int, ended: WorkerExit, failures: dict[int, dict[str, Any]]) -> WorkerExit:
+    """How a rank of torchrun's ended, as far as that is known.
+
+    When a rank fails, torchrun ends the others by SIGTERM, also those that are ending by themselves: what they would have ended with is not
+    known.
+    """
+    if ended.timed_out:
+        return ended
+    code = int(failures[rank]["code"]) if rank in failures else -signal.SIGTERM if failures else ended.code
+    by_launcher = signal.SIGTERM if failures and code == -signal.SIGTERM else 0
+    return replace(ended, code=code, ended_by_launcher=by_launcher)

@@ -176,23 +176,16 @@ _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 
 
 def tensor_digests(tensors: Sequence[Tensor]) -> list[int]:
-    """Of each tensor 64 bits that depend on each of its bits and on where that stands, computed on its device, for which the host waits once.
+    """Of each tensor 64 bits that depend on each of its bits and on where that stands, computed on its device.
 
     Each 64-bit word is mixed with its position in a chunk, and the results of a chunk are added modulo 2^64: in whatever order that is done, the
     sum is the same. The sums of the chunks are the digits of the digest, in base of an odd number.
     """
     places: dict[torch.device, Tensor] = {}
-    totals = [_digest(tensor, places) for tensor in tensors]
-    at = {device: [i for i, total in enumerate(totals) if total.device == device] for device in places}
-    found = {
-        i: value for mine in at.values() for i, value in zip(mine, _values([totals[i] for i in mine]), strict=True)
-    }
-    return [found[i] for i, _ in enumerate(totals)]
-
-
-def _values(totals: Sequence[Tensor]) -> list[int]:
-    values: list[int] = torch.stack(list(totals)).tolist()
-    return values
+    totals = [
+        _digest(tensor, places) for tensor in tensors
+    ]  # the host waits for a device only after it has been given all
+    return [int(total) for total in totals]
 
 
 def _digest(tensor: Tensor, places: dict[torch.device, Tensor]) -> Tensor:

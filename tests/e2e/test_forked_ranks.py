@@ -51,6 +51,17 @@ def factory(name: str) -> dict[str, Any]:
     return {"name": f"rank_factories:{name}", "dtype": "float32"}
 
 
+def started(folder: Path, *options: str, **environment: str) -> "subprocess.Popen[str]":
+    """A run in ``folder / "run"`` whose ranks have begun, and never end."""
+    out = folder / "run"
+    arguments = ["run", written(folder, factory("stuck")), "--allow-code", "--device", "cpu", *options, "--out", out]
+    command = [sys.executable, "-m", "dtypedoctor", *map(str, arguments)]
+    variables = os.environ | ENVIRONMENT | environment
+    doctor = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert becomes(lambda: (out / "before" / "rank-1" / "events.jsonl").exists())
+    return doctor
+
+
 def comparable(directory: Path) -> list[str]:
     """The records of a trace, but for the memory that FSDP2 allocates and has not written yet when an operator gets it, and for our own frames."""
     found = []
@@ -152,24 +163,8 @@ def test_what_a_rank_has_started_ends_with_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["--resident-workers", "--fresh-workers"])
 def test_a_run_of_ranks_that_is_asked_to_end_ends(how: str, tmp_path: Path) -> None:
     """With one line, and nothing of it goes on or is left in the folder for temporary files."""
-    path, out = written(tmp_path, factory("stuck")), tmp_path / "run"
-    place = Path(tempfile.mkdtemp())  # a socket in it has to have a short path
-    command = [
-        sys.executable,
-        "-m",
-        "dtypedoctor",
-        "run",
-        str(path),
-        "--allow-code",
-        "--device",
-        "cpu",
-        how,
-        "--out",
-        str(out),
-    ]
-    environment = os.environ | ENVIRONMENT | {"TMPDIR": str(place)}
-    doctor = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    assert becomes(lambda: (out / "before" / "rank-1" / "events.jsonl").exists())
+    out, place = tmp_path / "run", Path(tempfile.mkdtemp())  # a socket in it has to have a short path
+    doctor = started(tmp_path, how, TMPDIR=str(place))
     doctor.terminate()
     _, said = doctor.communicate(timeout=PATIENCE)
     assert doctor.returncode == 130
@@ -191,26 +186,11 @@ def test_a_folder_for_temporary_files_with_a_long_path_is_rejected(tmp_path: Pat
 
 def test_no_rank_outlives_the_doctor(tmp_path: Path) -> None:
     """It is killed, so that it cannot say anything to anybody."""
-    path, out = written(tmp_path, factory("stuck")), tmp_path / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "dtypedoctor",
-        "run",
-        str(path),
-        "--allow-code",
-        "--device",
-        "cpu",
-        "--out",
-        str(out),
-    ]
-    doctor = subprocess.Popen(
-        command, env=os.environ | ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    assert becomes(lambda: (out / "before" / "rank-1" / "events.jsonl").exists())
+    out = tmp_path / "run"
+    doctor = started(tmp_path)
     assert len(processes_with(out)) >= 2
     doctor.kill()
-    doctor.wait()
+    doctor.communicate(timeout=PATIENCE)
     assert becomes(lambda: not processes_with(out))
 
 
