@@ -16,6 +16,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib import import_module
 from operator import attrgetter
 from types import CodeType
 from typing import Any
@@ -602,6 +603,16 @@ def skip_frames(function: Callable[..., Any]) -> None:
     if decide is not None:
         left = evaluation.FrameAction.SKIP
         decide(function.__code__, evaluation.FrameExecStrategy(left, left))
+
+
+def recompiling(versions: int) -> AbstractContextManager[Any]:
+    """Inside, Dynamo compiles a function for up to ``versions`` kinds of arguments before it gives up on it, if torch allows fewer.
+
+    Without the name nothing changes, and what is beyond torch's own limit runs in eager mode, which Dynamo reports.
+    """
+    config: Any = import_module("torch._dynamo.config")
+    limit = getattr(config, "recompile_limit", None)
+    return nullcontext() if limit is None else config.patch(recompile_limit=max(limit, versions))
 
 
 def is_compiled_module(module: nn.Module) -> bool:

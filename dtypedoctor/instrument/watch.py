@@ -159,16 +159,17 @@ class ModuleWatch:
 
     @contextmanager
     def only_marking(self) -> Iterator[None]:
-        """Nothing inside is recorded, but a process that dies inside says in which module."""
-        handle = hooks.register_module_forward_pre_hook(self._mark)
+        """Nothing inside is recorded, but a process that dies inside says in which module; compiled code does not."""
+
+        def mark(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if not is_compiling() and not being_recorded():
+                self._note_entry(self._places.of(module))
+
+        handle = hooks.register_module_forward_pre_hook(mark)
         try:
             yield
         finally:
             handle.remove()
-
-    def _mark(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not being_recorded():
-            self._note_entry(self._places.of(module))
 
     def _note_entry(self, place: Place | None) -> None:
         if place is not None:

@@ -207,6 +207,10 @@ class Compile(Strict):
     backend: Literal["inductor", "eager", "aot_eager"] = Field(default="inductor", description="Compiler backend.")
     fullgraph: bool = Field(default=False, description="Raise on graph breaks.")
     dynamic: bool | None = Field(default=None, description="torch.compile's `dynamic`.")
+    regions: Literal["model", "layers"] = Field(
+        default="model",
+        description="The whole model, or each of its repeated layers by itself, compiled once for all that are alike.",
+    )
 
 
 class CorrectionSpec(Strict):

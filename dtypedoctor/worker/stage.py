@@ -19,13 +19,14 @@ from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from dtypedoctor._torch_private import recompiling
 from dtypedoctor.corrections.keep_float32 import kept_modules
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.capture import Capture
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
 from dtypedoctor.plugins import KEEP_FLOAT32
 from dtypedoctor.scenario.model import Capture as Wanted
-from dtypedoctor.scenario.model import CorrectionSpec, Grpo, Scenario, ScenarioStep, Sft
+from dtypedoctor.scenario.model import Compile, CorrectionSpec, Generate, Grpo, Scenario, ScenarioStep, Sft, Workload
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.ranks import RENDEZVOUS, Member, member_of_torchrun
 from dtypedoctor.trace.records.execution import StreamLaunches
@@ -190,19 +191,83 @@ def compiling(context: "Context") -> Iterator[None]:
         yield
         return
     model = context.built.model
-    compiled: Any = torch.compile(model, backend=spec.backend, fullgraph=spec.fullgraph, dynamic=spec.dynamic)
-    context.compiled = compiled
-    context.instruments.name_as(compiled, model)
-    if not context.instruments.watching:
-        yield
-        return
-    watch = CompileWatch()
+    if spec.regions == "model":
+        context.compiled = _compiled(spec, model)
+        context.instruments.name_as(context.compiled, model)
+    layers = repeated_layers(model) if spec.regions == "layers" else []
+    with ExitStack() as changed:
+        if spec.regions == "layers":
+            changed.enter_context(_layers_compiled(spec, layers))
+            changed.enter_context(_without_cache(model, context.stage.workload))
+        if not context.instruments.watching:
+            yield
+            return
+        watch = CompileWatch()
+        try:
+            with watch:
+                yield
+        finally:
+            for what, fqn in observations(watch.report(), context.instruments.code_places.module_at):
+                context.instruments.session.emit(what, fqn=fqn, phase="compile")
+
+
+def _compiled(spec: Compile, what: Any) -> Any:
+    return torch.compile(what, backend=spec.backend, fullgraph=spec.fullgraph, dynamic=spec.dynamic)
+
+
+def repeated_layers(model: nn.Module) -> list[nn.Module]:
+    """The members of each ``nn.ModuleList`` of at least two modules of one class; of nested lists those of the outer ones.
+
+    These are the regions that libraries compile one by one: a decoder's layers, a vision tower's blocks.
+
+    Raises:
+        UsageError: there are none.
+    """
+    found = list(_repeated(model))
+    if not found:
+        raise UsageError("compile.regions: the model has no repeated layers", "Use `regions: model`.")
+    return found
+
+
+def _repeated(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        members = list(child.children()) if isinstance(child, nn.ModuleList) else []
+        if len(members) > 1 and len({type(member) for member in members}) == 1:
+            yield from members
+        else:
+            yield from _repeated(child)
+
+
+@contextmanager
+def _layers_compiled(spec: Compile, layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, the code of each layer's ``forward`` is compiled; hooks on the layers run outside of it, so what they return is measured."""
+    before = [vars(layer).get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = _compiled(spec, layer.forward)
     try:
-        with watch:
+        # layers that differ in kind are versions of the same function
+        with recompiling(len(layers)):
             yield
     finally:
-        for what, fqn in observations(watch.report(), context.instruments.code_places.module_at):
-            context.instruments.session.emit(what, fqn=fqn, phase="compile")
+        for layer, forward in zip(layers, before, strict=True):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
+
+
+@contextmanager
+def _without_cache(model: nn.Module, workload: Workload) -> Iterator[None]:
+    """Inside, a transformers model keeps no cache of keys and values, unless it is to generate: each layer has an index of its own there,
+    for which it would be compiled anew."""
+    config: Any = getattr(model, "config", None)
+    if isinstance(workload, Generate | Grpo) or not getattr(config, "use_cache", False):
+        yield
+        return
+    config.use_cache = False
+    try:
+        yield
+    finally:
+        config.use_cache = True
 
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}

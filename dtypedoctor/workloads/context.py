@@ -1,7 +1,7 @@
 """What a workload works with: one stage's model, device and instruments, random batches and the loss on them, and the probe batch."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import field
 from math import isfinite
 from pathlib import Path
@@ -167,7 +167,7 @@ class Context:
         model = self.built.model
         if vocabulary_of(model) is None:
             return
-        with self.instruments.probing(), _held(self.pause):
+        with self.instruments.probing(), _held(self.pause), _layers_uncompiled(self.stage):
             values = token_log_probabilities(model, self.scenario.seed, self.device)
         writer = self.instruments.writer
         writer.write(
@@ -198,6 +198,12 @@ def _held(counters: list[Any]) -> Iterator[None]:
     finally:
         for counter in counters:
             counter.paused = False
+
+
+def _layers_uncompiled(stage: ScenarioStep) -> AbstractContextManager[Any]:
+    """Inside, layers that are compiled one by one run as they are; a model that is compiled whole is called beside its compiled form."""
+    by_layers = stage.compile is not None and stage.compile.regions == "layers"
+    return torch.compiler.set_stance("force_eager") if by_layers else nullcontext()
 
 
 RANK_STRIDE = 1_000_003

@@ -245,3 +245,36 @@ def test_a_graph_break_that_is_refused_is_an_exception_and_recorded_all_the_same
     assert [what.KIND for what in of_the_compiler(trace)] == ["compile"]
     (tmp_path / "unwatched").mkdir()
     assert of_the_compiler(compiled(tmp_path / "unwatched", watch=False)) == []
+
+
+def by_layers(directory: Path, **more: Any) -> Trace:
+    """A Llama of two layers, trained for two steps."""
+    model = {"name": "builtin:llama-tiny", "dtype": "float32"}
+    work = {"kind": "train", "steps": 2, "sequence_length": 8}
+    directory.mkdir()
+    return launched(directory, {"model": model, "workload": work, **more}).trace
+
+
+def test_layers_that_are_alike_are_compiled_once_and_measured_as_any_module_is(tmp_path: Path) -> None:
+    """What is between them runs as it is; nothing breaks a graph, the look at the policy before and after a step neither."""
+    trace = by_layers(tmp_path / "compiled", compile={"backend": "eager", "regions": "layers"})
+    seen = of_the_compiler(trace)
+    assert [what.KIND for what in seen] == ["compile"]
+    assert (seen[0].breaks, seen[0].limit_hits) == (0, 0)
+    assert (seen[0].frames_compiled, seen[0].unique_graphs) == (1, 1)
+    plain = by_layers(tmp_path / "plain")
+    assert [m.values["loss"] for m in trace.all(Metric)] == [m.values["loss"] for m in plain.all(Metric)]
+    returned = {site.fqn for site in trace.sites.values() if site.kind == "output"}
+    assert {"model.layers.0", "model.layers.1", "model.norm"} <= returned
+    assert not any(name.startswith("model.layers.0.") for name in returned)
+
+
+def test_a_model_without_repeated_layers_is_not_compiled_by_layers(tmp_path: Path) -> None:
+    """That is said before anything runs."""
+    step = {
+        "model": {"name": "torch.nn:Flatten"},
+        "workload": {"kind": "forward"},
+        "compile": {"regions": "layers"},
+    }
+    with pytest.raises(UsageError, match="the model has no repeated layers"):
+        launched(tmp_path, step)
