@@ -23,7 +23,7 @@ from dtypedoctor.report.build import REPORT_JSON, REPORT_MD
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.directories import clear, new_directory, remove_unused
 from dtypedoctor.runner.forked_ranks import ForkedRanks, forks_ranks, may_be_forked
-from dtypedoctor.runner.launch import Launcher, WarmServer
+from dtypedoctor.runner.launch import Launcher, WarmServer, may_share_process
 from dtypedoctor.runner.machines import Where, machines
 from dtypedoctor.runner.process import StartedRanks, ending_by_interrupt
 from dtypedoctor.runner.run import Run
@@ -31,7 +31,7 @@ from dtypedoctor.runner.sending import RemoteRun, packed
 from dtypedoctor.scenario.loading import BUILTIN, case_of, in_processes, override, resolve
 from dtypedoctor.scenario.model import Request, Scenario
 from dtypedoctor.trials.bisection.bisect import Progress, bisect
-from dtypedoctor.trials.bisection.probe_runner import JOURNAL, Asked, Journal, ProbeRunner
+from dtypedoctor.trials.bisection.probe_runner import JOURNAL, Apart, Asked, Journal, ProbeRunner
 from dtypedoctor.trials.bisection.questions import Measured
 from dtypedoctor.trials.bisection.results import Bisection, End
 from dtypedoctor.values import dataclass
@@ -282,6 +282,7 @@ def _probe_runner(case: Case, jobs: int | None, view: Narrowing, *, resident: bo
             lambda request, place, slot: warm.start(request, place, _gpu_environment(slot, gpus) if on_gpu else {}),
             width,
             note=_noting(Journal(case.directory)),
+            apart=Apart(needs=lambda request: not may_share_process(request.scenario), room=warm.room),
         )
 
 

@@ -350,7 +350,7 @@ def _in_lines(finding: Finding) -> Iterator[str]:
 _VERDICT_HEADER = ("mode", "outcome", "phase", "module", "absmax")
 _VERDICT_NOTE = (
     "module: where it fails, else where it comes closest to its dtype's max; absmax: the largest finite magnitude there. "
-    "Compiled code is measured at the model's output only."
+    "Compiled code is measured at what it returns: the model's output, or each layer's."
 )
 
 _Found = Mapping[str, Any]

@@ -327,6 +327,8 @@ class WarmServer:
         """Whether the models are built."""
         self.device = "cpu"
         """Type of the device that the scenario runs on, if models were built."""
+        self.room = 0
+        """Bytes of a GPU that are free beside the models, where runs are made in place."""
 
     def __enter__(self) -> Self:
         if self._resident is not False:
@@ -340,7 +342,7 @@ class WarmServer:
         self._process, self._channel = self._launcher.start_warm(self._request, place, in_place=bool(self._resident))
         with noticing(lambda _: self.__exit__(None, None, None)):  # Ctrl-C, say: nobody else ends the server then
             try:
-                _, self.is_warm, self.device = self._channel.recv()
+                _, self.is_warm, self.device, self.room = self._channel.recv()
             except EOFError:  # the server has died while building: a worker will tell of what
                 self.is_warm = False
         return self.is_warm

@@ -47,7 +47,7 @@ def serve_warm(
 ) -> None:
     """Builds what ``DIRECTORY/request.json`` needs, then makes a run for each directory that comes through ``channel``.
 
-    Sends ``("ready", built, device)`` once; ``built`` is False where building raised (each worker will then find out for itself), or where
+    Sends ``("ready", built, device, room)`` once: ``room`` are the bytes of the device that are free beside the models, 0 where runs are not made in place; ``built`` is False where building raised (each worker will then find out for itself), or where
     the device cannot be shared by forked processes and runs may not be made ``in_place``.
     Takes ``("run", directory, variables)``, ``("end", directory, {})`` for SIGTERM and ``("stop", directory, {})`` for SIGKILL; sends ``("ended", directory, status)``, where a negative status is a
     signal's number. Ends when the channel is closed, and ends its workers then. Each run begins with ``redirect``. A server that makes
@@ -71,7 +71,7 @@ def serve_warm(
     if built and device != "cpu" and not _forks_can_use_cuda():
         built = False
         print("ranks are started anew each time: building the model has initialized CUDA", file=sys.stderr, flush=True)
-    channel.send(("ready", built, device))
+    channel.send(("ready", built, device, 0))
     _Workers(channel, stock, threads, redirect).answer()
 
 
@@ -109,7 +109,8 @@ def _serve_in_place(scenario: Scenario, home: Path, channel: Connection, redirec
     if built and not stock.may_stay():
         built = False
         print("the models are loaded for each run: they take too much memory to stay", file=sys.stderr, flush=True)
-    channel.send(("ready", built, device.type))
+    room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    channel.send(("ready", built, device.type, room))
     while built:
         try:
             verb, directory, _ = channel.recv()

@@ -14,8 +14,10 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 from command import Finished, in_this_process, report_of
 from patience import PATIENCE, becomes
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dtypedoctor.report.files import read_report
 from dtypedoctor.report.formats import format_named
@@ -102,6 +104,27 @@ def test_the_verdict_table_of_gemma4_separates_the_modes(gemma: tuple[Finished, 
     assert verdicts["compiled (inductor)"]["fqn"] == "", "nothing inside is watched"
     assert verdicts["compiled (aot_eager), culprits in float32"]["absmax"] > 1000
     assert verdicts["float32 throughout"]["absmax"] > 65504
+
+
+def test_a_deep_model_is_compiled_layer_by_layer_and_the_layer_is_named(bisect: Callable[..., Finished]) -> None:
+    """Twelve layers that are alike are compiled once; what each returns is measured."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=12, vocab_size=64)).half()
+    loud = model.model.layers[7].mlp
+    with torch.no_grad():
+        loud.up_proj.weight.fill_(300)
+        loud.gate_proj.weight.fill_(300)
+        loud.down_proj.weight.mul_(1e-3)
+    model.save_pretrained("deep")
+    finished = bisect("--model", "deep", "--dtype", "float16", "--workload", "forward", "--out", "out")
+    found = report_of(Path("out"))["bisection"]
+    assert found["culprits"] == ["model.layers.7.mlp::self"], finished.err
+    verdicts = {verdict["mode"]: verdict for verdict in found["verdicts"]}
+    compiled = verdicts["compiled (inductor, layer by layer)"]
+    assert (compiled["outcome"], compiled["fqn"]) == ("fail", "model.layers.7")
+    kept = verdicts["compiled (aot_eager, layer by layer), culprits in float32"]
+    assert (kept["outcome"], kept["fqn"]) == ("pass", "model.layers.7"), "not Dynamo's own module inside of it"
 
 
 def test_progress_is_one_line_a_probe_when_piped(gemma: tuple[Finished, Path]) -> None:

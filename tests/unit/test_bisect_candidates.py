@@ -3,7 +3,7 @@
 import pytest
 from traces import TraceBuilder
 
-from dtypedoctor.trials.bisection.questions import called_modules, plant, suspicion
+from dtypedoctor.trials.bisection.questions import called_modules, layers_in, plant, suspicion
 from dtypedoctor.trials.bisection.results import OWN
 
 CALLED = ("model", "model.layers.0", "model.layers.0.mlp", "model.layers.10", "model.layers.2", "head")
@@ -52,6 +52,22 @@ def test_modules_that_a_failing_run_did_not_come_to_are_taken_from_the_reference
     assert called_modules([failing.build()], reference.build()) == {
         "layers.0", "layers.0.norm", "layers.1", "layers.1.norm", "head",
     }  # fmt: skip
+
+
+def test_layers_are_what_only_a_number_tells_apart() -> None:
+    """The longest row of them counts; a model may have none."""
+    trace = TraceBuilder()
+    for fqn in (
+        "tower.blocks.0",
+        "model.layers.0",
+        "model.layers.0.experts.7",
+        "model.layers.1",
+        "model.layers.10",
+        "head",
+    ):
+        trace.sample(fqn, 1.0)
+    assert layers_in(trace.build()) == 3
+    assert layers_in(TraceBuilder().sample("head", 1.0).build()) == 0
 
 
 def test_what_comes_near_the_end_of_its_dtype_is_suspicious() -> None:

@@ -61,6 +61,15 @@ def test_each_mode_changes_what_it_says(grpo: dict[str, Mode]) -> None:
     assert grpo["float32 throughout"].scenario == reference(grpo["one forward pass"].scenario)
 
 
+@pytest.mark.parametrize(("layers", "regions", "how"), [(11, "model", ""), (12, "layers", ", layer by layer")])
+def test_of_many_layers_each_is_compiled_by_itself(layers: int, regions: str, how: str) -> None:
+    """Layers that are alike are compiled once, and the row says so."""
+    ladder = cheaper(case_of("builtin:gemma4-tiny", "float16"), "generate", 2)
+    found = {mode.name: mode for mode in modes(ladder[0], ladder, [CULPRIT], layers=layers)}
+    for name in (f"compiled (inductor{how})", f"compiled (aot_eager{how}), culprits in float32"):
+        assert first(found[name])["compile"]["regions"] == regions
+
+
 def test_a_backward_pass_is_also_asked_with_the_culprits_kept(grpo: dict[str, Mode]) -> None:
     """In eager mode and compiled: what fails there has another cause than the culprits."""
     for name in ("culprits in float32", "compiled (aot_eager), culprits in float32"):

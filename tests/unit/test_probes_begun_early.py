@@ -9,7 +9,7 @@ from dtypedoctor.scenario.loading import case_of
 from dtypedoctor.scenario.model import Request
 from dtypedoctor.trace.events import End, Header
 from dtypedoctor.trace.writer import TraceWriter
-from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
+from dtypedoctor.trials.bisection.probe_runner import NONE_APART, Apart, ProbeRunner
 
 DTYPES = ("float16", "bfloat16", "float32")
 REQUESTS = [Request(scenario=case_of("builtin:llama-tiny", dtype, "forward")) for dtype in DTYPES]
@@ -50,11 +50,11 @@ class Worker:
 class Pool:
     """Starts workers, and sees that no two have one slot."""
 
-    def __init__(self, tmp_path: Path, width: int) -> None:
+    def __init__(self, tmp_path: Path, width: int, apart: Apart = NONE_APART) -> None:
         self.running: list[Worker] = []
         self.all: list[Worker] = []
         self.width = width
-        self.runner = ProbeRunner(tmp_path, self.start, width)
+        self.runner = ProbeRunner(tmp_path, self.start, width, apart=apart)
 
     def start(self, request: Request, place: Path, slot: int) -> Worker:
         """Starts a worker."""
@@ -62,7 +62,7 @@ class Pool:
         worker = Worker(self, request, place, slot)
         self.running.append(worker)
         self.all.append(worker)
-        assert len(self.running) <= self.width
+        assert len(self.running) <= self.width + self.runner.beside
         return worker
 
     @property
@@ -97,6 +97,44 @@ def test_a_single_worker_is_taken_while_nobody_asks(tmp_path: Path) -> None:
     pool.runner.begin(REQUESTS)
     with pool.runner.idle():
         assert pool.dtypes == ["float16"]
+    assert len(list(pool.runner.run_all(REQUESTS))) == 3
+    assert len(pool.all) == 3
+
+
+def test_a_worker_that_has_ended_is_taken_again_while_nobody_asks(tmp_path: Path) -> None:
+    """Whoever waits for something else lets them go on."""
+    pool = Pool(tmp_path, 1)
+    pool.runner.begin(REQUESTS)
+    with pool.runner.idle() as go_on:
+        for _ in range(40):
+            go_on()
+    assert len(pool.all) == 3
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("room", "peak", "processes"),
+    [(72 * GIB, 7 * GIB, 2), (60 * GIB, 17 * GIB, 0), (100 * GIB, 17 * GIB, 1), (0, GIB, 0), (GIB, 0, 0)],
+)
+def test_processes_of_their_own_must_fit_beside_the_server(room: int, peak: int, processes: int) -> None:
+    """Each may take three times what a plain run takes, and the server's reference in float32 twice as much."""
+    assert Apart(needs=lambda request: True, room=room).processes(peak) == processes
+
+
+def test_what_cannot_be_served_in_place_runs_beside_what_can(tmp_path: Path) -> None:
+    """In slots of its own, which keep nothing else waiting; without room it waits as all else does."""
+    apart = Apart(needs=lambda request: request != REQUESTS[0], room=8)
+    pool = Pool(tmp_path, 1, apart)
+    pool.runner.begin(REQUESTS)
+    assert pool.running == []
+    pool.runner.make_room(1)
+    assert pool.runner.beside == 2
+    pool.runner.begin([])
+    assert pool.dtypes == ["bfloat16", "float32"]
+    assert pool.runner.run(REQUESTS[0]).exit.code == 0
+    assert [one.slot for one in pool.all] == [1, 2, 0]
     assert len(list(pool.runner.run_all(REQUESTS))) == 3
     assert len(pool.all) == 3
 

@@ -1,7 +1,7 @@
 """The whole bisection: the case, a workload to probe with, modules, corrections, modes, cost, reproduction."""
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ from dtypedoctor.analysis import ending_of
 from dtypedoctor.errors import UsageError, WorkerDiedError
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Request, Scenario, Script
-from dtypedoctor.trace.events import Root
+from dtypedoctor.trace.events import Resources, Root
 from dtypedoctor.trials.bisection.measurements import (
     ReferenceSetup,
     compiles,
@@ -18,13 +18,24 @@ from dtypedoctor.trials.bisection.measurements import (
     set_up,
     slowest_first,
 )
-from dtypedoctor.trials.bisection.probes import KEEP, Workload, cheaper, describe, modes, probe_of, unrounded, with_kept
+from dtypedoctor.trials.bisection.probes import (
+    KEEP,
+    Mode,
+    Workload,
+    cheaper,
+    describe,
+    modes,
+    probe_of,
+    unrounded,
+    with_kept,
+)
 from dtypedoctor.trials.bisection.questions import (
     Forest,
     Question,
     Watch,
     ask,
     called_modules,
+    layers_in,
     offered_corrections,
     plant,
     suspicion,
@@ -152,6 +163,10 @@ class _Bisecting:
             )
         forest = self._forest(setup, found)
         self._progress.forest(forest)
+        took = found.treatment.before.trace.last(Resources)
+        self._runner.make_room(took.peak_memory if took is not None else 0)
+        if self._runner.beside:  # nothing else is kept waiting by them
+            self._begin(filter(compiles, _modes(setup, found, ladder)))
         self._progress.stage(f"narrowing down modules by {setup.workload.words}")
         answer = ask(self._runner, setup, _about_modules(forest, setup, found.failure), self._progress.probe)
         kept = forest.names(frozenset(answer.culprits))
@@ -161,16 +176,15 @@ class _Bisecting:
         if answer.result is None:
             return self._refused(found, answer)
         try:
-            self._begin_slow_modes(setup, found, ladder)
+            self._begin(filter(compiles, _modes(setup, found, ladder)))
             trial, confirmed = self._try(found, KEEP, with_kept(self._scenario, kept), setup)
         except (KeyboardInterrupt, UsageError):
             return replace(found, end=End.INTERRUPTED, note="the whole scenario was not run with them")
         return replace(found, trials=(trial,), confirmed=confirmed)
 
-    def _begin_slow_modes(self, setup: ReferenceSetup, found: Bisection, ladder: Sequence[Workload]) -> None:
-        """Has the modes that compile run beside the trials of the whole scenario: the table waits for them longest."""
-        slow = slowest_first(filter(compiles, modes(setup.workload, ladder, found.culprits)))
-        self._runner.begin([probe_of(mode.scenario) for mode in slow])
+    def _begin(self, wanted: Iterable[Mode]) -> None:
+        """Has modes run beside what is asked for until the table asks for them, those that it would wait for longest first."""
+        self._runner.begin([probe_of(mode.scenario) for mode in slowest_first(wanted)])
 
     def _fails_throughout(self, setup: ReferenceSetup, found: Bisection) -> End:
         """What it means that the float32 reference is not healthy either."""
@@ -217,10 +231,11 @@ class _Bisecting:
             return found
         try:
             found = self._corrected(found, setup, offered_corrections(self._scenario, found.treatment.findings))
-            self._progress.stage("writing a minimal reproduction")  # the modes that compile run beside it
+            self._progress.stage("writing a minimal reproduction")
+            self._begin(_modes(setup, found, ladder))  # these run beside it
             found = replace(found, reproduction=reproduce(self._runner, setup, found.culprits))
             self._progress.stage("running other modes")
-            verdicts = measure(self._runner, setup, modes(setup.workload, ladder, found.culprits), found.failure)
+            verdicts = measure(self._runner, setup, _modes(setup, found, ladder), found.failure)
             found = replace(found, verdicts=verdicts)
             self._progress.stage("measuring cost")
             return replace(found, cost=measure_cost(self._runner, setup.workload, found.culprits))
@@ -247,6 +262,11 @@ class _Bisecting:
 
 
 _SUMMARIES = {KEEP: "keep the culprits in float32: parameters, inputs and arithmetic"}
+
+
+def _modes(setup: ReferenceSetup, found: Bisection, ladder: Sequence[Workload]) -> tuple[Mode, ...]:
+    """The rows of the verdict table."""
+    return modes(setup.workload, ladder, found.culprits, layers=layers_in(setup.reference))
 
 
 def _require_built(before: Run) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.errors import UsageError
 from dtypedoctor.runner.run import Run
-from dtypedoctor.scenario.model import Forward, Request, Scenario, Train
+from dtypedoctor.scenario.model import Forward, Scenario, Train
 from dtypedoctor.trace.events import Metric, ParameterNote, Resources
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.bisection.probes import (
@@ -119,18 +119,32 @@ def _work(scenario: Scenario) -> list[dict[str, Any]]:
 
 
 def _as_far_as_seen(symptom: Symptom, mode: Mode) -> Symptom:
-    """Inside compiled code nothing is watched: what it returns stands for all of it, the model's own name for its module.
+    """Inside compiled code nothing is watched: what it returns stands for all of it, under the name of the model or layer that was compiled.
 
     Modules that stay out of it, as those that are kept in float32 do, are watched, and may be what comes nearest to the end of
     its dtype's range; but where it fails they may only have been given what was inf or NaN.
     """
     if not compiles(mode):
         return symptom
-    seen = replace(symptom, absmax=symptom.absmax or None)  # of nothing but NaN it is 0
+    # of nothing but NaN the largest magnitude is 0; Dynamo's own modules are parts of the one that it has compiled
+    seen = replace(symptom, absmax=symptom.absmax or None, fqn=_without_graph_modules(symptom.fqn))
     if symptom.kind is not Kind.NOT_FINITE:
         return seen
     where = f", step {symptom.step} ({symptom.phase})" if symptom.phase else ""
-    return replace(seen, fqn=OUTERMOST, reason=f"inf or NaN in what the compiled code returns{where}")
+    reason = f"inf or NaN in what the compiled code returns{where}"
+    by_layer = any(step.compile is not None and step.compile.regions == "layers" for step in mode.scenario.steps)
+    return replace(seen, fqn=_layer_of(seen.fqn) if by_layer else OUTERMOST, reason=reason)
+
+
+def _without_graph_modules(fqn: str | None) -> str | None:
+    return fqn and ".".join(part for part in fqn.split(".") if part != "GraphModule()")
+
+
+def _layer_of(fqn: str | None) -> str:
+    """The outermost numbered module that ``fqn`` is or lies in; else ``fqn`` itself."""
+    parts = (fqn or OUTERMOST).removesuffix("::self").split(".")
+    numbered = next((position for position, part in enumerate(parts) if part.isdigit()), len(parts))
+    return ".".join(parts[: numbered + 1])
 
 
 def slowest_first(wanted: Iterable[Mode]) -> list[Mode]:
@@ -155,8 +169,8 @@ def measure_cost(runner: "ProbeRunner", workload: Workload, modules: Sequence[st
     """Runs ``workload`` untreated and with ``modules`` in float32, one after the other; None where that is not possible."""
     scenario = _longer(workload.scenario)
     try:
-        plain = runner.run(Request(scenario=scenario), "cost-untreated").trace
-        kept = runner.run(Request(scenario=with_kept(scenario, modules)), "cost-kept").trace
+        plain = runner.run(probe_of(scenario), "cost-untreated").trace
+        kept = runner.run(probe_of(with_kept(scenario, modules)), "cost-kept").trace
     except UsageError:
         return None
     times = _step_time(plain), _step_time(kept)

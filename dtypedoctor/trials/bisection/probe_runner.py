@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,6 +59,32 @@ class Done:
     repeated: bool
 
 
+MOST_APART = 2
+"""Processes that build a model of their own beside a server that makes its runs in place."""
+PEAKS = 3
+"""Times the peak of a plain run that such a process may take: a backward pass has gradients, and parts may be in float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """Requests that a server cannot serve in place, and the room for their processes beside it.
+
+    Attributes:
+        needs: whether a request needs a process of its own.
+        room: bytes of the device that are free while the server waits; 0 where requests are not served in place.
+    """
+
+    needs: Callable[[Request], bool]
+    room: int
+
+    def processes(self, peak: int) -> int:
+        """How many of them fit beside the server, where a plain run takes ``peak`` bytes; the server's own references take twice as many."""
+        return max(0, min(MOST_APART, (self.room - 2 * peak) // (PEAKS * peak))) if peak > 0 else 0
+
+
+NONE_APART = Apart(needs=lambda request: False, room=0)
+
+
 class ProbeRunner:
     """Runs requests in directories below one; what lies there finished is not run again, so that it can go on after any end.
 
@@ -66,6 +93,7 @@ class ProbeRunner:
         start: starts a worker.
         width: most workers at a time.
         note: called with each run that was really made, and its directory's name below the run directory.
+        apart: which requests can have workers beside these, once :meth:`make_room` has said that there is room.
     """
 
     def __init__(
@@ -74,11 +102,15 @@ class ProbeRunner:
         start: Start,
         width: int,
         note: Callable[[str, Run | UsageError], None] = lambda place, run: None,
+        apart: Apart = NONE_APART,
     ) -> None:
         self.directory = directory
         self._start = start
         self.width = width
         self._note = note
+        self._apart = apart
+        self.beside = 0
+        """Workers beside those of :attr:`width`, for requests that cannot be served in place."""
         self.runs = 0
         """How many requests were answered, from disk or by a run."""
         self._wanted: deque[tuple[Path, Request]] = deque()
@@ -106,30 +138,38 @@ class ProbeRunner:
         self._begin_more({})
 
     @contextlib.contextmanager
-    def idle(self) -> Iterator[None]:
-        """Inside, nobody asks for a run: what is wanted may take all workers."""
+    def idle(self) -> Iterator[Callable[[], None]]:
+        """Inside, nobody asks for a run: what is wanted may take all workers, and those that have ended again where the yielded function is called."""
         self._reserved = 0
         try:
             self._begin_more({})
-            yield
+            yield partial(self._begin_more, {})
         finally:
             self._reserved = 1
 
+    def make_room(self, peak: int) -> None:
+        """Lets requests that cannot be served in place run beside the others, as many as fit where a plain run takes ``peak`` bytes of the device."""
+        self.beside = self._apart.processes(peak)
+
     def _begin_more(self, running: Mapping[int, tuple[int, Started]]) -> None:
         """Begins what is wanted; one worker is left to what is asked for now."""
-        while self._wanted and len(self._taken(running)) < self.width - (0 if running else self._reserved):
-            place, request = self._wanted.popleft()
-            clear(place)
-            slot = self._free_slot(running)
-            self._begun[place] = slot, self._start(request, place, slot)
+        for place, request in list(self._wanted):
+            free = self._free_slots(request, running)
+            reserved = 0 if running or self._is_apart(request) else self._reserved
+            if len(free) > reserved:
+                self._wanted.remove((place, request))
+                clear(place)
+                self._begun[place] = free[0], self._start(request, place, free[0])
 
-    def _taken(self, running: Mapping[int, tuple[int, Started]]) -> set[int]:
-        """The slots in which a worker runs, asked for or begun."""
-        begun = {slot for slot, started in self._begun.values() if not started.wait(0.0)}
-        return begun.union(slot for slot, _ in running.values())
+    def _is_apart(self, request: Request) -> bool:
+        return self.beside > 0 and self._apart.needs(request)
 
-    def _free_slot(self, running: Mapping[int, tuple[int, Started]]) -> int:
-        return min(set(range(self.width)) - self._taken(running))
+    def _free_slots(self, request: Request, running: Mapping[int, tuple[int, Started]]) -> list[int]:
+        """The numbers of the workers that a request can have now: those of the server's own runs come first."""
+        taken = {slot for slot, started in self._begun.values() if not started.wait(0.0)}
+        taken |= {slot for slot, _ in running.values()}
+        first, last = (self.width, self.width + self.beside) if self._is_apart(request) else (0, self.width)
+        return [slot for slot in range(first, last) if slot not in taken]
 
     def leave_begun(self) -> None:
         """Ends what was begun and nobody has asked for."""
@@ -161,11 +201,12 @@ class ProbeRunner:
                 waiting.remove(index)
                 running[index] = self._begun.pop(places[index])
             while waiting or running:
-                while waiting and len(self._taken(running)) < self.width:
-                    index = waiting.popleft()
-                    clear(places[index])  # what an interruption has left there
-                    slot = self._free_slot(running)
-                    running[index] = slot, self._start(requests[index], places[index], slot)
+                for index in list(waiting):
+                    free = self._free_slots(requests[index], running)
+                    if free:
+                        waiting.remove(index)
+                        clear(places[index])  # what an interruption has left there
+                        running[index] = free[0], self._start(requests[index], places[index], free[0])
                 if not waiting:
                     self._begin_more(running)
                 if not running:  # what has begun has all workers

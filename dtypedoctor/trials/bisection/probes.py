@@ -22,6 +22,9 @@ _HALF = ("float16", "bfloat16")
 _ORDINARY = 32
 """Tokens of a sequence where the workload does not say."""
 
+MANY_LAYERS = 12
+"""Of so many layers each is compiled by itself, once for all that are alike; the time that the whole model takes grows with their number."""
+
 _OTHER = {"float16": "bfloat16", "bfloat16": "float16"}
 _AMP = {"fp16": "float16", "bf16": "bfloat16"}
 _POLICY = ("param_dtype", "reduce_dtype", "output_dtype")
@@ -200,13 +203,16 @@ class Mode:
     scenario: Scenario
 
 
-def modes(base: Workload, ladder: Sequence[Workload], culprits: Sequence[str] = ()) -> tuple[Mode, ...]:
+def modes(
+    base: Workload, ladder: Sequence[Workload], culprits: Sequence[str] = (), *, layers: int = 0
+) -> tuple[Mode, ...]:
     """The modes that are worth running for a scenario.
 
     Args:
         base: the workload that shows the failure; attention, autocast, dtype and compiler are changed on it.
         ladder: the workloads from cheap to whole, which separate forward, backward and optimizer.
         culprits: what must be kept in float32. With these kept, a backward pass that fails fails for a reason of its own.
+        layers: how many the model has in a row; of many each is compiled by itself.
     """
     both = _forward_and_backward(ladder)
     passes = ladder if both is None else sorted((*ladder, both), key=_rank)
@@ -215,7 +221,8 @@ def modes(base: Workload, ladder: Sequence[Workload], culprits: Sequence[str] = 
     if len(base.scenario.steps) == 1 and stage.model is not None:
         found += _changed_modes(base.scenario, passes)
         found += _modes_with_culprits(both or base, culprits) if culprits else ()
-        found += _compiled_modes(base.scenario, both or base, culprits) if base.scenario.distributed is None else ()
+        if base.scenario.distributed is None:
+            found += _compiled_modes(base.scenario, both or base, culprits, layers)
     return tuple(_without_repeats(found))
 
 
@@ -259,21 +266,23 @@ def _modes_with_culprits(workload: Workload, culprits: Sequence[str]) -> Iterato
     yield Mode(name="culprits in float32", scenario=with_kept(workload.scenario, culprits))
 
 
-def _compiled_modes(scenario: Scenario, both: Workload, culprits: Sequence[str]) -> Iterator[Mode]:
+def _compiled_modes(scenario: Scenario, both: Workload, culprits: Sequence[str], layers: int) -> Iterator[Mode]:
     """Inductor's code for the failing pass; and whether a compiled backward pass fails where the culprits cannot.
 
     The second needs no generated code: ``aot_eager`` traces and splits the backward pass as inductor does, and runs it with
     torch's own kernels, in a sixth of the time.
     """
     stage = scenario.steps[0]
+    regions, how = ("layers", ", layer by layer") if layers >= MANY_LAYERS else ("model", "")
     if stage.compile is not None:
         yield Mode(name="not compiled", scenario=_with(scenario, compile=None))
     elif not isinstance(stage.workload, Generate):
-        yield Mode(name="compiled (inductor)", scenario=_with(scenario, compile={"backend": "inductor"}))
+        inductor = {"backend": "inductor", "regions": regions}
+        yield Mode(name=f"compiled (inductor{how})", scenario=_with(scenario, compile=inductor))
         if culprits:
             kept = with_kept(both.scenario, culprits)
-            name = "compiled (aot_eager), culprits in float32"
-            yield Mode(name=name, scenario=_with(kept, compile={"backend": "aot_eager"}))
+            name = f"compiled (aot_eager{how}), culprits in float32"
+            yield Mode(name=name, scenario=_with(kept, compile={"backend": "aot_eager", "regions": regions}))
 
 
 def _forward_and_backward(ladder: Sequence[Workload]) -> Workload | None:

@@ -88,6 +88,13 @@ def called_modules(failing: Sequence[Trace], reference: Trace) -> set[str]:
     return names | more
 
 
+def layers_in(trace: Trace) -> int:
+    """How many modules were called that only a number tells apart, as a decoder's layers are; 0 if none were."""
+    names = _modules_with([trace], "entered", "output")
+    numbered = Counter(parent for parent, _, last in (name.rpartition(".") for name in names) if last.isdigit())
+    return max(numbered.values(), default=0)
+
+
 def _modules_with(traces: Sequence[Trace], *kinds: str) -> set[str]:
     """Dotted names of the modules of which there are sites of these kinds."""
     return {site.fqn for trace in traces for site in trace.sites.values() if site.kind in kinds}
