@@ -7,14 +7,14 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
 
 from dtypedoctor.analysis import ending_of
-from dtypedoctor.cli.at_hand import require_at_hand
+from dtypedoctor.cli.at_hand import require_at_hand, why_no_cuda
 from dtypedoctor.cli.live import IMPORTS, LOADING, LiveView
 from dtypedoctor.cli.pace import Pace
 from dtypedoctor.cli.reported import reported
@@ -22,17 +22,18 @@ from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.cli.scripts import removed_if_refused
 from dtypedoctor.errors import UsageError
 from dtypedoctor.report.model import Report
+from dtypedoctor.runner.ahead import Ahead, OneByOne
 from dtypedoctor.runner.forked_ranks import ForkedRanks, forks_ranks, may_be_forked
 from dtypedoctor.runner.launch import PRELOAD, WORKER, Launcher, WarmServer, may_share_process, run_to_end
 from dtypedoctor.runner.process import StartedRanks, ending_by_interrupt, run_launched, run_ranks, run_script
 from dtypedoctor.runner.run import Run
-from dtypedoctor.scenario.loading import resolve, shipped_beside
+from dtypedoctor.scenario.loading import BUILTIN, resolve, shipped_beside
 from dtypedoctor.scenario.model import Request, Scenario, Script
 from dtypedoctor.trials.plan import Plan
 from dtypedoctor.trials.treatment import treat
 
-Start = Callable[[Request, Path], Run]
-"""Runs a request in a directory that does not exist yet."""
+MOST_AT_ONCE = 4
+"""Runs of a tiny model that may go on at a time, on as many processors."""
 
 
 def treat_scenario(
@@ -70,11 +71,11 @@ def treat_scenario(
 
         def launch(label: str, request: Request) -> Run:
             view.begin(label)
-            finished = start(request, directory / label)
+            finished = start.run(request, label)
             view.end(ending_of(finished).words)
             return finished
 
-        return reported(treat(scenario, launch, plan), directory)
+        return reported(treat(scenario, launch, plan, expect=start.expect), directory)
 
 
 @contextmanager
@@ -130,7 +131,7 @@ def _kept(pace: Pace, view: LiveView) -> Iterator[None]:
 @contextmanager
 def _starter(
     scenario: Scenario, directory: Path, view: LiveView, preload: Sequence[str] | None, *, resident: bool | None
-) -> Iterator[Start]:
+) -> Iterator[OneByOne | Ahead]:
     """What runs a scenario: a fresh interpreter for a script, else forks of a warm server; torchrun where its processes cannot be such.
 
     Where the model takes long to load, the server has loaded it.
@@ -145,20 +146,21 @@ def _starter(
         return ranks.collect()
 
     if scenario.distributed is not None and (resident is False or not may_be_forked(scenario)):
-        yield by_torchrun
+        yield OneByOne(by_torchrun, directory)
         return
     if isinstance(workload, Script):
         run = run_launched if workload.launcher else run_script
-        yield lambda request, place: run(request, place, live=False)
+        yield OneByOne(lambda request, place: run(request, place, live=False), directory)
         return
     imported = (PRELOAD,) if preload is None else (WORKER, *preload)
-    with Launcher(directory / "server.log", progress=view.progress, preload=imported) as launcher:
+    with Launcher(directory / "server.log", preload=imported) as launcher:
         if launcher.is_importing:
             view.begin(IMPORTS)
             launcher.wait_for_imports()
             view.end("")
         if scenario.distributed is None and (resident is False or not may_share_process(scenario)):
-            yield launcher.run
+            with Ahead(launcher.start, directory, _at_once(scenario), view.progress) as ahead:
+                yield ahead
             return
         view.begin(LOADING)
         with WarmServer(
@@ -166,14 +168,23 @@ def _starter(
         ) as warm:
             view.end("")
 
-            def start(request: Request, place: Path) -> Run:
-                if scenario.distributed is None:
-                    return run_to_end(warm.start(request, place), view.progress)
+            def ranks(request: Request, place: Path) -> Run:
                 if forks_ranks(warm, request):
                     return run_to_end(ForkedRanks(request, place, warm), view.progress)
                 return by_torchrun(request, place)
 
-            yield start
+            if scenario.distributed is not None:
+                yield OneByOne(ranks, directory)
+                return
+            with Ahead(warm.start, directory, _at_once(scenario), view.progress) as ahead:
+                yield ahead
+
+
+def _at_once(scenario: Scenario) -> int:
+    """How many runs of a scenario may go on at a time: several of builtin models on a CPU, which are tiny and compute with one thread."""
+    on_cpu = scenario.device == "cpu" or bool(why_no_cuda())
+    is_tiny = all(step.model is None or step.model.name.startswith(BUILTIN) for step in scenario.steps)
+    return min(MOST_AT_ONCE, len(os.sched_getaffinity(0))) if on_cpu and is_tiny else 1
 
 
 def load_all(texts: Sequence[str], *, allow_code: bool) -> list[Scenario]:

@@ -1,7 +1,7 @@
 """Everything that is tried on a scenario: static checks of its files, the baseline, the op trace of what failed, trials, reference."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,7 +61,12 @@ CALL_NOT_COMPARED = Observer(
 
 
 def treat(
-    scenario: Scenario, run: RunRequest, plan: Plan | None = None, *, loads_checkpoints: bool = True
+    scenario: Scenario,
+    run: RunRequest,
+    plan: Plan | None = None,
+    *,
+    loads_checkpoints: bool = True,
+    expect: Callable[[Iterable[tuple[str, Request]]], None] = lambda requests: None,
 ) -> Treatment:
     """Runs ``scenario``, explains it, tries what may cure it and compares with the reference.
 
@@ -78,8 +83,13 @@ def treat(
     plan = plan or Plan()
     static = check_checkpoints(scenario) if loads_checkpoints else ()
     run = led_by_spawned(led(_judging_caught(run)))
+    if plan.remedies:
+        expect(_references(scenario))  # only a failure is compared with them, but most scenarios have one
     before = first_run(run, scenario, plan)
     later = LaterRuns(run, before)
+    unwatched = [("unwatched", _uninstrumented(scenario))] if plan.certify and not before.exit.timed_out else []
+    if not was_asked_to_end(before):
+        expect(unwatched)
     try:
         look = look_closer(scenario, before, later, may_rerun=plan.closer)
         keep_look(look)
@@ -88,10 +98,12 @@ def treat(
     finally:
         for process in before.processes:
             dismiss(process.directory)
+    failed = _has_failed(before, findings)
+    if plan.remedies and failed and not was_asked_to_end(before):
+        expect(_fixes(scenario, findings, before, plan))
     not_compared = CALL_NOT_COMPARED if is_replay(scenario) else NOT_COMPARED
     observer = _certificate(scenario, before, later) if plan.certify else not_compared
-    failed = _has_failed(before, findings)
-    references = _run_references(scenario, later) if plan.remedies and failed else _References()
+    references = _run_references(scenario, later) if plan.remedies and failed else _Compared()
     baselines = _baselines(scenario, before, findings, references, failed=failed)
     trials = _tried(scenario, later, baselines, plan) if plan.remedies else ()
     inside = _inside(scenario, before, later, baselines) if plan.remedies and failed else None
@@ -153,13 +165,16 @@ def _judging_caught(run: RunRequest) -> RunRequest:
 def _certificate(scenario: Scenario, before: Run, run: LaterRuns) -> Observer:
     if before.exit.timed_out:
         return Observer(bitwise_equal=None, reason="the run was stopped at its time limit, so it was not run again")
-    request = Request(scenario=scenario, watch=False, repeats="before", witness=True)
-    unwatched = run("unwatched", request)
+    unwatched = run("unwatched", _uninstrumented(scenario))
     if unwatched is None:
         return Observer(bitwise_equal=None, reason="the uninstrumented run could not start")
     if was_asked_to_end(unwatched) or unwatched.exit.timed_out:
         return Observer(bitwise_equal=None, reason="the uninstrumented run was stopped before its end")
     return compare_unwatched(before, unwatched)
+
+
+def _uninstrumented(scenario: Scenario) -> Request:
+    return Request(scenario=scenario, watch=False, repeats="before", witness=True)
 
 
 def examine(scenario: Scenario, run: Run, *, replay: bool = False, look: CloserLook | None = None) -> Treatment:
@@ -216,25 +231,28 @@ def _has_failed(before: Run, findings: tuple[Finding, ...]) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _References:
+class _Compared:
     """What a run is compared with: the scenario's healthy reference, and the trace of its twin in float32."""
 
     healthy: Run | None = None
     twin: Trace | None = None
 
 
-def _run_references(scenario: Scenario, later: LaterRuns) -> _References:
-    healthy = _compared_run("reference", healthy_reference(scenario), later)
-    twin = _compared_run("float32-twin", float32_twin(scenario), later)
-    return _References(healthy=healthy, twin=twin.trace if twin is not None else None)
+def _references(scenario: Scenario) -> Iterator[tuple[str, Request]]:
+    """Labels and requests of the runs that a failing one is compared with."""
+    for label, reference in (("reference", healthy_reference(scenario)), ("float32-twin", float32_twin(scenario))):
+        if reference is not None:
+            yield label, Request(scenario=reference)
 
 
-def _compared_run(label: str, scenario: Scenario | None, run: LaterRuns) -> Run | None:
-    return run(label, Request(scenario=scenario)) if scenario is not None else None
+def _run_references(scenario: Scenario, later: LaterRuns) -> _Compared:
+    made = {label: later(label, request) for label, request in _references(scenario)}
+    twin = made.get("float32-twin")
+    return _Compared(healthy=made.get("reference"), twin=twin.trace if twin is not None else None)
 
 
 def _baselines(
-    scenario: Scenario, before: Run, findings: tuple[Finding, ...], references: _References, *, failed: bool
+    scenario: Scenario, before: Run, findings: tuple[Finding, ...], references: _Compared, *, failed: bool
 ) -> Baselines:
     """What the trials are compared with."""
     healthy, twin = references.healthy, references.twin
@@ -280,10 +298,23 @@ def _try(remedy: Remedy, scenario: Scenario, run: LaterRuns, baselines: Baseline
     condition = changed.conditions != scenario.conditions
     if reason:
         return not_tried(remedy, reason, condition=condition)
-    tried = run.attempt(run_of_fix(remedy.id), Request(scenario=changed, repeats="before"))
+    tried = run.attempt(*_fix(remedy, changed))
     if isinstance(tried, str):  # what can be run untreated may still not be possible with the remedy
         return not_tried(remedy, tried, condition=condition)
     return judge(remedy, changed, tried, baselines)
+
+
+def _fix(remedy: Remedy, changed: Scenario) -> tuple[str, Request]:
+    """Label and request of the run with a remedy."""
+    return run_of_fix(remedy.id), Request(scenario=changed, repeats="before")
+
+
+def _fixes(scenario: Scenario, findings: tuple[Finding, ...], before: Run, plan: Plan) -> Iterator[tuple[str, Request]]:
+    """Those of the remedies that will be tried."""
+    for remedy in _proposed(scenario, findings, before.trace):
+        changed = remedy.change(scenario)
+        if not _why_not(remedy, scenario, changed, plan):
+            yield _fix(remedy, changed)
 
 
 def _may_try(remedy: str, plan: Plan) -> bool:

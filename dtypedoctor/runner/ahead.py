@@ -1,0 +1,113 @@
+"""Runs that are begun before somebody asks for them, beside the one that is waited for: those of a treatment that are sure to be asked for."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from dtypedoctor.errors import UsageError
+from dtypedoctor.runner.directories import clear
+from dtypedoctor.runner.launch import Progress, StartedWorker, run_to_end
+from dtypedoctor.runner.run import Run
+from dtypedoctor.scenario.model import Request
+
+
+class OneByOne:
+    """Makes runs when they are asked for.
+
+    Args:
+        run: makes one in a directory that does not exist yet.
+        directory: of the treatment; each run lies in it under its label.
+    """
+
+    def __init__(self, run: Callable[[Request, Path], Run], directory: Path) -> None:
+        self._run = run
+        self._directory = directory
+
+    def expect(self, requests: Iterable[tuple[str, Request]]) -> None:
+        """Nothing is begun."""
+
+    def run(self, request: Request, label: str) -> Run:
+        """The run of ``request``.
+
+        Raises:
+            UsageError: the directory cannot be written, or the scenario cannot be run at all.
+        """
+        return self._run(request, self._directory / label)
+
+
+class Ahead:
+    """Makes runs, and begins those that are expected as soon as there is a worker for them. Use as a context manager.
+
+    At its end what runs is stopped, and what nobody has asked for is removed.
+
+    Args:
+        start: starts a worker in a directory that does not exist yet.
+        directory: of the treatment; each run lies in it under its label.
+        most: workers at a time.
+        progress: called now and then with the directory of the run that is waited for.
+    """
+
+    def __init__(
+        self, start: Callable[[Request, Path], StartedWorker], directory: Path, most: int, progress: Progress
+    ) -> None:
+        self._start = start
+        self._directory = directory
+        self._most = most
+        self._progress = progress
+        self._expected: dict[str, Request] = {}
+        self._begun: dict[str, tuple[Request, StartedWorker]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._expected.clear()
+        while self._begun:
+            self._forget(next(iter(self._begun)))
+
+    def expect(self, requests: Iterable[tuple[str, Request]]) -> None:
+        """These will be asked for, in this order, under these labels; one that is known already is not begun again.
+
+        With one worker nothing is begun: it is whoever asks who waits for it.
+        """
+        if self._most == 1:
+            return
+        for label, request in requests:
+            if label not in self._begun:
+                self._expected.setdefault(label, request)
+        self._begin_more()
+
+    def run(self, request: Request, label: str) -> Run:
+        """The run of ``request``, which may have been begun.
+
+        Raises:
+            UsageError: the directory cannot be written, or the worker says that the scenario cannot be run at all.
+        """
+        self._expected.pop(label, None)
+        if label in self._begun and self._begun[label][0] != request:
+            self._forget(label)
+        _, started = self._begun.pop(label, (request, None))
+
+        def wait(place: Path) -> None:
+            self._progress(place)
+            self._begin_more()
+
+        return run_to_end(started or self._start(request, self._directory / label), wait)
+
+    def _begin_more(self) -> None:
+        """Begins what is expected, as far as there are workers beside the one for the run that is waited for."""
+        busy = 1 + sum(not started.wait(0.0) for _, started in self._begun.values())
+        while self._expected and busy < self._most:
+            label, request = next(iter(self._expected.items()))
+            del self._expected[label]
+            try:
+                self._begun[label] = request, self._start(request, self._directory / label)
+            except (UsageError, OSError):  # whoever asks for it will be told
+                clear(self._directory / label)
+            busy += 1
+
+    def _forget(self, label: str) -> None:
+        _, started = self._begun.pop(label)
+        started.stop()
+        clear(self._directory / label)

@@ -1,0 +1,100 @@
+"""Runs of a treatment that are begun before they are asked for: beside the one that is waited for, and gone where nobody asks."""
+
+from pathlib import Path
+
+import pytest
+
+from dtypedoctor.errors import UsageError
+from dtypedoctor.runner.ahead import Ahead
+from dtypedoctor.runner.launch import StartedWorker
+from dtypedoctor.runner.run import write_request
+from dtypedoctor.scenario.loading import case_of
+from dtypedoctor.scenario.model import Request
+
+DTYPES = ("float16", "bfloat16", "float32")
+LABELED = [(dtype, Request(scenario=case_of("builtin:llama-tiny", dtype, "forward"))) for dtype in DTYPES]
+FIRST = Request(scenario=case_of("builtin:llama-tiny", "float16"))
+
+
+class Workers:
+    """Workers that end when they have been looked at some times, and what became of them."""
+
+    def __init__(self, directory: Path, looks: int = 3) -> None:
+        self.directory = directory
+        self.looks = looks
+        self.begun: list[str] = []
+        self.running: set[str] = set()
+        self.killed: list[str] = []
+        self.most = 0
+
+    def start(self, request: Request, place: Path) -> StartedWorker:
+        """Starts one in ``place``."""
+        if place.name == "float32" and self.looks < 0:
+            raise UsageError("the disk is full")
+        place.mkdir()
+        write_request(place, request)
+        self.begun.append(place.name)
+        self.running.add(place.name)
+        self.most = max(self.most, len(self.running))
+        left = [self.looks]
+
+        def status(seconds: float) -> int | None:
+            left[0] -= 1
+            if left[0] > 0 and place.name in self.running:
+                return None
+            self.running.discard(place.name)
+            return 0
+
+        def kill() -> None:
+            self.killed.append(place.name)
+            self.running.discard(place.name)
+
+        return StartedWorker(place, 60.0, status, kill)
+
+    def ahead(self, most: int) -> Ahead:
+        """What begins them."""
+        return Ahead(self.start, self.directory, most, lambda place: None)
+
+
+def test_what_is_expected_runs_beside_what_is_waited_for(tmp_path: Path) -> None:
+    """One worker is left to whoever asks; each run is made once, and no more at a time than there are workers."""
+    workers = Workers(tmp_path)
+    with workers.ahead(2) as ahead:
+        ahead.expect(LABELED)
+        assert workers.begun == ["float16"]
+        assert ahead.run(FIRST, "before").directory == tmp_path / "before"
+        for label, request in LABELED:
+            assert ahead.run(request, label).directory == tmp_path / label
+    assert sorted(workers.begun) == ["before", "bfloat16", "float16", "float32"]
+    assert workers.most == 2
+    assert workers.killed == []
+
+
+def test_what_nobody_asks_for_is_stopped_and_removed(tmp_path: Path) -> None:
+    """Also where what is asked for under that label is something else."""
+    workers = Workers(tmp_path, looks=1000)
+    with workers.ahead(4) as ahead:
+        ahead.expect(LABELED)
+        assert workers.begun == list(DTYPES)
+        workers.looks = 1
+        assert ahead.run(FIRST, "float16").directory == tmp_path / "float16"
+    assert workers.killed == list(DTYPES)
+    assert [place.name for place in tmp_path.iterdir()] == ["float16"]
+
+
+def test_with_one_worker_nothing_is_begun(tmp_path: Path) -> None:
+    """A GPU, say, has room for one."""
+    workers = Workers(tmp_path)
+    with workers.ahead(1) as ahead:
+        ahead.expect(LABELED)
+        ahead.run(LABELED[2][1], "float32")
+    assert workers.begun == ["float32"]
+
+
+def test_what_cannot_be_begun_is_told_to_whoever_asks(tmp_path: Path) -> None:
+    """Not before."""
+    workers = Workers(tmp_path, looks=-1)
+    with workers.ahead(4) as ahead:
+        ahead.expect(LABELED)
+        with pytest.raises(UsageError, match="the disk is full"):
+            ahead.run(LABELED[2][1], "float32")
