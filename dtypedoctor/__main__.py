@@ -18,11 +18,12 @@ def main() -> None:
         del sys.path[0]
     gc.set_threshold(_THRESHOLD, *gc.get_threshold()[1:])
     from dtypedoctor.cli.main import main as run
+    from dtypedoctor.interruptions import interrupt
 
     status: object = None
     try:
         if is_interrupted:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, interrupt)
             sys.unraisablehook = _again
         run()
     except KeyboardInterrupt:  # a second one, while the first ended the command

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable
 from dis import opname
 from queue import Empty
+from signal import SIGINT, Signals
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 _TRACE_EVENTS = frozenset({"call", "line", "return", "exception", "opcode"})
 _RAISES = frozenset({"RAISE_VARARGS", "RERAISE"})
@@ -21,6 +22,21 @@ _RAISED_BARE = (MemoryError, StopIteration, StopAsyncIteration, Empty)
 _KNOWN = sys.stdlib_module_names | {"torch", "numpy", "triton", "dtypedoctor"}
 """Packages whose C code may raise classes of their own."""
 _VARARGS = 0x04
+
+
+HEARD: list[int] = []
+"""Numbers of the signals by which this process was asked to end. A library may make an error of its own of the exception: pydantic
+says that it cannot build a validator, which is no defect."""
+
+
+def interrupt(number: int, _: FrameType | None) -> NoReturn:
+    """A signal handler: raises what Ctrl-C raises, and keeps in :data:`HEARD` that it has.
+
+    Raises:
+        KeyboardInterrupt: always; it names every signal but that of Ctrl-C.
+    """
+    HEARD.append(number)
+    raise KeyboardInterrupt("interrupted" if number == SIGINT else f"interrupted by {Signals(number).name}")
 
 
 def is_interruption(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Generator, Sequence
@@ -40,6 +41,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rewrite-snapshot", action="store_true", help="write tests/e2e/snapshot.json instead of checking it"
     )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a test starts hears Ctrl-C: a background job of a shell is deaf to it, and a command that was called in this process ends deaf."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from dtypedoctor.cli import enabling, exec, reading, replay, run
 from dtypedoctor.cli.configuration import with_project_defaults
 from dtypedoctor.cli.output import current_name, standard_streams
 from dtypedoctor.errors import INTERRUPTED, DoctorError, ExitCode
+from dtypedoctor.interruptions import HEARD
 from dtypedoctor.patterns import regex
 from dtypedoctor.report.text import paragraphs
 
@@ -77,6 +78,7 @@ def _with_verb(verb: str) -> typer.Typer:
 
 
 def _outcome() -> int:
+    HEARD.clear()
     try:
         if f"_{app.info.name}_complete".upper() not in os.environ:
             sys.argv[1:] = with_project_defaults(sys.argv[1:], _options_of)
@@ -90,7 +92,7 @@ def _outcome() -> int:
     except KeyboardInterrupt as error:
         return _interrupted(error)
     except Exception as error:  # noqa: BLE001  (the one place where nothing may escape)
-        return _unexpected(error)
+        return _interrupted(KeyboardInterrupt()) if HEARD else _unexpected(error)
 
 
 def _run(narrowed: typer.Typer) -> object:

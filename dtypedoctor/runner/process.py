@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, Self
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.interruptions import interrupt
 from dtypedoctor.redaction.redact import forget_request
 from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.runner.ending import end
@@ -297,11 +298,6 @@ def outliving() -> Iterator[None]:
 @contextlib.contextmanager
 def ending_by_interrupt() -> Iterator[None]:
     """Inside, every signal that asks this process to end raises :class:`KeyboardInterrupt`, as Ctrl-C does."""
-
-    def interrupt(number: int, _: FrameType | None) -> None:
-        by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
-        raise KeyboardInterrupt(f"interrupted{by}")
-
     before = dict(_replaced(list(_ASK_TO_END), interrupt))
     try:
         yield

@@ -1,7 +1,6 @@
 """However a run ends, its exit code is that of one table: 3 is for a run of which no trace is left, and for nothing else."""
 
 import os
-import signal
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -77,7 +76,6 @@ def test_a_script_that_ends_in_any_way_ends_with_the_code_of_the_table(ending: s
         (tmp_path / "site").mkdir()
         (tmp_path / "site" / "sitecustomize.py").write_text(KILLED_AT_BIRTH)
         paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     late = tmp_path / "hangs" if ending == "the time limit" else None
     command = ("exec", "--out", tmp_path / "run", "--time-limit", "1000", tmp_path / "work.py", tmp_path / "run")
     finished = dtypedoctor(*command, cwd=tmp_path, late_with=late, **paths)

@@ -334,8 +334,6 @@ def test_a_signal_goes_to_the_script_and_the_report_is_written(number: int, tmp_
             raise
     """
     out = tmp_path / "run"
-    # a background job of a shell is deaf to Ctrl-C, and so would be everything that it starts
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, "-m", "dtypedoctor", "exec", "--propagate-exit", "--out", out, script(tmp_path, source)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL, start_new_session=True,
@@ -361,7 +359,6 @@ def test_a_rerun_that_is_interrupted_is_not_taken_for_an_answer(tmp_path: Path) 
     )
     work = tmp_path / "work"
     path = script(work, source)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, "-m", "dtypedoctor", "exec", "--rerun", "--out", "../run", path], cwd=work,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,

@@ -39,7 +39,6 @@ COUNTS = f"""
 
 def started(folder: Path, source: str, *options: str, **more: object) -> "subprocess.Popen[str]":
     """``dtypedoctor exec`` of a script, in a session of its own, with pipes for its streams."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is deaf to it, and so is what it starts
     (folder / "work.py").write_text(textwrap.dedent(source))
     command = [sys.executable, "-m", "dtypedoctor", "exec", "--out", "run", *options, "work.py"]
     return subprocess.Popen(
@@ -165,7 +164,6 @@ def test_an_interrupt_before_anything_was_measured_leaves_no_directory(tmp_path:
 
 def interrupted(command: list[str], folder: Path, imported: str, pause: float | None) -> tuple[int, list[str]]:
     """Status of a command, and the lines on standard error, that Ctrl-C ends when it has imported a module; pressed again after a pause."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, *command], cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONPROFILEIMPORTTIME": "1"}, start_new_session=True,
