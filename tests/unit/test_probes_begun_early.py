@@ -7,12 +7,16 @@ import pytest
 from dtypedoctor.runner.run import Run, WorkerExit, collect, write_request
 from dtypedoctor.scenario.loading import case_of
 from dtypedoctor.scenario.model import Request
-from dtypedoctor.trace.events import End, Header
+from dtypedoctor.trace.events import End, Header, Raised
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.trials.bisection.probe_runner import NONE_APART, Apart, ProbeRunner
 
 DTYPES = ("float16", "bfloat16", "float32")
 REQUESTS = [Request(scenario=case_of("builtin:llama-tiny", dtype, "forward")) for dtype in DTYPES]
+
+OUT_OF_MEMORY = Raised(
+    n=1, step=1, call=1, phase="forward", type="OutOfMemoryError", message="CUDA out of memory.", frames=[], modules=[]
+)
 
 
 class Worker:
@@ -22,6 +26,7 @@ class Worker:
         self.pool, self.request, self.place, self.slot = pool, request, place, slot
         self.left = 12
         self.stopped = False
+        self.lacks_memory = request == pool.greedy and pool.runner.beside > 0
 
     def wait(self, seconds: float) -> bool:
         """It has, at the twelfth time."""
@@ -42,7 +47,10 @@ class Worker:
         write_request(self.place, self.request)
         writer = TraceWriter(self.place)
         writer.write(Header())
-        writer.write(End(n=1, outcome="completed", steps_completed=1))
+        if self.lacks_memory:
+            writer.write(OUT_OF_MEMORY)
+        outcome = "raised" if self.lacks_memory else "completed"
+        writer.write(End(n=2, outcome=outcome, steps_completed=0 if self.lacks_memory else 1))
         writer.close()
         return collect(self.place, WorkerExit(code=0, timed_out=False, seconds=1.0))
 
@@ -54,6 +62,7 @@ class Pool:
         self.running: list[Worker] = []
         self.all: list[Worker] = []
         self.width = width
+        self.greedy: Request | None = None
         self.runner = ProbeRunner(tmp_path, self.start, width, apart=apart)
 
     def start(self, request: Request, place: Path, slot: int) -> Worker:
@@ -137,6 +146,20 @@ def test_what_cannot_be_served_in_place_runs_beside_what_can(tmp_path: Path) -> 
     assert [one.slot for one in pool.all] == [1, 2, 0]
     assert len(list(pool.runner.run_all(REQUESTS))) == 3
     assert len(pool.all) == 3
+
+
+def test_what_lacks_memory_beside_others_is_run_again_without_them(tmp_path: Path) -> None:
+    """These are ended, and run when they are asked for, one after the other: a mode that fits is not said to fail."""
+    pool = Pool(tmp_path, 1, Apart(needs=lambda request: request != REQUESTS[0], room=8))
+    pool.greedy = REQUESTS[0]
+    pool.runner.make_room(1)
+    pool.runner.begin(REQUESTS[1:])
+    assert pool.dtypes == ["bfloat16", "float32"]
+    assert pool.runner.run(REQUESTS[0]).trace.last(Raised) is None
+    assert pool.runner.beside == 0
+    assert [one.stopped for one in pool.all] == [True, True, False, False]
+    assert len(list(pool.runner.run_all(REQUESTS))) == 3
+    assert [one.slot for one in pool.all] == [1, 2, 0, 0, 0, 0]
 
 
 def test_with_a_single_worker_nothing_begins_early(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from dtypedoctor.runner.directories import clear
 from dtypedoctor.runner.process import request_of_rank
 from dtypedoctor.runner.run import EXIT, Run, WorkerExit, collect, led_by
 from dtypedoctor.scenario.model import REQUEST, Request, Scenario
+from dtypedoctor.trace.events import Raised
 from dtypedoctor.trace.ranks import rank_directory
 from dtypedoctor.trials.runs import led_by_origin
 from dtypedoctor.values import dataclass
@@ -158,8 +159,11 @@ class ProbeRunner:
             reserved = 0 if running or self._is_apart(request) else self._reserved
             if len(free) > reserved:
                 self._wanted.remove((place, request))
-                clear(place)
-                self._begun[place] = free[0], self._start(request, place, free[0])
+                self._begun[place] = self._started(request, place, free[0])
+
+    def _started(self, request: Request, place: Path, slot: int) -> tuple[int, Started]:
+        clear(place)  # what an interruption has left there
+        return slot, self._start(request, place, slot)
 
     def _is_apart(self, request: Request) -> bool:
         return self.beside > 0 and self._apart.needs(request)
@@ -190,10 +194,10 @@ class ProbeRunner:
         for index, place in enumerate(places):
             self.runs += 1
             found = _reopened(place, requests[index]) if place not in self._begun else None
-            if found is not None:
-                yield Done(index=index, run=found, repeated=True)
-            else:
+            if found is None:
                 waiting.append(index)
+            else:
+                yield Done(index=index, run=found, repeated=True)
         self._wanted = deque(one for one in self._wanted if one[0] not in places)
         running: dict[int, tuple[int, Started]] = {}
         try:
@@ -202,23 +206,37 @@ class ProbeRunner:
                 running[index] = self._begun.pop(places[index])
             while waiting or running:
                 for index in list(waiting):
-                    free = self._free_slots(requests[index], running)
-                    if free:
+                    if free := self._free_slots(requests[index], running):
                         waiting.remove(index)
-                        clear(places[index])  # what an interruption has left there
-                        running[index] = free[0], self._start(requests[index], places[index], free[0])
-                if not waiting:
-                    self._begin_more(running)
-                if not running:  # what has begun has all workers
-                    time.sleep(POLL_SECONDS)
+                        running[index] = self._started(requests[index], places[index], free[0])
+                self._pass_time(running, waiting)
                 for index in list(running):
-                    if running[index][1].wait(POLL_SECONDS / len(running)):
+                    if index in running and running[index][1].wait(POLL_SECONDS / len(running)):
                         run = _collected(running.pop(index)[1])
+                        if self.beside and _lacked_memory(run):
+                            waiting += [index, *self._end_apart(running)]
+                            continue
                         self._note(str(places[index].relative_to(self.directory)), run)
                         yield Done(index=index, run=run, repeated=False)
         finally:
             for _, left in running.values():
                 left.stop()
+
+    def _pass_time(self, running: Mapping[int, tuple[int, Started]], waiting: Sequence[int]) -> None:
+        if not waiting:
+            self._begin_more(running)
+        if not running:  # what has begun has all workers
+            time.sleep(POLL_SECONDS)
+
+    def _end_apart(self, running: dict[int, tuple[int, Started]]) -> list[int]:
+        """Memory is short after all: nothing more runs beside the server, and what does is ended; those of ``running`` that must be run again."""
+        self.beside = 0
+        again = [index for index, (slot, _) in running.items() if slot >= self.width]
+        for index in again:
+            running.pop(index)[1].stop()
+        for place in [place for place, (slot, _) in self._begun.items() if slot >= self.width]:
+            self._begun.pop(place)[1].stop()
+        return again
 
     def _place(self, request: Request, label: str, attempt: int) -> Path:
         if label:
@@ -262,6 +280,12 @@ def _job_of(place: Path, request: Request, processes: int) -> Run | None:
             return None
         ranks.append(replace(one, rank=rank))
     return led_by_origin(led_by(tuple(ranks), 0))
+
+
+def _lacked_memory(run: Run | UsageError) -> bool:
+    """Whether it ended because a device had no memory for it."""
+    raised = run.trace.last(Raised) if isinstance(run, Run) else None
+    return raised is not None and raised.type.rpartition(".")[2] == "OutOfMemoryError"
 
 
 def _collected(started: Started) -> Run | UsageError:
