@@ -615,6 +615,11 @@ def recompiling(versions: int) -> AbstractContextManager[Any]:
     return nullcontext() if limit is None else config.patch(recompile_limit=max(limit, versions))
 
 
+def stays_uncompiled(function: Callable[..., Any]) -> bool:
+    """Whether ``torch.compiler.disable`` has made ``function``. Without the name nothing is known to be."""
+    return bool(getattr(function, "_torchdynamo_disable", False))
+
+
 def is_compiled_module(module: nn.Module) -> bool:
     """Whether a module is what ``torch.compile`` makes of one. False without the names."""
     kind = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)

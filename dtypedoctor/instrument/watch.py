@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
+from torch.fx import GraphModule
 from torch.nn.modules import module as hooks
 
 from dtypedoctor._torch_private import count_no_global_hook_of, forget_global_hook, tracing_state
@@ -284,7 +285,7 @@ class ModuleWatch:
         self._writer.mark(self._position.step, here.call, site)
 
     def _enter_any(self, module: nn.Module) -> None:
-        if being_recorded():
+        if being_recorded() or self._is_compilers(module):
             return
         here = self._position.of.here or self._position.last
         stack = here.stack
@@ -308,6 +309,11 @@ class ModuleWatch:
         self._note_entry(place)
         for listener in self.before_alone if is_alone else ():
             listener(module)
+
+    def _is_compilers(self, module: nn.Module) -> bool:
+        """Whether Dynamo has made ``module`` of code of the module that is being called, which returns what it returns; backends that
+        generate no code of their own call such a one."""
+        return isinstance(module, GraphModule) and bool(self._position.stack) and self._names.find(module) is None
 
     def _enter_root(self, module: nn.Module, here: Here) -> None:
         if self._names.find(module) is None:
@@ -379,6 +385,8 @@ class ModuleWatch:
             stack.pop()
 
     def _leave_any(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
+        if self._is_compilers(module):
+            return
         if self._replay is not None or being_recorded():
             self._leave_replayed(module, args, output)
             return

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from shutil import disk_usage
 from types import TracebackType
 from typing import Self
 
@@ -10,6 +11,9 @@ from dtypedoctor.runner.directories import clear
 from dtypedoctor.runner.launch import Progress, StartedWorker, run_to_end
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Request
+
+ROOM = 64 << 20
+"""Bytes that are free on a disk before anything is begun that nobody waits for yet: the run that is waited for comes first."""
 
 
 class OneByOne:
@@ -97,6 +101,8 @@ class Ahead:
 
     def _begin_more(self) -> None:
         """Begins what is expected, as far as there are workers beside the one for the run that is waited for."""
+        if self._expected and not self._has_room():
+            return
         busy = 1 + sum(not started.wait(0.0) for _, started in self._begun.values())
         while self._expected and busy < self._most:
             label, request = next(iter(self._expected.items()))
@@ -106,6 +112,12 @@ class Ahead:
             except (UsageError, OSError):  # whoever asks for it will be told
                 clear(self._directory / label)
             busy += 1
+
+    def _has_room(self) -> bool:
+        try:
+            return disk_usage(self._directory).free >= ROOM
+        except OSError:  # the directory is gone
+            return False
 
     def _forget(self, label: str) -> None:
         _, started = self._begun.pop(label)

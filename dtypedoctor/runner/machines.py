@@ -76,7 +76,9 @@ class Where:
         return self.executor != LOCAL
 
     def fitting(self, scenarios: Iterable[Scenario]) -> "Where":
-        """The same with the GPUs that the scenarios need; where those take what there is, the executor decides."""
+        """The same with the GPUs that the scenarios need, of another machine; where those take what there is, the executor decides."""
+        if self.executor == LOCAL:
+            return self
         devices = {one.device for one in scenarios}
         needed = 1 if "cuda" in devices else 0 if devices == {"cpu"} else None
         return self if self.gpus is not None else replace(self, gpus=needed)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from dtypedoctor._torch_private import recompiling
+from dtypedoctor._torch_private import recompiling, stays_uncompiled
 from dtypedoctor.corrections.keep_float32 import kept_modules
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.capture import Capture
@@ -240,7 +240,11 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def _layers_compiled(spec: Compile, layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the code of each layer's ``forward`` is compiled; hooks on the layers run outside of it, so what they return is measured."""
+    """Inside, the code of each layer's ``forward`` is compiled; hooks on the layers run outside of it, so what they return is measured.
+
+    One that is to stay out of compiled code, as what is kept in float32 and what that calls, is left as it is.
+    """
+    layers = [layer for layer in layers if not stays_uncompiled(layer.forward)]
     before = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
         layer.forward = _compiled(spec, layer.forward)

@@ -77,6 +77,7 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "_apply": lambda: nn.Module,
     "_call_impl": lambda: nn.Module,
     "_orig_mod": lambda: torch.compile(nn.Linear(1, 1)),
+    "_torchdynamo_disable": lambda: torch.compiler.disable(clamped),
     "_values": lambda: torch.ones(1).to_sparse(),
     "_lengths": jagged,
     "_should_skip_dynamo": lambda: torch.utils._python_dispatch.TorchDispatchMode,

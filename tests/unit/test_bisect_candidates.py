@@ -3,6 +3,7 @@
 import pytest
 from traces import TraceBuilder
 
+from dtypedoctor.trials.bisection.probes import Layers
 from dtypedoctor.trials.bisection.questions import called_modules, layers_in, plant, suspicion
 from dtypedoctor.trials.bisection.results import OWN
 
@@ -66,8 +67,22 @@ def test_layers_are_what_only_a_number_tells_apart() -> None:
         "head",
     ):
         trace.sample(fqn, 1.0)
-    assert layers_in(trace.build()) == 3
-    assert layers_in(TraceBuilder().sample("head", 1.0).build()) == 0
+    assert layers_in(trace.build()) == Layers("model.layers", 3)
+    assert layers_in(TraceBuilder().sample("head", 1.0).build()) is None
+
+
+@pytest.mark.parametrize(
+    ("culprits", "inside"),
+    [
+        (["model.layers.3.mlp::self", "model.norm"], False),
+        (["model.layers.3::self", "modelling::self"], False),
+        (["lm_head", "model::self"], True),
+        (["::self"], True),
+    ],
+)
+def test_layers_lie_in_a_culprit_that_calls_them(culprits: list[str], inside: bool) -> None:
+    """Nothing of them would be compiled then."""
+    assert Layers("model.layers", 12).lie_in(culprits) is inside
 
 
 def test_what_comes_near_the_end_of_its_dtype_is_suspicious() -> None:

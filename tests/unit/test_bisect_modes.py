@@ -7,6 +7,7 @@ import pytest
 from dtypedoctor.scenario.loading import case_of
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trials.bisection.probes import (
+    Layers,
     Mode,
     Workload,
     cheaper,
@@ -65,7 +66,7 @@ def test_each_mode_changes_what_it_says(grpo: dict[str, Mode]) -> None:
 def test_of_many_layers_each_is_compiled_by_itself(layers: int, regions: str, how: str) -> None:
     """Layers that are alike are compiled once, and the row says so."""
     ladder = cheaper(case_of("builtin:gemma4-tiny", "float16"), "generate", 2)
-    found = {mode.name: mode for mode in modes(ladder[0], ladder, [CULPRIT], layers=layers)}
+    found = {mode.name: mode for mode in modes(ladder[0], ladder, [CULPRIT], layers=Layers("model.layers", layers))}
     for name in (f"compiled (inductor{how})", f"compiled (aot_eager{how}), culprits in float32"):
         assert first(found[name])["compile"]["regions"] == regions
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.runner import ahead as ahead_module
 from dtypedoctor.runner.ahead import Ahead
 from dtypedoctor.runner.launch import StartedWorker
 from dtypedoctor.runner.run import write_request
@@ -98,3 +99,13 @@ def test_what_cannot_be_begun_is_told_to_whoever_asks(tmp_path: Path) -> None:
         ahead.expect(LABELED)
         with pytest.raises(UsageError, match="the disk is full"):
             ahead.run(LABELED[2][1], "float32")
+
+
+def test_on_a_disk_that_is_nearly_full_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left belongs to the run that is waited for."""
+    monkeypatch.setattr(ahead_module, "ROOM", 1 << 60)
+    workers = Workers(tmp_path)
+    with workers.ahead(4) as ahead:
+        ahead.expect(LABELED)
+        ahead.run(LABELED[2][1], "float32")
+    assert workers.begun == ["float32"]

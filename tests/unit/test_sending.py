@@ -236,3 +236,10 @@ def test_what_cannot_be_read_is_named(project: Path) -> None:
     (project / "mine" / "gone.txt").symlink_to("nowhere")
     with pytest.raises(UsageError, match=r"mine/gone\.txt: cannot be read"):
         packed([scenario("mine.network:make")], RAY)
+
+
+@pytest.mark.parametrize(("executor", "gpus"), [("local", None), ("slurm", 0)])
+def test_scenarios_for_a_cpu_ask_another_machine_for_no_gpu(executor: str, gpus: int | None) -> None:
+    """Of this one nothing is asked: `run FOLDER --jobs 2` of such scenarios was refused for an option that nobody had given."""
+    one = Scenario.model_validate(scenario("mine.network:make").model_dump() | {"device": "cpu"})
+    assert Where(executor=executor, jobs=2).fitting([one]).gpus == gpus

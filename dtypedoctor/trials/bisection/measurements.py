@@ -126,18 +126,13 @@ def _as_far_as_seen(symptom: Symptom, mode: Mode) -> Symptom:
     """
     if not compiles(mode):
         return symptom
-    # of nothing but NaN the largest magnitude is 0; Dynamo's own modules are parts of the one that it has compiled
-    seen = replace(symptom, absmax=symptom.absmax or None, fqn=_without_graph_modules(symptom.fqn))
+    seen = replace(symptom, absmax=symptom.absmax or None)  # of nothing but NaN it is 0
     if symptom.kind is not Kind.NOT_FINITE:
         return seen
     where = f", step {symptom.step} ({symptom.phase})" if symptom.phase else ""
     reason = f"inf or NaN in what the compiled code returns{where}"
     by_layer = any(step.compile is not None and step.compile.regions == "layers" for step in mode.scenario.steps)
     return replace(seen, fqn=_layer_of(seen.fqn) if by_layer else OUTERMOST, reason=reason)
-
-
-def _without_graph_modules(fqn: str | None) -> str | None:
-    return fqn and ".".join(part for part in fqn.split(".") if part != "GraphModule()")
 
 
 def _layer_of(fqn: str | None) -> str:

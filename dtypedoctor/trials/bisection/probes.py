@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from dtypedoctor.scenario.model import Forward, Generate, Grpo, Request, Scenario, Sft, Train
+from dtypedoctor.trials.bisection.results import OWN
 from dtypedoctor.values import dataclass
 
 KEEP = "keep-float32"
@@ -28,6 +29,24 @@ MANY_LAYERS = 12
 _OTHER = {"float16": "bfloat16", "bfloat16": "float16"}
 _AMP = {"fp16": "float16", "bf16": "bfloat16"}
 _POLICY = ("param_dtype", "reduce_dtype", "output_dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """A row of modules that only a number tells apart.
+
+    Attributes:
+        parent: dotted name of what holds them.
+        number: of those that were called.
+    """
+
+    parent: str
+    number: int
+
+    def lie_in(self, culprits: Sequence[str]) -> bool:
+        """Whether the own arithmetic of a module around them is a culprit: its code, and what that calls, stays out of compiled code."""
+        around = [culprit.removesuffix(OWN) for culprit in culprits if culprit.endswith(OWN)]
+        return any(not name or f"{self.parent}.".startswith(f"{name}.") for name in around)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +223,7 @@ class Mode:
 
 
 def modes(
-    base: Workload, ladder: Sequence[Workload], culprits: Sequence[str] = (), *, layers: int = 0
+    base: Workload, ladder: Sequence[Workload], culprits: Sequence[str] = (), *, layers: "Layers | None" = None
 ) -> tuple[Mode, ...]:
     """The modes that are worth running for a scenario.
 
@@ -212,7 +231,7 @@ def modes(
         base: the workload that shows the failure; attention, autocast, dtype and compiler are changed on it.
         ladder: the workloads from cheap to whole, which separate forward, backward and optimizer.
         culprits: what must be kept in float32. With these kept, a backward pass that fails fails for a reason of its own.
-        layers: how many the model has in a row; of many each is compiled by itself.
+        layers: those that the model has in a row; of many each is compiled by itself.
     """
     both = _forward_and_backward(ladder)
     passes = ladder if both is None else sorted((*ladder, both), key=_rank)
@@ -266,20 +285,23 @@ def _modes_with_culprits(workload: Workload, culprits: Sequence[str]) -> Iterato
     yield Mode(name="culprits in float32", scenario=with_kept(workload.scenario, culprits))
 
 
-def _compiled_modes(scenario: Scenario, both: Workload, culprits: Sequence[str], layers: int) -> Iterator[Mode]:
+def _compiled_modes(
+    scenario: Scenario, both: Workload, culprits: Sequence[str], layers: "Layers | None"
+) -> Iterator[Mode]:
     """Inductor's code for the failing pass; and whether a compiled backward pass fails where the culprits cannot.
 
     The second needs no generated code: ``aot_eager`` traces and splits the backward pass as inductor does, and runs it with
-    torch's own kernels, in a sixth of the time.
+    torch's own kernels, in a sixth of the time. Where what calls the layers is a culprit itself there would be nothing left to compile.
     """
     stage = scenario.steps[0]
-    regions, how = ("layers", ", layer by layer") if layers >= MANY_LAYERS else ("model", "")
+    by_layer = layers is not None and layers.number >= MANY_LAYERS
+    regions, how = ("layers", ", layer by layer") if by_layer else ("model", "")
     if stage.compile is not None:
         yield Mode(name="not compiled", scenario=_with(scenario, compile=None))
     elif not isinstance(stage.workload, Generate):
         inductor = {"backend": "inductor", "regions": regions}
         yield Mode(name=f"compiled (inductor{how})", scenario=_with(scenario, compile=inductor))
-        if culprits:
+        if culprits and not (layers is not None and layers.lie_in(culprits)):
             kept = with_kept(both.scenario, culprits)
             name = f"compiled (aot_eager{how}), culprits in float32"
             yield Mode(name=name, scenario=_with(kept, compile={"backend": "aot_eager", "regions": regions}))

@@ -14,7 +14,7 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.bisection.measurements import ReferenceSetup
-from dtypedoctor.trials.bisection.probes import probe_of
+from dtypedoctor.trials.bisection.probes import Layers, probe_of
 from dtypedoctor.trials.bisection.results import OWN, Answer, Symptom
 from dtypedoctor.trials.reduction import BaselineError, Options, Probe, Reduction
 from dtypedoctor.trials.remedies import remedies, with_corrections
@@ -88,11 +88,11 @@ def called_modules(failing: Sequence[Trace], reference: Trace) -> set[str]:
     return names | more
 
 
-def layers_in(trace: Trace) -> int:
-    """How many modules were called that only a number tells apart, as a decoder's layers are; 0 if none were."""
+def layers_in(trace: Trace) -> Layers | None:
+    """The longest row of modules that were called and that only a number tells apart, as a decoder's layers are."""
     names = _modules_with([trace], "entered", "output")
     numbered = Counter(parent for parent, _, last in (name.rpartition(".") for name in names) if last.isdigit())
-    return max(numbered.values(), default=0)
+    return Layers(*numbered.most_common(1)[0]) if numbered else None
 
 
 def _modules_with(traces: Sequence[Trace], *kinds: str) -> set[str]:
