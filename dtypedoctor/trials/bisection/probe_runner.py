@@ -119,6 +119,11 @@ class ProbeRunner:
         self._reserved = 1
         """Workers that what is only wanted leaves to what is asked for."""
 
+    @property
+    def serves_in_place(self) -> bool:
+        """Whether a server makes most runs itself, on a GPU: they take little of the host."""
+        return self._apart.room > 0
+
     def run(self, request: Request, label: str = "") -> Run:
         """Runs one request; see :meth:`run_all`.
 
