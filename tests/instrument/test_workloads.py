@@ -261,9 +261,8 @@ def test_layers_that_are_alike_are_compiled_once_and_measured_as_any_module_is(t
     trace = by_layers(tmp_path / "compiled", compile={"backend": "eager", "regions": "layers"})
     seen = of_the_compiler(trace)
     assert (seen[0].breaks, seen[0].limit_hits) == (0, 0)
-    if (
-        MODES_CAN_IGNORE_COMPILED
-    ):  # else a function is compiled anew while a dispatch mode is on, as it is in the first steps
+    # Without that a function is compiled anew while a dispatch mode is on, as it is in the first steps.
+    if MODES_CAN_IGNORE_COMPILED:
         assert [what.KIND for what in seen] == ["compile"]
         assert (seen[0].frames_compiled, seen[0].unique_graphs) == (1, 1)
     plain = by_layers(tmp_path / "plain")
