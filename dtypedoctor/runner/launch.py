@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import noticing
@@ -107,6 +107,17 @@ class StartedWorker:
         self._seconds = time.monotonic() - self._began
 
 
+def _end_importing(_: KeyboardInterrupt) -> None:
+    """Ends the server in the middle of its imports, which may take long: it sees only after them that this process has ended."""
+    server: Any = forkserver._forkserver
+    pid = getattr(server, "_forkserver_pid", None)
+    if Launcher.has_imported or pid is None:
+        return
+    with contextlib.suppress(AttributeError, OSError):  # it has ended, or Python calls these otherwise
+        os.kill(pid, signal.SIGKILL)
+        server._stop()
+
+
 def _leave() -> None:
     """What a process does that is only started to see that processes can be started."""
 
@@ -147,7 +158,7 @@ class Launcher:
     def __enter__(self) -> Self:
         self._context.set_forkserver_preload([*self._preload, __name__])
         try:
-            with _streams_to(self._log), _safe_path():
+            with noticing(_end_importing, KeyboardInterrupt), _streams_to(self._log), _safe_path():
                 resource_tracker.ensure_running()
                 forkserver.ensure_running()
         except OSError as error:
@@ -158,8 +169,10 @@ class Launcher:
             raise UsageError(f"{self._log}: cannot be written ({error.strerror})", "Give another --out.") from error
         return self
 
-    def __exit__(self, *_: object) -> None:
-        return None  # the server ends with this process, or serves the next launcher
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """The server ends with this process, or serves the next launcher; one that imports ends if this is interrupted."""
+        if isinstance(error, KeyboardInterrupt):
+            _end_importing(error)
 
     @property
     def is_importing(self) -> bool:

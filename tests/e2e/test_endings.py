@@ -1,12 +1,16 @@
 """However a run ends, its exit code is that of one table: 3 is for a run of which no trace is left, and for nothing else."""
 
 import os
+import signal
+import subprocess
+import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command import dtypedoctor, report_of
+from patience import PATIENCE, becomes
 
 from dtypedoctor.cli.reported import ENDINGS, exit_code
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
@@ -84,3 +88,34 @@ def test_a_script_that_ends_in_any_way_ends_with_the_code_of_the_table(ending: s
     if status:
         report = report_of(tmp_path / "run")
         assert (report["status"], report["trace_usable"]) == (status, code != 3)
+
+
+SCENARIO = """\
+name: one
+summary: A forward pass.
+steps:
+  - model: {name: "builtin:llama-tiny"}
+    workload: {kind: forward}
+"""
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started and that have not ended."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
+    return list(map(int, found.split()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_while_torch_is_imported_ends_what_imports_it(number: signal.Signals, tmp_path: Path) -> None:
+    """The server of workers would see only after its imports that nobody is there any more."""
+    (tmp_path / "one.yaml").write_text(SCENARIO)
+    command = [sys.executable, "-m", "dtypedoctor", "run", "one.yaml", "--out", "out"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr is not None
+        assert any("importing torch" in line for line in run.stderr)
+        assert becomes(lambda: len(children_of(run.pid)) == 2), "what tracks resources, and the server"
+        server = max(children_of(run.pid))
+        run.send_signal(number)
+        assert run.wait(PATIENCE) == 130
+    assert not Path(f"/proc/{server}").exists()
+    assert not (tmp_path / "out").exists()
