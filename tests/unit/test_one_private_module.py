@@ -16,6 +16,7 @@ OTHERS = frozenset(
         *("_getframe", "_current_frames", "_exit"),  # of sys and os
         "_run_exitfuncs",  # of atexit
         *("_DummyThread", "_active", "_target", "_bootstrap_inner"),  # of threading
+        *("_forkserver", "_forkserver_pid", "_stop"),  # of multiprocessing.forkserver
         *("_replace", "_asdict", "_fields"),  # of named tuples
         *("_attn_implementation", "_experts_implementation"),  # of configurations of transformers
         *("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_model_mapping"),  # of models of transformers
