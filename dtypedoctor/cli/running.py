@@ -182,9 +182,9 @@ def _starter(
 
 def _at_once(scenario: Scenario) -> int:
     """How many runs of a scenario may go on at a time: several of builtin models on a CPU, which are tiny and compute with one thread."""
-    on_cpu = scenario.device == "cpu" or bool(why_no_cuda())
     is_tiny = all(step.model is None or step.model.name.startswith(BUILTIN) for step in scenario.steps)
-    return min(MOST_AT_ONCE, len(os.sched_getaffinity(0))) if on_cpu and is_tiny else 1
+    on_cpu = is_tiny and (scenario.device == "cpu" or bool(why_no_cuda()))
+    return min(MOST_AT_ONCE, len(os.sched_getaffinity(0))) if on_cpu else 1
 
 
 def load_all(texts: Sequence[str], *, allow_code: bool) -> list[Scenario]:

@@ -73,7 +73,7 @@ class Ahead:
     def expect(self, requests: Iterable[tuple[str, Request]]) -> None:
         """These will be asked for, in this order, under these labels; one that is known already is not begun again.
 
-        With one worker nothing is begun: it is whoever asks who waits for it.
+        With one worker nothing is begun.
         """
         if self._most == 1:
             return
@@ -109,7 +109,7 @@ class Ahead:
             del self._expected[label]
             try:
                 self._begun[label] = request, self._start(request, self._directory / label)
-            except (UsageError, OSError):  # whoever asks for it will be told
+            except (UsageError, OSError):  # `run` raises it where this is asked for
                 clear(self._directory / label)
             busy += 1
 

@@ -122,7 +122,7 @@ def _leave() -> None:
     """What a process does that is only started to see that processes can be started."""
 
 
-def run_to_end(started: StartedWorker, progress: Progress | None) -> Run:
+def run_to_end(started: StartedWorker, progress: Progress = lambda _: None) -> Run:
     """Waits for a worker, and stops it if this is interrupted.
 
     Raises:
@@ -130,8 +130,7 @@ def run_to_end(started: StartedWorker, progress: Progress | None) -> Run:
     """
     try:
         while not started.wait(POLL_SECONDS):
-            if progress is not None:
-                progress(started.directory)
+            progress(started.directory)
     finally:
         started.stop()
     return started.collect()
@@ -141,7 +140,6 @@ class Launcher:
     """Runs requests in worker processes. Use as a context manager.
 
     Args:
-        progress: called every few hundredths of a second while a worker runs.
         log: file for what the warm server prints while it imports.
         preload: modules that it imports.
     """
@@ -149,10 +147,9 @@ class Launcher:
     has_imported: ClassVar[bool] = False
     """Whether the server of this process, which all launchers share, has forked a process already."""
 
-    def __init__(self, log: Path, progress: Progress | None = None, preload: Sequence[str] = (PRELOAD,)) -> None:
+    def __init__(self, log: Path, preload: Sequence[str] = (PRELOAD,)) -> None:
         self._preload = preload
         self._log = log
-        self._progress = progress
         self._context = multiprocessing.get_context("forkserver")
 
     def __enter__(self) -> Self:
@@ -193,7 +190,7 @@ class Launcher:
         Raises:
             UsageError: the directory cannot be written, or the worker says that the scenario cannot be run at all.
         """
-        return run_to_end(self.start(request, directory), self._progress)
+        return run_to_end(self.start(request, directory))
 
     def start(self, request: Request, directory: Path, environment: Mapping[str, str] | None = None) -> StartedWorker:
         """Starts a worker and comes back at once; the caller stops and collects it.

@@ -190,15 +190,7 @@ def compiling(context: "Context") -> Iterator[None]:
     if spec is None:
         yield
         return
-    model = context.built.model
-    if spec.regions == "model":
-        context.compiled = _compiled(spec, model)
-        context.instruments.name_as(context.compiled, model)
-    layers = repeated_layers(model) if spec.regions == "layers" else []
-    with ExitStack() as changed:
-        if spec.regions == "layers":
-            changed.enter_context(_layers_compiled(spec, layers))
-            changed.enter_context(_without_cache(model, context.stage.workload))
+    with _regions_compiled(context, spec):
         if not context.instruments.watching:
             yield
             return
@@ -209,6 +201,18 @@ def compiling(context: "Context") -> Iterator[None]:
         finally:
             for what, fqn in observations(watch.report(), context.instruments.code_places.module_at):
                 context.instruments.session.emit(what, fqn=fqn, phase="compile")
+
+
+@contextmanager
+def _regions_compiled(context: "Context", spec: Compile) -> Iterator[None]:
+    model = context.built.model
+    if spec.regions == "model":
+        context.compiled = _compiled(spec, model)
+        context.instruments.name_as(context.compiled, model)
+        yield
+        return
+    with _layers_compiled(spec, repeated_layers(model)), _without_cache(model, context.stage.workload):
+        yield
 
 
 def _compiled(spec: Compile, what: Any) -> Any:

@@ -232,9 +232,8 @@ class _Bisecting:
         try:
             found = self._corrected(found, setup, offered_corrections(self._scenario, found.treatment.findings))
             self._progress.stage("writing a minimal reproduction")
-            if (
-                self._runner.serves_in_place
-            ):  # else they would take the processors from the script and the modes that compile
+            # On a CPU they would take the processors from the script and from the modes that compile.
+            if self._runner.serves_in_place:
                 self._begin(_modes(setup, found, ladder))
             found = replace(found, reproduction=reproduce(self._runner, setup, found.culprits))
             self._progress.stage("running other modes")
