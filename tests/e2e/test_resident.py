@@ -178,9 +178,9 @@ def main():
     endless = scenario.with_changes(steps=steps, time_limit=4)
     with Launcher(place / "log") as launcher, WarmServer(launcher, Request(scenario=scenario), place / "server") as warm:
         assert warm.runs_in_place
-        stopped = run_to_end(warm.start(Request(scenario=endless), place / "endless"), None)
+        stopped = run_to_end(warm.start(Request(scenario=endless), place / "endless"))
         assert stopped.exit.timed_out, stopped.exit
-        run = run_to_end(warm.start(Request(scenario=scenario), place / "next"), None)
+        run = run_to_end(warm.start(Request(scenario=scenario), place / "next"))
         assert run.trace.end.outcome == "completed", run.exit
         assert (place / "server-2").is_dir()
         os.kill(warm._process.pid, signal.SIGSTOP)  # busy, so that it does not come to the next run
