@@ -172,7 +172,7 @@ class Plugin(Strict):
 
 
 class Script(Strict):
-    """Runs a user's script, unchanged, in this process."""
+    """Runs a user's script, unchanged, in a process of its own: the only step of its scenario."""
 
     kind: Literal["script"] = Field(description="Chooses this workload.")
     path: str | None = Field(default=None, description="Path of the script.")
@@ -321,6 +321,20 @@ class Scenario(Strict):
     def _first_step_has_a_model(cls, steps: list[ScenarioStep]) -> list[ScenarioStep]:
         if steps[0].model is None and not isinstance(steps[0].workload, Script):
             raise ValueError("the first step needs a model")
+        return steps
+
+    @field_validator("steps")
+    @classmethod
+    def _a_script_runs_alone(cls, steps: list[ScenarioStep]) -> list[ScenarioStep]:
+        """A script has its process to itself and makes its own model, so nothing else of a step would have any effect."""
+        for step in steps:
+            if not isinstance(step.workload, Script):
+                continue
+            if len(steps) > 1:
+                raise ValueError("a script is the only step of its scenario: it runs in a process of its own")
+            given = [key for key in ("model", "autocast", "grad_scaler", "compile", "side_stream") if getattr(step, key)]
+            if given:
+                raise ValueError(f"a script makes its model and its regions itself: leave out {', '.join(given)}")
         return steps
 
     @model_validator(mode="after")

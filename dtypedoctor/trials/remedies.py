@@ -157,10 +157,10 @@ def with_options(model: str, **options: Any) -> Change:
 
 
 def with_autocast(dtype: str | None) -> Change:
-    """Opens an autocast region of ``dtype`` around every workload that computes, or closes all of them."""
+    """Opens an autocast region of ``dtype`` around every workload that computes, or closes all of them; a script has its own."""
 
     def edit(step: dict[str, Any]) -> None:
-        if step["workload"]["kind"] != "unload":
+        if step["workload"]["kind"] not in ("unload", "script"):
             step["autocast"] = None if dtype is None else (step["autocast"] or {}) | {"dtype": dtype}
 
     return lambda scenario: _edited(scenario, edit)

@@ -44,7 +44,7 @@ PLAIN = st.recursive(
 
 def scenarios() -> st.SearchStrategy[Scenario]:
     """Scenarios with any values that their keys accept."""
-    return _part(Scenario).flatmap(_with_a_first_model).map(_distributed_where_it_can_be).map(Scenario.model_validate)
+    return _part(Scenario).map(_with_scripts_alone).flatmap(_with_a_first_model).map(_distributed_where_it_can_be).map(Scenario.model_validate)
 
 
 def _distributed_where_it_can_be(values: dict[str, Any]) -> dict[str, Any]:
@@ -56,6 +56,13 @@ def _distributed_where_it_can_be(values: dict[str, Any]) -> dict[str, Any]:
         for step in values["steps"]
     )
     return {key: value for key, value in values.items() if key != "distributed" or not one_process}
+
+
+def _with_scripts_alone(values: dict[str, Any]) -> dict[str, Any]:
+    first, *others = values["steps"]
+    if first["workload"]["kind"] == "script":
+        return values | {"steps": [{key: first[key] for key in ("name", "workload") if key in first}]}
+    return values | {"steps": [first, *(step for step in others if step["workload"]["kind"] != "script")]}
 
 
 def _with_a_first_model(values: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:

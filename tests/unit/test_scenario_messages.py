@@ -223,6 +223,21 @@ def test_the_first_step_needs_a_model(tmp_path: Path) -> None:
     assert load_scenario(written(tmp_path, script)).steps[0].model is None
 
 
+@pytest.mark.parametrize(
+    ("steps", "why"),
+    [
+        ("{workload: S}, {model: M, workload: F}", "a script is the only step of its scenario: it runs in a process of its own"),
+        ("{model: M, workload: F}, {workload: S}", "a script is the only step of its scenario: it runs in a process of its own"),
+        ("{model: M, workload: S, compile: {}}", "a script makes its model and its regions itself: leave out model, compile"),
+    ],
+)  # fmt: skip
+def test_nothing_beside_a_script_is_ignored(tmp_path: Path, steps: str, why: str) -> None:
+    """A script has a process to itself, so another step would not be run, and a model or a region would have no effect."""
+    steps = steps.replace("S", "{kind: script, path: a.py}").replace("F", "{kind: forward}")
+    text = f"name: example\nsummary: s\nsteps: [{steps.replace('M', '{name: builtin:gemma4-tiny}')}]\n"
+    assert mistakes(written(tmp_path, text)) == [f"3:8: steps: {why}"]
+
+
 def test_the_name_is_that_of_the_file(tmp_path: Path) -> None:
     """A copied scenario must be renamed inside too, or its reports would be taken for the original's."""
     assert mistakes(written(tmp_path, HEALTHY, name="copy")) == [
