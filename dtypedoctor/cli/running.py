@@ -181,10 +181,11 @@ def _starter(
 
 
 def _at_once(scenario: Scenario) -> int:
-    """How many runs of a scenario may go on at a time: several of builtin models on a CPU, which are tiny and compute with one thread."""
+    """How many runs of a scenario may go on at a time: of builtin models on a CPU, which are tiny and compute with one thread, one for each
+    processor and one more, because the last of them would leave the others idle."""
     is_tiny = all(step.model is None or step.model.name.startswith(BUILTIN) for step in scenario.steps)
     on_cpu = is_tiny and (scenario.device == "cpu" or bool(why_no_cuda()))
-    return min(MOST_AT_ONCE, len(os.sched_getaffinity(0))) if on_cpu else 1
+    return min(MOST_AT_ONCE, 1 + len(os.sched_getaffinity(0))) if on_cpu else 1
 
 
 def load_all(texts: Sequence[str], *, allow_code: bool) -> list[Scenario]:

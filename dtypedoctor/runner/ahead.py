@@ -1,8 +1,9 @@
-"""Runs that are begun before somebody asks for them, beside the one that is waited for: those of a treatment that are sure to be asked for."""
+"""The runs of a treatment. What is sure to be asked for is begun beside the run that is waited for, and what is asked for twice is run once."""
 
+import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from shutil import disk_usage
 from types import TracebackType
 from typing import Self
 
@@ -10,10 +11,50 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.runner.directories import clear
 from dtypedoctor.runner.launch import Progress, StartedWorker, run_to_end
 from dtypedoctor.runner.run import Run
-from dtypedoctor.scenario.model import Request
+from dtypedoctor.scenario.model import Request, Script
 
 ROOM = 64 << 20
 """Bytes that are free on a disk before anything is begun that nobody waits for yet: the run that is waited for comes first."""
+
+
+class Made:
+    """The runs that have been made.
+
+    A scenario that dtypedoctor runs itself has a seed for all that is random, so the same request is the same run: a fix that is the
+    healthy reference, say.
+
+    Args:
+        directory: of the treatment; each run lies in it under its label.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._runs: list[tuple[Request, Run]] = []
+
+    def has(self, request: Request) -> bool:
+        """Whether there is a run of ``request``."""
+        return any(made == request for made, _ in self._runs)
+
+    def note(self, request: Request, run: Run) -> Run:
+        """``run``, which is from now on that of ``request``, if it may stand for another one of it."""
+        is_one_process = not (run.ranks or run.children or run.others)
+        is_script = isinstance(request.scenario.steps[0].workload, Script)
+        if is_one_process and not is_script and not run.exit.asked_to_end and not run.died:
+            self._runs.append((request, run))
+        return run
+
+    def copied(self, request: Request, label: str) -> Run | None:
+        """The run of ``request`` under another label, with all that it has left; None where there is none, or no room for a copy."""
+        run = next((run for made, run in self._runs if made == request), None)
+        place = self._directory / label
+        if run is None or place.exists():
+            return None
+        try:
+            shutil.copytree(run.directory, place, symlinks=True)
+        except OSError:
+            clear(place)
+            return None
+        return replace(run, directory=place)
 
 
 class OneByOne:
@@ -27,6 +68,7 @@ class OneByOne:
     def __init__(self, run: Callable[[Request, Path], Run], directory: Path) -> None:
         self._run = run
         self._directory = directory
+        self._made = Made(directory)
 
     def expect(self, requests: Iterable[tuple[str, Request]]) -> None:
         """Nothing is begun."""
@@ -37,7 +79,9 @@ class OneByOne:
         Raises:
             UsageError: the directory cannot be written, or the scenario cannot be run at all.
         """
-        return self._run(request, self._directory / label)
+        return self._made.copied(request, label) or self._made.note(
+            request, self._run(request, self._directory / label)
+        )
 
 
 class Ahead:
@@ -61,6 +105,7 @@ class Ahead:
         self._progress = progress
         self._expected: dict[str, Request] = {}
         self._begun: dict[str, tuple[Request, StartedWorker]] = {}
+        self._made = Made(directory)
 
     def __enter__(self) -> Self:
         return self
@@ -71,19 +116,20 @@ class Ahead:
             self._forget(next(iter(self._begun)))
 
     def expect(self, requests: Iterable[tuple[str, Request]]) -> None:
-        """These will be asked for, in this order, under these labels; one that is known already is not begun again.
+        """These will be asked for, in this order, under these labels; what is known already is not begun again, under another label neither.
 
         With one worker nothing is begun.
         """
         if self._most == 1:
             return
         for label, request in requests:
-            if label not in self._begun:
+            known = [*self._expected.values(), *(begun for begun, _ in self._begun.values())]
+            if label not in self._begun and request not in known and not self._made.has(request):
                 self._expected.setdefault(label, request)
         self._begin_more()
 
     def run(self, request: Request, label: str) -> Run:
-        """The run of ``request``, which may have been begun.
+        """The run of ``request``, which may have been begun, or made under another label.
 
         Raises:
             UsageError: the directory cannot be written, or the worker says that the scenario cannot be run at all.
@@ -92,12 +138,14 @@ class Ahead:
         if label in self._begun and self._begun[label][0] != request:
             self._forget(label)
         _, started = self._begun.pop(label, (request, None))
+        if started is None and (known := self._made.copied(request, label)) is not None:
+            return known
 
         def wait(place: Path) -> None:
             self._progress(place)
             self._begin_more()
 
-        return run_to_end(started or self._start(request, self._directory / label), wait)
+        return self._made.note(request, run_to_end(started or self._start(request, self._directory / label), wait))
 
     def _begin_more(self) -> None:
         """Begins what is expected, as far as there are workers beside the one for the run that is waited for."""
@@ -115,7 +163,7 @@ class Ahead:
 
     def _has_room(self) -> bool:
         try:
-            return disk_usage(self._directory).free >= ROOM
+            return shutil.disk_usage(self._directory).free >= ROOM
         except OSError:  # the directory is gone
             return False
 

@@ -49,7 +49,12 @@ def first_run(run: Callable[[str, Request], Run], scenario: Scenario, plan: Plan
     try:
         return run(
             "before",
-            Request(scenario=scenario, witness=plan.certify, standby=is_script, capsule_limit=plan.capsule_limit),
+            Request(
+                scenario=scenario,
+                witness=plan.certify and is_script,
+                standby=is_script,
+                capsule_limit=plan.capsule_limit,
+            ),
         )
     except OSError as error:
         raise UsageError(

@@ -90,6 +90,7 @@ def treat(
     unwatched = [("unwatched", _uninstrumented(scenario))] if plan.certify and not before.exit.timed_out else []
     if not was_asked_to_end(before):
         expect(unwatched)
+        expect(_likely_fixes(scenario, before, static, plan))
     try:
         look = look_closer(scenario, before, later, may_rerun=plan.closer)
         keep_look(look)
@@ -99,7 +100,7 @@ def treat(
         for process in before.processes:
             dismiss(process.directory)
     failed = _has_failed(before, findings)
-    if plan.remedies and failed and not was_asked_to_end(before):
+    if not was_asked_to_end(before):
         expect(_fixes(scenario, findings, before, plan))
     not_compared = CALL_NOT_COMPARED if is_replay(scenario) else NOT_COMPARED
     observer = _certificate(scenario, before, later) if plan.certify else not_compared
@@ -174,7 +175,8 @@ def _certificate(scenario: Scenario, before: Run, run: LaterRuns) -> Observer:
 
 
 def _uninstrumented(scenario: Scenario) -> Request:
-    return Request(scenario=scenario, watch=False, repeats="before", witness=True)
+    of_script = is_script(scenario)
+    return Request(scenario=scenario, watch=False, repeats="before" if of_script else None, witness=of_script)
 
 
 def examine(scenario: Scenario, run: Run, *, replay: bool = False, look: CloserLook | None = None) -> Treatment:
@@ -306,15 +308,24 @@ def _try(remedy: Remedy, scenario: Scenario, run: LaterRuns, baselines: Baseline
 
 def _fix(remedy: Remedy, changed: Scenario) -> tuple[str, Request]:
     """Label and request of the run with a remedy."""
-    return run_of_fix(remedy.id), Request(scenario=changed, repeats="before")
+    return run_of_fix(remedy.id), Request(scenario=changed, repeats="before" if is_script(changed) else None)
 
 
 def _fixes(scenario: Scenario, findings: tuple[Finding, ...], before: Run, plan: Plan) -> Iterator[tuple[str, Request]]:
-    """Those of the remedies that will be tried."""
+    """Those of the remedies that will be tried where a run has come to ``findings``."""
+    if not plan.remedies or not _has_failed(before, findings):
+        return
     for remedy in _proposed(scenario, findings, before.trace):
         changed = remedy.change(scenario)
         if not _why_not(remedy, scenario, changed, plan):
             yield _fix(remedy, changed)
+
+
+def _likely_fixes(
+    scenario: Scenario, before: Run, static: tuple[Finding, ...], plan: Plan
+) -> Iterator[tuple[str, Request]]:
+    """Those that will be tried unless a closer look finds something else. Nothing is diagnosed until somebody asks."""
+    yield from _fixes(scenario, _found_in(before, before, static), before, plan)
 
 
 def _may_try(remedy: str, plan: Plan) -> bool:

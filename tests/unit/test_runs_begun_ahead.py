@@ -1,16 +1,17 @@
 """Runs of a treatment that are begun before they are asked for: beside the one that is waited for, and gone where nobody asks."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.runner import ahead as ahead_module
-from dtypedoctor.runner.ahead import Ahead
-from dtypedoctor.runner.launch import StartedWorker
-from dtypedoctor.runner.run import write_request
+from dtypedoctor.runner.ahead import Ahead, OneByOne
+from dtypedoctor.runner.launch import StartedWorker, run_to_end
+from dtypedoctor.runner.run import STDOUT, Run, write_request
 from dtypedoctor.scenario.loading import case_of
-from dtypedoctor.scenario.model import Request
+from dtypedoctor.scenario.model import Request, Scenario
 
 DTYPES = ("float16", "bfloat16", "float32")
 LABELED = [(dtype, Request(scenario=case_of("builtin:llama-tiny", dtype, "forward"))) for dtype in DTYPES]
@@ -23,6 +24,7 @@ class Workers:
     def __init__(self, directory: Path, looks: int = 3) -> None:
         self.directory = directory
         self.looks = looks
+        self.code = 0
         self.begun: list[str] = []
         self.running: set[str] = set()
         self.killed: list[str] = []
@@ -34,6 +36,7 @@ class Workers:
             raise UsageError("the disk is full")
         place.mkdir()
         write_request(place, request)
+        (place / STDOUT).write_text("what the run has left")
         self.begun.append(place.name)
         self.running.add(place.name)
         self.most = max(self.most, len(self.running))
@@ -44,7 +47,7 @@ class Workers:
             if left[0] > 0 and place.name in self.running:
                 return None
             self.running.discard(place.name)
-            return 0
+            return self.code
 
         def kill() -> None:
             self.killed.append(place.name)
@@ -109,3 +112,50 @@ def test_on_a_disk_that_is_nearly_full_nothing_is_begun(tmp_path: Path, monkeypa
         ahead.expect(LABELED)
         ahead.run(LABELED[2][1], "float32")
     assert workers.begun == ["float32"]
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_the_same_request_is_run_once(tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under another label lies the same run, whole, and it is not begun ahead either; of a worker that died nothing is taken for another one's."""
+    monkeypatch.setattr(Run, "died", property(lambda run: run.exit.code != 0))
+    workers = Workers(tmp_path)
+    with workers.ahead(most) as ahead:
+        first = ahead.run(FIRST, "reference")
+        ahead.expect([("fix", FIRST)])
+        again = ahead.run(FIRST, "fix")
+        assert workers.begun == ["reference"]
+        assert (again.directory, again.trace, again.exit) == (tmp_path / "fix", first.trace, first.exit)
+        assert (tmp_path / "fix" / STDOUT).read_text() == "what the run has left"
+        workers.code = 1
+        ahead.run(LABELED[0][1], "dies")
+        ahead.run(LABELED[0][1], "dies again")
+    assert workers.begun == ["reference", "dies", "dies again"]
+
+
+def test_a_script_is_run_as_often_as_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may draw its random numbers from anywhere."""
+    monkeypatch.setattr(Run, "died", property(lambda run: False))
+    script = {"name": "any", "summary": "any", "steps": [{"workload": {"kind": "script", "path": "train.py"}}]}
+    request = Request(scenario=Scenario.model_validate(script))
+    workers = Workers(tmp_path)
+    runs = OneByOne(lambda request, place: run_to_end(workers.start(request, place)), tmp_path)
+    for label in ("before", "rerun"):
+        assert runs.run(request, label).directory == tmp_path / label
+    assert workers.begun == ["before", "rerun"]
+
+
+def test_without_room_for_a_copy_the_run_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing half-copied is left."""
+
+    def full(source: Path, target: Path, **_: object) -> None:
+        target.mkdir()
+        write_request(target, FIRST)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Run, "died", property(lambda run: False))
+    monkeypatch.setattr(shutil, "copytree", full)
+    workers = Workers(tmp_path)
+    with workers.ahead(1) as ahead:
+        ahead.run(FIRST, "reference")
+        assert ahead.run(FIRST, "fix").directory == tmp_path / "fix"
+    assert workers.begun == ["reference", "fix"]
