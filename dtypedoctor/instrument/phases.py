@@ -138,17 +138,21 @@ class Phases:
                 *args, **kwargs
             )  # the compiler traces a backward pass; torch 2.9 does not say so by is_compiling()
         self.forget_ended_steps()
-        if not self._position.backward_depth:
+        position, here = self._position, self._position.here
+        depth = here.backward_depth
+        if not depth:
             self._tell(self.before_backward, "some losses", tensors)
-        self._position.backward_depth += 1
         result = None
         try:
+            position.last = here
+            here.backward_depth = depth + 1
             with self._noting_failure("backward"):
                 self.settle()
                 result = original(*args, **kwargs)
         finally:
-            self._position.backward_depth -= 1
-            if not self._position.backward_depth:
+            here.backward_depth = depth  # no property: an interruption at the beginning of its function would leave the pass open for good
+            position.last = here
+            if not depth:
                 if result is not None:
                     self._tell(self.on_gradients, "some gradients", result)
                 self._tell(self.after_backward, "the end of some backward passes")
