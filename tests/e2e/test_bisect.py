@@ -94,7 +94,7 @@ def test_the_verdict_table_of_gemma4_separates_the_modes(gemma: tuple[Finished, 
         "model in bfloat16",
         "bfloat16 autocast",
         "culprits in float32",
-        "compiled (aot_eager), culprits in float32",
+        "compiled (aot_eager, layer by layer), culprits in float32",
     }
     failing = [verdict for name, verdict in verdicts.items() if name not in passing]
     assert {verdict["outcome"] for verdict in failing} == {"fail"}
@@ -102,7 +102,7 @@ def test_the_verdict_table_of_gemma4_separates_the_modes(gemma: tuple[Finished, 
     assert {verdict["fqn"] for verdict in failing if not verdict["mode"].startswith("compiled")} == {MLP}
     assert verdicts["8 steps of GRPO"]["step"] == 2
     assert verdicts["compiled (inductor)"]["fqn"] == "", "nothing inside is watched"
-    assert verdicts["compiled (aot_eager), culprits in float32"]["absmax"] > 1000
+    assert verdicts["compiled (aot_eager, layer by layer), culprits in float32"]["absmax"] > 1000
     assert verdicts["float32 throughout"]["absmax"] > 65504
 
 

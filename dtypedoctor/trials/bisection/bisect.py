@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.errors import UsageError, WorkerDiedError
-from dtypedoctor.runner.run import Run
+from dtypedoctor.runner.run import BEFORE, Run
 from dtypedoctor.scenario.model import Request, Scenario, Script
 from dtypedoctor.trace.events import Resources, Root
 from dtypedoctor.trials.bisection.measurements import (
     ReferenceSetup,
     compiles,
+    generates_code,
     measure,
     measure_cost,
     set_up,
@@ -105,7 +106,7 @@ class _Bisecting:
     def whole(self) -> Bisection:
         """From the untreated run to the reproduction."""
         self._progress.stage("reproducing the failure")
-        treatment = treat(self._scenario, lambda label, request: self._runner.run(request, label), Plan(remedies=False))
+        treatment = treat(self._scenario, self._first_run, Plan(remedies=False))
         _require_built(treatment.before)
         try:
             return self._searched(treatment)
@@ -114,6 +115,15 @@ class _Bisecting:
         except KeyboardInterrupt:
             note = "the failure is reproduced; no module had been ruled out yet"
         return Bisection(end=End.INTERRUPTED, treatment=treatment, failure=symptom_of(treatment.before), note=note)
+
+    def _first_run(self, label: str, request: Request) -> Run:
+        """A run of the untreated scenario. As soon as one has failed, code is generated for the workload that is tried first: nothing takes longer."""
+        run = self._runner.run(request, label)
+        failure = symptom_of(run)
+        if label == BEFORE and not failure.healthy and not self._runner.serves_in_place:
+            ladder = cheaper(self._scenario, failure.phase, failure.step)
+            self._begin(filter(generates_code, modes(ladder[0], ladder, layers=layers_in(run.trace))))
+        return run
 
     def _searched(self, treatment: Treatment) -> Bisection:
         """What is found out about the failure of the untreated run."""
@@ -230,11 +240,9 @@ class _Bisecting:
         if found.end is not End.FOUND:
             return found
         try:
+            self._begin(_modes(setup, found, ladder))
             found = self._corrected(found, setup, offered_corrections(self._scenario, found.treatment.findings))
             self._progress.stage("writing a minimal reproduction")
-            # On a CPU they would take the processors from the script and from the modes that compile.
-            if self._runner.serves_in_place:
-                self._begin(_modes(setup, found, ladder))
             found = replace(found, reproduction=reproduce(self._runner, setup, found.culprits))
             self._progress.stage("running other modes")
             verdicts = measure(self._runner, setup, _modes(setup, found, ladder), found.failure)

@@ -144,10 +144,11 @@ def _layer_of(fqn: str | None) -> str:
 
 def slowest_first(wanted: Iterable[Mode]) -> list[Mode]:
     """Modes in the order in which they are begun: those that generate code, those that compile at all, the others."""
-    return sorted(wanted, key=lambda mode: (not _generates_code(mode), not compiles(mode)))
+    return sorted(wanted, key=lambda mode: (not generates_code(mode), not compiles(mode)))
 
 
-def _generates_code(mode: Mode) -> bool:
+def generates_code(mode: Mode) -> bool:
+    """Whether a mode generates and compiles code, where others run with torch's own kernels."""
     return any(step.compile is not None and step.compile.backend == "inductor" for step in mode.scenario.steps)
 
 

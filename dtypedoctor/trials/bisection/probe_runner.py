@@ -137,9 +137,10 @@ class ProbeRunner:
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Runs requests beside those that are asked for, as far as there is room, for somebody who will ask for them later."""
+        known = {*self._begun, *(place for place, _ in self._wanted)}
         for request in requests:
             place = self._place(request, "", 0)
-            if place not in self._begun and _reopened(place, request) is None:
+            if place not in known and _reopened(place, request) is None:
                 self._wanted.append((place, request))
         self._begin_more({})
 

@@ -292,6 +292,7 @@ def _compiled_modes(
 
     The second needs no generated code: ``aot_eager`` traces and splits the backward pass as inductor does, and runs it with
     torch's own kernels, in a sixth of the time. Where what calls the layers is a culprit itself there would be nothing left to compile.
+    A module that is kept breaks the graph, after which Dynamo begins again with each function around it, so there layers are compiled by themselves however few they are.
     """
     stage = scenario.steps[0]
     by_layer = layers is not None and layers.number >= MANY_LAYERS
@@ -303,6 +304,7 @@ def _compiled_modes(
         yield Mode(name=f"compiled (inductor{how})", scenario=_with(scenario, compile=inductor))
         if culprits and not (layers is not None and layers.lie_in(culprits)):
             kept = with_kept(both.scenario, culprits)
+            regions, how = ("layers", ", layer by layer") if layers is not None else ("model", "")
             name = f"compiled (aot_eager{how}), culprits in float32"
             yield Mode(name=name, scenario=_with(kept, compile={"backend": "aot_eager", "regions": regions}))
 
