@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 
@@ -117,30 +117,31 @@ Frame = tuple[str, list[int]]
 
 def _along(scene: Scene, frames: list[Frame]) -> Iterator[Excerpt]:
     """The program's innermost line, and the line of the library inside of it where the exception was raised."""
-    opened = [_opened(scene, frame[0]) for frame in frames]
-    last = max((at for at, (_, is_own) in enumerate(opened) if is_own), default=-1)
-    if last < 0:
+    own = [at for at, (frame, _) in enumerate(frames) if _opened(frame, scene.source) is not None]
+    if not own:
         return
+    last = own[-1]
     yield _excerpt_of(scene, frames[last], skipped=0)
-    raised_in = max((at for at, (source, _) in enumerate(opened) if source is not None), default=last)
+    inside = range(len(frames) - 1, last, -1)  # files of libraries are long: no more are read than needed
+    raised_in = next((at for at in inside if _opened(frames[at][0], scene.installed) is not None), last)
     if raised_in > last:
         yield _excerpt_of(scene, frames[raised_in], skipped=raised_in - last - 1)
 
 
-def _opened(scene: Scene, frame: str) -> tuple[Source | None, bool]:
-    """The file of a frame, and whether it is the program's own; None for one that cannot be read, or has no such line."""
+def _opened(frame: str, read: Callable[[str], Source | None]) -> Source | None:
+    """The file of a frame; None for one that cannot be read, or has no such line."""
     path, _, line = frame.rpartition(" ")[0].rpartition(":")
-    own = scene.source(path)
-    source = own if own is not None else scene.installed(path)
-    return (source, own is not None) if source is not None and source.has(int(line)) else (None, False)
+    source = read(path)
+    return source if source is not None and source.has(int(line)) else None
 
 
 def _excerpt_of(scene: Scene, frame: Frame, *, skipped: int) -> Excerpt:
     at, _, function = frame[0].rpartition(" ")
     line = int(at.rpartition(":")[2])
-    source, is_own = _opened(scene, frame[0])
+    own = _opened(frame[0], scene.source)
+    source = own or _opened(frame[0], scene.installed)
     assert source is not None
-    file = scene.shown(source.path) if is_own else shown_line(at).rpartition(":")[0]
+    file = scene.shown(source.path) if own is not None else shown_line(at).rpartition(":")[0]
     return _excerpt(source, line, function, frame[1], file, skipped)
 
 
