@@ -101,7 +101,20 @@ def flat(value: Any) -> Iterator[Any]:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """Every tensor inside nested lists, tuples and dicts, in order."""
-    return [item for item in flat(value) if isinstance(item, Tensor)]
+    found: list[Tensor] = []
+    _collect([value], found)
+    return found
+
+
+def _collect(items: Iterable[Any], found: list[Tensor]) -> None:
+    """Puts the tensors of ``items`` into ``found``; called several times for each operator, so a generator would take too long."""
+    for item in items:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            _collect(item, found)
+        elif isinstance(item, dict):
+            _collect(list(item.values()), found)
 
 
 @cache

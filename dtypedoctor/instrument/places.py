@@ -56,10 +56,23 @@ class Place:
         residual: whether what it returns is the residual stream.
         layer: number of the member of the residual stream that it is in; 0 outside of all.
         usual: what the last call of the module looked like; kept by what records outputs.
+        usuals: the same of earlier calls, by the shape of what they returned; kept by the same.
         gradients: what the last gradient of each output looked like, by its path; kept by the same.
     """
 
-    __slots__ = ("__weakref__", "cls", "flows", "fqn", "gradients", "layer", "residual", "root", "sites", "usual")
+    __slots__ = (
+        "__weakref__",
+        "cls",
+        "flows",
+        "fqn",
+        "gradients",
+        "layer",
+        "residual",
+        "root",
+        "sites",
+        "usual",
+        "usuals",
+    )
 
     def __init__(self, root: int, fqn: str, cls: str) -> None:
         self.root = root
@@ -70,6 +83,7 @@ class Place:
         self.residual = False
         self.layer = 0
         self.usual: Any = None
+        self.usuals: dict[Any, Any] = {}
         self.gradients: dict[str, Any] = {}
 
 

@@ -104,9 +104,15 @@ class ImmediateRecorder:
     def record_one(
         self, site: int, tensor: Tensor, step: int, call: int, source: Source | None = None, given: Sequence[Named] = ()
     ) -> int:
-        """Measures one tensor."""
-        n = self._writer.next_n()
-        self.record(((site, tensor),), (n, step, call), source, given)
+        """Measures one tensor, a finite one in as few calls of functions as can be: nearly all of a run are such."""
+        writer = self._writer
+        n = writer.following
+        writer.following = n + 1
+        extent = self._extent(tensor)
+        if extent.finite and self._budget is None:
+            writer.write_finite(n, step, call, site, extent.absmax)
+        else:
+            self.record(((site, tensor),), (n, step, call), source, given)
         return n
 
     def begin_call(self) -> None:

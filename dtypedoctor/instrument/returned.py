@@ -37,6 +37,8 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Named, measurable, modes_are_on, out_of_their_sight
 from dtypedoctor.trace.events import Flow, NotWatched
 
+MOST_SHAPES = 8
+"""Shapes of what one module returns for which the look of a call is kept."""
 MOST_MISSED = 20
 """Different types of results that are told of because they could not be measured."""
 
@@ -214,12 +216,12 @@ class Returned:
         """
         usual: _Usual | None = place.usual
         if usual is None:
-            self._record_unusual(module, place, args, kwargs, output)
+            self._record_other(module, place, args, kwargs, output)
             return
         if usual.arguments is not None:
             found = usual.arguments.of(args, kwargs, output, usual.device)
             if found is None:
-                self._record_unusual(module, place, args, kwargs, output)
+                self._record_other(module, place, args, kwargs, output)
                 return
             returned, given = found
         else:
@@ -233,7 +235,7 @@ class Returned:
                 or one.is_nested
                 or one.device != usual.device
             ):
-                self._record_unusual(module, place, args, kwargs, output)
+                self._record_other(module, place, args, kwargs, output)
                 return
             returned, given = output, [("0", one)]
         here = self._position.of.here or self._position.last
@@ -257,13 +259,24 @@ class Returned:
             or transformation() is not None
             or (usual.is_cuda and is_capturing())
         ):
-            self._record_unusual(module, place, args, kwargs, output)
+            self._record_other(module, place, args, kwargs, output)
             return
         call = here.call
         usual.recorder.record_one(usual.site, returned, self._position.step, call, usual.source, given)
         self._coverage.module_calls_measured += 1
         if returned.requires_grad and not returned.is_leaf:
             hook_gradient(returned, _Hook((self._gradient, place, usual.path, call)))
+
+    def _record_other(self, module: nn.Module, place: Place, args: Any, kwargs: Any, output: Any) -> None:
+        """Records a call that does not look like the last one, but perhaps like one before: generation calls with many tokens, then with one."""
+        returned = output[0] if type(output) is tuple and output else output
+        if type(returned) is Tensor and returned.layout is torch.strided and not returned.is_nested:
+            usual = place.usuals.get(returned.shape)
+            if usual is not None and usual is not place.usual:
+                place.usual = usual
+                self.record(module, place, args, kwargs, output)
+                return
+        self._record_unusual(module, place, args, kwargs, output)
 
     def _record_unusual(self, module: nn.Module, place: Place, args: Any, kwargs: Any, output: Any) -> None:
         with out_of_their_sight() if modes_are_on() else nullcontext():
@@ -334,7 +347,9 @@ class Returned:
         looks = (source.phase, "output", path, returned.dtype, returned.shape, source.autocast, returned.device)
         site = place.sites.get(looks)
         if site is not None:
-            place.usual = _Usual(
+            if len(place.usuals) >= MOST_SHAPES:
+                place.usuals.clear()
+            place.usual = place.usuals[returned.shape] = _Usual(
                 phase=source.phase,
                 autocast=source.autocast,
                 device_type=returned.device.type,

@@ -125,7 +125,13 @@ def measure_one(tensor: Tensor) -> Extent:
     if modes_are_on():
         with out_of_their_sight():
             return measure_one(tensor)
-    low, high = _ends(tensor.detach())
+    plain = tensor.detach()
+    if (
+        plain.is_contiguous() and plain.element_size() > 1 and plain.numel()
+    ):  # nearly all: `_ends` would be four calls more
+        low, high = torch.aminmax(plain)
+    else:
+        low, high = _ends(plain)
     return _extent(tensor, low.item(), high.item())
 
 
@@ -226,7 +232,7 @@ def _ends_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _extent(tensor: Tensor, low: float, high: float) -> Extent:
-    absmax = abs(max(high, -low))
+    absmax = abs(max(-low, high))
     return Extent(absmax=absmax) if isfinite(absmax) else _count(tensor.detach())
 
 

@@ -260,7 +260,7 @@ class ModuleWatch:
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is called.
 
-        An inner call of a known module in a forward pass needs no further function but one: each would take as long as all that is asked here.
+        An inner call of a known module outside of a backward pass needs no further function but one: each would take as long as all that is asked here.
         """
         here = self._position.of.here or self._position.last
         held = self._places.known.get(id(module))
@@ -270,7 +270,6 @@ class ModuleWatch:
             or not held[1].fqn  # it may be an outermost one
             or not here.stack
             or here.backward_depth
-            or here.overrides
             or id(module) in self.alone
             or here.thread != get_ident()
             or self._places.version != self._names.version
@@ -281,7 +280,8 @@ class ModuleWatch:
             return
         place = held[1]
         here.stack.append(module)
-        site = place.sites.get("forward") or self._sites.entry(place, "forward")
+        phase = here.overrides[-1] if here.overrides else "forward"
+        site = place.sites.get(phase) or self._sites.entry(place, phase)
         self._writer.mark(self._position.step, here.call, site)
 
     def _enter_any(self, module: nn.Module) -> None:

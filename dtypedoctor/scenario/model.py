@@ -332,7 +332,9 @@ class Scenario(Strict):
                 continue
             if len(steps) > 1:
                 raise ValueError("a script is the only step of its scenario: it runs in a process of its own")
-            given = [key for key in ("model", "autocast", "grad_scaler", "compile", "side_stream") if getattr(step, key)]
+            given = [
+                key for key in ("model", "autocast", "grad_scaler", "compile", "side_stream") if getattr(step, key)
+            ]
             if given:
                 raise ValueError(f"a script makes its model and its regions itself: leave out {', '.join(given)}")
         return steps

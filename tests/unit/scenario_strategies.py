@@ -44,7 +44,13 @@ PLAIN = st.recursive(
 
 def scenarios() -> st.SearchStrategy[Scenario]:
     """Scenarios with any values that their keys accept."""
-    return _part(Scenario).map(_with_scripts_alone).flatmap(_with_a_first_model).map(_distributed_where_it_can_be).map(Scenario.model_validate)
+    return (
+        _part(Scenario)
+        .map(_with_scripts_alone)
+        .flatmap(_with_a_first_model)
+        .map(_distributed_where_it_can_be)
+        .map(Scenario.model_validate)
+    )
 
 
 def _distributed_where_it_can_be(values: dict[str, Any]) -> dict[str, Any]:

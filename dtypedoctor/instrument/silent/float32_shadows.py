@@ -334,6 +334,8 @@ class OverflowsOutside:
         Returns:
             Its results in float32, where it has made inf or NaN of what float16 had rounded to 0, and float32 does not.
         """
+        if not self._check.is_following and not any(t.dtype in NARROW for t in tensors_of(result)):
+            return []  # nothing is followed, and nothing can begin to be: at nearly each operator of a program that masks with -inf
         if func.namespace != "aten" or not _may_be_repeated((kept, result), self._readings):
             return []
         if self._position.call != self._call or not self._check.is_following:

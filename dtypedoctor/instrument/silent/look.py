@@ -9,6 +9,7 @@ one is looked at too, a few times: a program that has got into float16's limits 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from threading import get_ident
 from typing import Any, Protocol
 
@@ -56,7 +57,7 @@ TOO_LARGE = "a copy of what they overwrite would take too much memory; use a sma
 _SKIPPED = frozenset({"aten.detach.default", "aten.alias.default"})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Seen:
     """One operator call.
 
@@ -76,12 +77,12 @@ class Seen:
     before: Mapping[int, int]
     node: int | None = None
 
-    @property
+    @cached_property
     def name(self) -> str:
         """Name with namespace and overload."""
         return str(self.func)
 
-    @property
+    @cached_property
     def operands(self) -> list[Tensor]:
         """The tensors that it was given."""
         return tensors_of(self.arguments)
@@ -195,14 +196,16 @@ class _Mode(OperatorMode):
             return self._unseen(func, (args, kwargs))
         kept = (args, kwargs)
         before: dict[int, int] = {}
-        with self.aside():
-            kept = keep_written(func, kept)
-            for copy, tensor in zip(written(func, kept), written(func, (args, kwargs)), strict=True):
-                before[id(copy)] = self._ids.of(tensor)[0]
+        if changed:
+            with self.aside():
+                kept = keep_written(func, kept)
+                before = {
+                    id(copy): self._ids.of(old)[0] for copy, old in zip(written(func, kept), changed, strict=True)
+                }
         node = node_of_operator()
         result = run(func, args, kwargs)
         with self.aside():
-            for tensor in written(func, (args, kwargs)):
+            for tensor in changed:
                 self._ids.wrote(tensor)
             seen = Seen(func, kept, tensors_of(result), self._ids, before, node)
             for check in self._checks:
