@@ -5,7 +5,6 @@ copies and compiles as before. Inside a compiled region the hooks do nothing (an
 """
 
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
@@ -45,6 +44,8 @@ MEASURED_ONLY = (
     "one call at a time is checked operator by operator; of the others, module outputs and gradients are measured"
 )
 
+_CALL = "call"
+
 _RAISED = object()
 """Stands for what a module has returned whose call an exception has left."""
 
@@ -74,8 +75,9 @@ class ModuleWatch:
         self._returned = Returned(session, self._sites, self._recorders)
         self._handles: list[Any] = []
         self._reveal: Callable[[], None] | None = None
-        self._leading = threading.Lock()
-        self._leader: Here | None = None
+        self._lead: dict[str, Here] = {}
+        """Under :data:`_CALL` the thread whose outermost call is the one that is more than measured; a dictionary takes one in a single step, which
+        nothing can interrupt."""
         self.raised_in: tuple[int, list[str]] = (0, [])
         """Identity of the last exception that left a module, and the module calls that were open where it began."""
         self._raised_at = (0, 0)
@@ -331,11 +333,14 @@ class ModuleWatch:
             for listener in self.before_root:
                 listener(module)
 
+    @property
+    def _leader(self) -> Here | None:
+        return self._lead.get(_CALL)
+
     def _leads(self, here: Here) -> bool:
         """Whether what is done around an outermost call may be done for this one: modes, which belong to a thread, are put on and taken
         off, and comparisons made from call to call. Calls that other threads make at the same time are only measured."""
-        if self._leader is here or self._leading.acquire(blocking=False):
-            self._leader = here
+        if self._lead.setdefault(_CALL, here) is here:
             return True
         self._guard.tell("checks of single operators in modules that several threads call at once", MEASURED_ONLY)
         return False
@@ -456,8 +461,7 @@ class ModuleWatch:
                 after()
         finally:
             if self._leader is here:
-                self._leader = None
-                self._leading.release()
+                del self._lead[_CALL]
         if led:
             for listener in self.when_left:
                 listener(module)
