@@ -174,7 +174,7 @@ class TraceWriter:
         """
         if self.listener is not None:
             self.listener.rows(((site, absmax, 0, 0),))
-        self._append([f'["s",{n},{step},{call},[[{site},{_magnitude(absmax)}]]]'], (step, call))
+        self._append([f'["s",{n},{step},{call},[{_compact(((site, absmax, 0, 0),))}]]'], (step, call))
 
     def write_runs(self, step: int, call: int, runs: Sequence[tuple[int, Sequence[SampleRow]]]) -> None:
         """Appends a line of samples for each of several runs of sequence numbers, all of them by one system call.
@@ -301,29 +301,19 @@ class TraceWriter:
             say(f"dtypedoctor: recording stopped ({error.strerror}: {self.directory}); your program continues")
 
 
-def _magnitude(absmax: float) -> str:
-    """A magnitude in JSON, with a fraction or an exponent and seven digits. A tenth of the time of ``json``.
-
-    Raises:
-        ValueError: it is NaN or inf.
-    """
-    decimal = f"{absmax:.7g}"
-    if decimal.isdigit():
-        return decimal + ".0"
-    if not isfinite(absmax):
-        raise ValueError(f"not a magnitude: {absmax}")
-    return decimal
-
-
 def _compact(rows: Sequence[SampleRow]) -> str:
-    """Rows in JSON.
+    """Rows in JSON, magnitudes with a fraction or an exponent and seven digits. A tenth of the time of ``json``.
 
     Raises:
         ValueError: a magnitude is NaN or inf.
     """
     found = []
     for site, absmax, nan, inf in rows:
-        decimal = _magnitude(absmax)
+        decimal = f"{absmax:.7g}"
+        if decimal.isdigit():
+            decimal += ".0"
+        elif not isfinite(absmax):
+            raise ValueError(f"not a magnitude: {absmax}")
         found.append(f"[{site},{decimal},{nan},{inf}]" if nan or inf else f"[{site},{decimal}]")
     return ",".join(found)
 

@@ -87,6 +87,17 @@ def test_one_worker_is_left_to_what_is_asked_for(tmp_path: Path) -> None:
     assert pool.dtypes == ["float16", "bfloat16"]
 
 
+def test_what_is_begun_twice_runs_once(tmp_path: Path) -> None:
+    """Code is generated for the workload that is likely to be asked about, and again with everything that the table needs."""
+    pool = Pool(tmp_path, 4)
+    pool.runner.begin(REQUESTS[:1])
+    pool.runner.begin(REQUESTS)
+    pool.runner.begin(REQUESTS)
+    assert pool.dtypes == ["float16", "bfloat16", "float32"]
+    assert len(list(pool.runner.run_all(REQUESTS))) == 3
+    assert len(pool.all) == 3
+
+
 def test_while_nobody_asks_all_workers_are_taken(tmp_path: Path) -> None:
     """Who asks then waits for one of them, and no more run than there are workers."""
     pool = Pool(tmp_path, 2)
