@@ -340,6 +340,14 @@ class Scenario(Strict):
         return steps
 
     @model_validator(mode="after")
+    def _a_script_has_no_reference(self) -> Self:
+        if self.reference is not None and isinstance(self.steps[0].workload, Script):
+            raise ValueError(
+                "a script has no `reference`: it makes its models itself, so it would only be run again as it is"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _can_be_distributed(self) -> Self:
         spec = self.distributed
         for step in self.steps if spec is not None else ():

@@ -67,7 +67,8 @@ def _distributed_where_it_can_be(values: dict[str, Any]) -> dict[str, Any]:
 def _with_scripts_alone(values: dict[str, Any]) -> dict[str, Any]:
     first, *others = values["steps"]
     if first["workload"]["kind"] == "script":
-        return values | {"steps": [{key: first[key] for key in ("name", "workload") if key in first}]}
+        steps = [{key: first[key] for key in ("name", "workload") if key in first}]
+        return {key: value for key, value in values.items() if key != "reference"} | {"steps": steps}
     return values | {"steps": [first, *(step for step in others if step["workload"]["kind"] != "script")]}
 
 

@@ -238,6 +238,13 @@ def test_nothing_beside_a_script_is_ignored(tmp_path: Path, steps: str, why: str
     assert mistakes(written(tmp_path, text)) == [f"3:8: steps: {why}"]
 
 
+def test_a_script_has_no_reference(tmp_path: Path) -> None:
+    """The same script would be run again, as it is, and called the healthy run."""
+    text = "name: example\nsummary: s\nsteps: [{workload: {kind: script, path: a.py}}]\nreference: {dtype: bfloat16}\n"
+    (said,) = mistakes(written(tmp_path, text))
+    assert "a script has no `reference`" in said
+
+
 def test_the_name_is_that_of_the_file(tmp_path: Path) -> None:
     """A copied scenario must be renamed inside too, or its reports would be taken for the original's."""
     assert mistakes(written(tmp_path, HEALTHY, name="copy")) == [
