@@ -182,10 +182,11 @@ def _starter(
 
 def _at_once(scenario: Scenario) -> int:
     """How many runs of a scenario may go on at a time: of builtin models on a CPU, which are tiny and compute with one thread, one for each
-    processor and one more, because the last of them would leave the others idle."""
+    processor and one more, because the last of them would leave the others idle. A single processor would only be kept from what is waited for."""
     is_tiny = all(step.model is None or step.model.name.startswith(BUILTIN) for step in scenario.steps)
     on_cpu = is_tiny and (scenario.device == "cpu" or bool(why_no_cuda()))
-    return min(MOST_AT_ONCE, 1 + len(os.sched_getaffinity(0))) if on_cpu else 1
+    processors = len(os.sched_getaffinity(0))
+    return min(MOST_AT_ONCE, processors + 1) if on_cpu and processors > 1 else 1
 
 
 def load_all(texts: Sequence[str], *, allow_code: bool) -> list[Scenario]:

@@ -126,12 +126,8 @@ def measure_one(tensor: Tensor) -> Extent:
         with out_of_their_sight():
             return measure_one(tensor)
     plain = tensor.detach()
-    if (
-        plain.is_contiguous() and plain.element_size() > 1 and plain.numel()
-    ):  # nearly all: `_ends` would be four calls more
-        low, high = torch.aminmax(plain)
-    else:
-        low, high = _ends(plain)
+    # Nearly all are dense; the other way takes more calls of functions.
+    low, high = torch.aminmax(plain) if plain.numel() and not _needs_copy(plain) else _ends(plain)
     return _extent(tensor, low.item(), high.item())
 
 

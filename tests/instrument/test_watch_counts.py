@@ -232,6 +232,25 @@ def test_a_module_call_keeps_few_objects_and_makes_few_calls(tmp_path: Path, mon
     assert 0 < calls / modules <= 62
 
 
+def test_a_call_is_known_again_by_the_shape_of_what_it_returns(tmp_path: Path) -> None:
+    """Generation calls with many tokens, then with one: after the first of each they take no more calls than one shape again and again."""
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40)))
+    many, one, calls = torch.ones(6, 4), torch.ones(1, 4), {}
+
+    def work(_: Instruments) -> None:
+        with torch.no_grad():
+            for given in (many, one) * 8:  # beyond the calls that are looked at operator by operator
+                net(given)
+            calls["in turns"] = own_calls(lambda: [net(given) for given in (many, one, many, one)])
+            net(many)
+            calls["the same"] = own_calls(lambda: [net(many) for _ in range(4)])
+
+    trace = watched_by(tmp_path, work)
+    assert calls["in turns"] <= calls["the same"] + 4 * 41 * 2  # asked once more, by the shape
+    shapes = [tuple(trace.sites[s.site].shape) for s in trace.samples if trace.sites[s.site].fqn == "39"]
+    assert shapes == [(6, 4), (1, 4)] * 10 + [(6, 4)] * 5
+
+
 @pytest.mark.usefixtures("rows")
 def test_a_step_is_written_by_few_system_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The samples of a batch have numbers with gaps, for inputs that may have to be recorded, so they are many lines; one call writes them."""

@@ -1,10 +1,12 @@
 """Runs of a treatment that are begun before they are asked for: beside the one that is waited for, and gone where nobody asks."""
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from dtypedoctor.cli.running import MOST_AT_ONCE, _at_once
 from dtypedoctor.errors import UsageError
 from dtypedoctor.runner import ahead as ahead_module
 from dtypedoctor.runner.ahead import Ahead, OneByOne
@@ -159,3 +161,13 @@ def test_without_room_for_a_copy_the_run_is_made_again(tmp_path: Path, monkeypat
         ahead.run(FIRST, "reference")
         assert ahead.run(FIRST, "fix").directory == tmp_path / "fix"
     assert workers.begun == ["reference", "fix"]
+
+
+@pytest.mark.parametrize(("processors", "most"), [(1, 1), (2, 3), (64, MOST_AT_ONCE)])
+def test_a_single_processor_is_left_to_what_is_waited_for(
+    processors: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are kept busy to the end; a model that is not tiny has all of them for itself."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+    assert _at_once(FIRST.scenario.with_changes(device="cpu")) == most
+    assert _at_once(case_of("some/model", "float16").with_changes(device="cpu")) == 1
