@@ -202,6 +202,12 @@ class LeafGradients:
         """A backward pass begins at ``tensors``."""
         self._leaves = [] if self._claimed else leaves_of(tensors)
 
+    def inside(self, tensors: list[Tensor]) -> None:
+        """A backward pass of a checkpoint begins inside of this one: its parameters are not in the outer graph."""
+        if not self._claimed:
+            held = {id(leaf) for leaf in self._leaves}
+            self._leaves += [leaf for leaf in leaves_of(tensors) if type(leaf) is Parameter and id(leaf) not in held]
+
     def claim(self) -> None:
         """An optimizer takes the gradients, which are counted and measured with its step, and so will all later ones."""
         if not self._claimed:

@@ -150,6 +150,7 @@ class Instruments:
         modules.hear_gradients(self._note_gradient, self._bad.known)
         phases.before_generate = [silent.before_generate]
         phases.before_backward = [silent.before_backward, self._before_backward]
+        phases.inside_backward = [self._inside_backward]
         phases.on_gradients = [self._measure_returned]
         phases.after_backward = [self._after_backward, silent.scales.after_backward]
         phases.on_scaled = [silent.scales.scaled]
@@ -276,6 +277,10 @@ class Instruments:
             self._measure_outside("loss", found, "forward")
             self.coverage.losses_measured += len(found)
             self._look_closer()
+
+    def _inside_backward(self, tensors: list[Tensor]) -> None:
+        if self.modules.whole:
+            self._leaves.inside(tensors)
 
     def _after_backward(self) -> None:
         self._windows.after_backward()

@@ -31,6 +31,7 @@ class Phases:
 
     Attributes:
         before_backward: called with the tensors that a backward pass starts from.
+        inside_backward: called with those of a backward pass inside of another, as a reentrant checkpoint makes one.
         after_backward: called when the outermost backward pass has ended, also by an exception.
         before_step, after_step: called with the optimizer around its step.
         before_unscale: called with the scaler and the optimizer whose gradients are about to be unscaled.
@@ -53,6 +54,7 @@ class Phases:
         self._stands_aside = False
         self.before_generate: list[Callable[[tuple[Any, ...], dict[str, Any]], None]] = []
         self.before_backward: list[Callable[[list[Tensor]], None]] = []
+        self.inside_backward: list[Callable[[list[Tensor]], None]] = []
         self.after_backward: list[Listener] = []
         self.before_step: list[Callable[[Optimizer], None]] = []
         self.after_step: list[Callable[[Optimizer], None]] = []
@@ -140,8 +142,8 @@ class Phases:
         self.forget_ended_steps()
         position, here = self._position, self._position.here
         depth = here.backward_depth
-        if not depth:
-            self._tell(self.before_backward, "some losses", tensors)
+        if listeners := self.inside_backward if depth else self.before_backward:
+            self._tell(listeners, "some losses", tensors)
         result = None
         try:
             position.last = here

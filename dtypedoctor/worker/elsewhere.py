@@ -322,7 +322,10 @@ def own_kernels(libraries: Iterable[str]) -> Iterator[tuple[str, str]]:
         if found:
             yield f"{what} ({', '.join(found)})", WHY_NOT_INSIDE
     if operators := _counted(_operators()):
-        yield f"the inside of custom operators ({', '.join(operators)})", "an operator is one step for every instrument"
+        yield (
+            f"the inside of custom operators ({', '.join(operators)})",
+            "an operator is one step for every instrument; whether these have run is not known",
+        )
 
 
 def _operators() -> Iterator[str]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
@@ -245,6 +246,22 @@ def test_gradients_are_measured_where_nothing_steps(tmp_path: Path) -> None:
     assert (found.gradients, found.gradients_measured) == (3, 3)
     names = {site.fqn for site in trace.sites.values() if site.kind == "accumulated"}
     assert names == {"weight", "bias", "gradient 0"}
+
+
+def test_gradients_of_a_reentrant_checkpoint_are_measured_where_nothing_steps(tmp_path: Path) -> None:
+    """The pass inside of the backward pass leaves them, from a graph that the loss does not reach."""
+
+    def work(_: Instruments) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        given = torch.ones(1, 2, requires_grad=True)
+        checkpoint(model, given, use_reentrant=True).sum().backward()
+
+    trace = watched(tmp_path, work)
+    found = trace.last(Coverage)
+    assert found is not None
+    assert (found.gradients, found.gradients_measured) == (5, 5)
+    names = {site.fqn for site in trace.sites.values() if site.kind == "accumulated"}
+    assert names == {"0.weight", "0.bias", "1.weight", "1.bias", "leaf 0"}
 
 
 def test_a_parameter_that_is_overwritten_between_two_calls_is_blamed_on_the_line(tmp_path: Path) -> None:
