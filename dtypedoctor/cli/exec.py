@@ -124,7 +124,7 @@ def execute(
     target = script_target(script, module=module, text=text)
     announce("Running the text of -c" if text else f"Running {script}", terminal_only=True)
     from dtypedoctor.cli.scripts import treat_script
-    from dtypedoctor.runner.directories import job_directory, new_directory, scenario_name
+    from dtypedoctor.runner.directories import hidden_directory, job_directory, new_directory, scenario_name
     from dtypedoctor.scenario.model import Distributed, Scenario, ScenarioStep, Script
     from dtypedoctor.trace.ranks import member, member_of_torchrun, rank_directory
     from dtypedoctor.trials.plan import Plan
@@ -164,6 +164,7 @@ def execute(
         raise UsageError(
             f"--rerun: {why}", "Leave out --once." if once else "Start it with --nproc-per-node N --rerun."
         )
+    is_named = out is not None
     if here is not None:
         out = rank_directory(out if out is not None else job_directory(scenario.name), here.rank)
     plan = Plan(
@@ -180,10 +181,14 @@ def execute(
             "Leave them out, or start the job on one machine.",
         )
 
-    def treat_in(directory: Path) -> "tuple[Report, int]":
-        return treat_script(scenario, directory, plan, in_place=rerun_in_place)
+    def treat_in(directory: Path, hidden: Path | None = None) -> "tuple[Report, int]":
+        return treat_script(scenario, directory, plan, in_place=rerun_in_place, hidden=hidden)
 
-    if nodes is None or out is None:
+    if not is_named:
+        directory, hidden = hidden_directory(out, scenario.name)
+        report, status = treat_in(directory, hidden)
+        directory = hidden if hidden is not None and hidden.exists() else directory
+    elif nodes is None or out is None:
         directory = new_directory(out, scenario.name)
         report, status = treat_in(directory)
     else:

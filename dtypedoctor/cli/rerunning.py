@@ -22,12 +22,13 @@ class Reruns:
     Args:
         directory: where the runs of this command lie, a directory each.
         in_place: whether the user has agreed that they change the files of the working directory.
+        hidden: where the first run is recorded until it has ended, if not there.
 
     Raises:
         UsageError: there is no working directory, or no view of it can be made, the user has not agreed, and there is no terminal to ask on.
     """
 
-    def __init__(self, directory: Path, *, in_place: bool) -> None:
+    def __init__(self, directory: Path, *, in_place: bool, hidden: Path | None = None) -> None:
         self._directory = directory.resolve()
         self._in_place = in_place
         self._no_view = ""
@@ -43,8 +44,9 @@ class Reruns:
                 f"the working directory cannot be read ({error.strerror}), so no other run can start in it",
                 "Change to a directory that exists.",
             ) from error
+        own = hidden.resolve() if hidden is not None else self._directory / "before"
         try:
-            self._before = self._resources.enter_context(Before(folder, self._directory / "before"))
+            self._before = self._resources.enter_context(Before(folder, own))
             require_view(folder)
         except (NoViewError, OSError) as error:
             self._no_view = str(error)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.runner.directories import remove_unmeasured, remove_unused
+from dtypedoctor.runner.directories import appear, remove_unmeasured, remove_unused
 from dtypedoctor.runner.process import outliving, run_launched, run_ranks, run_script
 from dtypedoctor.scenario.model import Request, Scenario, Script
 from dtypedoctor.trials.plan import Plan, first_run
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from dtypedoctor.runner.run import Run
 
 
-def treat_script(scenario: Scenario, directory: Path, plan: Plan, *, in_place: bool = False) -> "tuple[Report, int]":
+def treat_script(
+    scenario: Scenario, directory: Path, plan: Plan, *, in_place: bool = False, hidden: Path | None = None
+) -> "tuple[Report, int]":
     """Treats a user's script in ``directory``, which is new; the script has this process's streams the first time it runs.
 
     Args:
@@ -28,6 +30,8 @@ def treat_script(scenario: Scenario, directory: Path, plan: Plan, *, in_place: b
         directory: where everything that is found out is kept.
         plan: how far to go.
         in_place: whether another run may change files of the working directory; else it gets a copy-on-write view of it.
+        hidden: where the first run is recorded as long as it goes on; ``directory`` does not exist until then, and never does where it cannot be
+            created any more.
 
     Returns:
         The report, and the script's own exit status as a shell would give it.
@@ -39,17 +43,25 @@ def treat_script(scenario: Scenario, directory: Path, plan: Plan, *, in_place: b
     workload = scenario.steps[0].workload
     launched = isinstance(workload, Script) and bool(workload.launcher)
     run = run_launched if launched else run_script if scenario.distributed is None else run_ranks
-    with removed_if_refused(directory), outliving(), ExitStack() as resources:
-        reruns = resources.enter_context(_reruns(directory, in_place=in_place)) if plan.runs_again else None
+    with removed_if_refused(directory, hidden), outliving(), ExitStack() as resources:
+        reruns = None
+        if plan.runs_again:
+            reruns = resources.enter_context(_reruns(directory, in_place=in_place, hidden=hidden))
 
         def launch(label: str, request: Request) -> "Run":
+            nonlocal directory
             if label == "before":
-                first = run(request, directory / label, live=True, meanwhile=_import_the_rest)
+                recorded = hidden or directory
+                places = (hidden, directory) if hidden is not None else None
+                first = run(request, recorded / label, live=True, meanwhile=_import_the_rest, hidden=places)
                 if _was_interrupted(first):
                     raise KeyboardInterrupt
                 if reruns is not None:
                     reruns.first_is_over()
-                return first
+                if hidden is not None:
+                    directory = appear(hidden, directory)
+                directory.mkdir(parents=True, exist_ok=True)  # the program may have deleted it
+                return first.moved(recorded, directory)
             if reruns is None:
                 return run(request, directory / label, live=False)
             with reruns.begin(label) as through:
@@ -75,10 +87,10 @@ def _is_given_a_folder(scenario: Scenario) -> bool:
     return any(os.path.isdir(argument.partition("=")[2] or argument) for argument in arguments)
 
 
-def _reruns(directory: Path, *, in_place: bool) -> "AbstractContextManager[Reruns]":
+def _reruns(directory: Path, *, in_place: bool, hidden: Path | None) -> "AbstractContextManager[Reruns]":
     from dtypedoctor.cli.rerunning import Reruns
 
-    return Reruns(directory, in_place=in_place)
+    return Reruns(directory, in_place=in_place, hidden=hidden)
 
 
 def _import_the_rest() -> None:
@@ -89,17 +101,27 @@ def _import_the_rest() -> None:
 
 
 @contextmanager
-def removed_if_refused(directory: Path) -> Iterator[None]:
-    """Takes the run directory away again where nothing could be run in it, or nothing was measured before Ctrl-C."""
+def removed_if_refused(directory: Path, hidden: Path | None = None) -> Iterator[None]:
+    """Takes the run directory away again where nothing could be run in it, or nothing was measured before Ctrl-C.
+
+    What is left in a ``hidden`` one, in which it was to be recorded, is moved to it.
+    """
+
+    def place() -> Path:
+        return hidden if hidden is not None and hidden.exists() else directory
+
     try:
         yield
     except UsageError:
-        remove_unused(directory)
+        remove_unused(place())
         raise
     except KeyboardInterrupt as error:
-        if remove_unmeasured(directory):
+        if remove_unmeasured(place()):
             raise KeyboardInterrupt(f"interrupted before anything was measured; {directory} was removed") from error
         raise
+    finally:
+        if hidden is not None and hidden.exists():
+            appear(hidden, directory)
 
 
 def _was_interrupted(first: "Run") -> bool:

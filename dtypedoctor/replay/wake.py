@@ -82,7 +82,8 @@ def go_on(waiting: Waiting, directory: Path, request: Mapping[str, Any], seconds
     os.mkfifo(pipe, 0o600)
     done = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        _send(waiting.pipe, {**request, "directory": str(directory.resolve())})
+        recorded = waiting.pipe.resolve().parent  # which may have been moved since the program ended
+        _send(waiting.pipe, {**request, "directory": str(directory.resolve()), "recorded": str(recorded)})
         process = _first_word(done)
         ended = False
         try:

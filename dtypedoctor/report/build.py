@@ -169,7 +169,7 @@ def _coverage(treatment: Treatment) -> Iterator[str]:
     yield from noted(treatment.before)
     yield from (f"trace: {damage}" for damage in trace.damage)
     yield from treatment.refusals
-    if trace.end is None:
+    if trace.end is None and not treatment.before.deleted:
         yield missing_end(treatment.before)
     if trace.folded is not None:
         yield trace.folded.describe()

@@ -277,6 +277,9 @@ def _first_nonfinite(trace: Trace) -> str:
     return f"; the first non-finite value was in {place} in {trace.moment(sample.step)}"
 
 
+_DELETED = "The program deleted the folder with the records of this run, so nothing is known of it: give --out a folder that it does not delete."
+
+
 def verdict(treatment: Treatment, measured: Measured) -> tuple[Status, str]:
     """The status of the baseline, and one sentence that says why. *Healthy* is said only of what was measured.
 
@@ -284,6 +287,8 @@ def verdict(treatment: Treatment, measured: Measured) -> tuple[Status, str]:
         treatment: what was found out.
         measured: how much of the run was measured, and whether that was finite.
     """
+    if treatment.before.deleted:
+        return Status.UNKNOWN, _DELETED
     primary = treatment.findings[0] if treatment.findings else None
     found = primary is not None and primary.severity is not Severity.INFO
     if primary is not None and found:

@@ -24,6 +24,9 @@ from dtypedoctor.trace.ranks import LEADING, STREAMS
 TIMING = "timing.json"
 """How long the parts of a run took, in its directory."""
 
+HIDDEN = ".dtypedoctor-"
+"""How the names of directories begin in which a program that is running is recorded; that of the run follows."""
+
 _START = 19
 """Place of the time of start in ``/proc/PID/stat``, counted from behind the name."""
 
@@ -39,9 +42,69 @@ def new_directory(out: Path | None, name: str) -> Path:
     if out is not None:
         make_directory(out)
         return out
+    return next(path for path in _unnamed(name) if _made(path))
+
+
+def hidden_directory(out: Path | None, name: str) -> tuple[Path, Path | None]:
+    """Creates a hidden directory beside the folder of all runs, in which a program is recorded for as long as it runs.
+
+    So it neither meets a folder ``runs`` that it has not made itself, nor takes this run away where it empties its own. :func:`appear` is
+    for the moment at which it has ended.
+
+    Args:
+        out: where the run is to lie then; ``runs/NAME-TIME`` where that is None.
+        name: of the run.
+
+    Returns:
+        Where the run is going to lie, which does not exist yet, and the hidden directory; None where there can be none from which it could
+        be moved there at once, and then the former exists.
+
+    Raises:
+        UsageError: ``out`` exists, or nothing can be created.
+    """
+    beside = _beside_runs()
+    for directory in _unnamed(name) if out is None else [out]:
+        if beside is None:
+            break
+        if directory.exists() and out is None:
+            continue
+        if not directory.exists() and _made(hidden := beside / f"{HIDDEN}{'-'.join(_below_runs(directory).parts)}"):
+            return directory, hidden
+    return new_directory(out, name), None
+
+
+def appear(hidden: Path, directory: Path) -> Path:
+    """Moves a run from its hidden directory to ``directory``; where it lies then, which is where it was if that cannot be."""
+    try:
+        directory.mkdir(parents=True)
+        hidden.rename(directory)
+    except OSError:  # the program has made a file of this name, or a link to another disk
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+        return hidden if hidden.exists() else directory
+    return directory
+
+
+def _unnamed(name: str) -> Iterator[Path]:
+    """``runs/NAME-TIME``, then with numbers behind it."""
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    candidates = (runs_folder() / (stem + (f"-{i}" if i else "")) for i in count())
-    return next(path for path in candidates if _made(path))
+    return (runs_folder() / (stem + (f"-{i}" if i else "")) for i in count())
+
+
+def _below_runs(directory: Path) -> Path:
+    return directory.relative_to(runs_folder())
+
+
+def _beside_runs() -> Path | None:
+    """The folder in which that of all runs lies, or is going to; None where nothing can be moved from there to it."""
+    runs = runs_folder()
+    beside = runs if runs.absolute() == Path.cwd() else next(path for path in runs.parents if path.exists())
+    is_movable = not runs.exists() or (_is_open(runs) and runs.stat().st_dev == beside.stat().st_dev)
+    return beside if is_movable and _is_open(beside) else None
+
+
+def _is_open(folder: Path) -> bool:
+    return folder.is_dir() and os.access(folder, os.W_OK)
 
 
 def runs_folder() -> Path:

@@ -1,4 +1,7 @@
-"""Ends a process with all that it has started. Run by its path it is the guardian's program, and imports nothing of this package."""
+"""Ends a process with all that it has started. Run by its path it is the guardian's program, and imports nothing of this package.
+
+Its arguments are the process and, where what that records is hidden, the hidden directory and where it is to be moved.
+"""
 
 import os
 import signal
@@ -31,7 +34,17 @@ def _descendants(process: int) -> list[int]:
     return found
 
 
+def _show(hidden: str, directory: str) -> None:
+    try:
+        os.makedirs(directory)
+        os.rename(hidden, directory)
+    except OSError:  # it stays where it is
+        return
+
+
 if __name__ == "__main__" and not os.read(
     0, 1
 ):  # one byte means that all is well, the pipe's end that the doctor is gone
     end(int(sys.argv[1]))
+    if sys.argv[2:]:
+        _show(*sys.argv[2:])

@@ -24,7 +24,7 @@ from dtypedoctor.interruptions import interrupt
 from dtypedoctor.redaction.redact import forget_request
 from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.runner.ending import end
-from dtypedoctor.runner.run import STDERR, Run, WorkerExit, collect, led_by, write_request
+from dtypedoctor.runner.run import STDERR, Run, WorkerExit, collect, deleted, led_by, write_request
 from dtypedoctor.runner.streams import Streams
 from dtypedoctor.scenario.model import Request, Scenario, Script
 from dtypedoctor.trace.ranks import child_directories, rank_directories, rank_directory
@@ -41,6 +41,7 @@ def run_process(
     meanwhile: Callable[[], None] = lambda: None,
     ranks: Sequence[Path] = (),
     stdin_is_read: bool = False,
+    hidden: "Hidden | None" = None,
 ) -> WorkerExit:
     """Runs a command in a process group of its own until it ends or its time limit is over.
 
@@ -54,12 +55,13 @@ def run_process(
         meanwhile: called as soon as it runs, then now and then.
         stdin_is_read: standard input has been read to its end, and is not begun again.
         ranks: directories of the processes that it starts itself, whose output is shown and kept as well.
+        hidden: see :func:`run_script`.
     """
     began = time.monotonic()
     with Streams(directory, live=live, ranks=ranks) as streams, PassedOn(streams.resize) as signals:
         with streams.ends() as (out, err), _standard_input(live, again=not stdin_is_read) as given:
             process = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, process_group=0)
-        with Guardian(process), Foreground(process) if live else nullcontext() as foreground:
+        with Guardian(process, hidden), Foreground(process) if live else nullcontext() as foreground:
             signals.to(process)
             timed_out = not _wait(
                 process, streams, began + time_limit, lambda: signals.stop_together(foreground), meanwhile
@@ -104,6 +106,9 @@ def _wait(
     return True
 
 
+Hidden = tuple[Path, Path]
+"""The hidden directory of a run, and where that is moved when its program has ended."""
+
 _GUARDIAN = Path(__file__).with_name("ending.py")
 """A program that waits at a pipe of which the doctor has the other end."""
 
@@ -116,16 +121,18 @@ class Guardian:
 
     Args:
         process: the script, the first of a process group.
+        hidden: a directory that the guardian moves where this process cannot, and where to.
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+    def __init__(self, process: "subprocess.Popen[bytes]", hidden: Hidden | None = None) -> None:
         self._process = process
+        self._hidden = [str(path.absolute()) for path in hidden or ()]
 
     def __enter__(self) -> Self:
         source, self._end = os.pipe()
         try:
             self._guardian = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_GUARDIAN), str(self._process.pid)],
+                [sys.executable, "-I", "-S", str(_GUARDIAN), str(self._process.pid), *self._hidden],
                 stdin=source, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         except OSError:
@@ -330,6 +337,7 @@ def run_script(
     live: bool,
     through: Sequence[str] = (),
     meanwhile: Callable[[], None] = lambda: None,
+    hidden: Hidden | None = None,
 ) -> Run:
     """Runs the script of ``request``; everything it leaves lies in ``directory``, which must not exist yet.
 
@@ -340,6 +348,7 @@ def run_script(
             kept, and it reads standard input again from the beginning if that is a file; else it reads nothing.
         through: program and arguments that stand before the command, and become it (:mod:`dtypedoctor.runner.view`).
         meanwhile: see :func:`run_process`.
+        hidden: where ``directory`` lies in a hidden one, that, and where it is moved if this process is killed.
 
     Raises:
         UsageError: the directory cannot be written, or there is no such script.
@@ -356,8 +365,9 @@ def run_script(
         time_limit=request.scenario.time_limit,
         meanwhile=meanwhile,
         stdin_is_read=read_up,
+        hidden=hidden,
     )
-    return _with_children(directory, ended)
+    return _with_children(directory, ended) if directory.is_dir() else deleted(directory, ended)
 
 
 def _with_children(directory: Path, ended: WorkerExit) -> Run:
@@ -379,6 +389,7 @@ def run_launched(
     live: bool,
     through: Sequence[str] = (),
     meanwhile: Callable[[], None] = lambda: None,
+    hidden: Hidden | None = None,
 ) -> Run:
     """Runs the script of ``request`` by its own launcher, with the launcher's options; see :func:`run_script`.
 
@@ -405,9 +416,12 @@ def run_launched(
             live=live,
             time_limit=request.scenario.time_limit,
             meanwhile=meanwhile,
+            hidden=hidden,
         )
     finally:
         forget_request(directory)
+    if not directory.is_dir():
+        return deleted(directory, ended)
     if not rank_directories(directory):
         hint = "What it printed is above." if live else f"What it printed: {directory / STDERR}"
         raise UsageError(f"{module} ended with {ended.code} before it started {workload.path or workload.module}", hint)
@@ -451,6 +465,7 @@ def run_ranks(
     progress: Callable[[Path], None] = lambda _: None,
     through: Sequence[str] = (),
     meanwhile: Callable[[], None] = lambda: None,
+    hidden: Hidden | None = None,
 ) -> Run:
     """Runs ``request`` in as many processes as its scenario says, on this machine.
 
@@ -461,6 +476,7 @@ def run_ranks(
         progress: called now and then, while they run, with the directory of rank 0.
         through: see :func:`run_script`.
         meanwhile: see :func:`run_process`.
+        hidden: see :func:`run_script`.
 
     Returns:
         The run of the rank that failed first, or of rank 0; its ``ranks`` are those of all.
@@ -489,9 +505,12 @@ def run_ranks(
         time_limit=request.scenario.time_limit,
         meanwhile=act,
         ranks=places,
+        hidden=hidden,
     )
-    failures = _failures(directory)
     foreign = isinstance(request.scenario.steps[0].workload, Script)
+    if foreign and not directory.is_dir():
+        return deleted(directory, ended)
+    failures = _failures(directory)
     runs = [
         collect_rank(rank_directory(directory, rank), rank, exit_of_rank(rank, ended, failures), foreign=foreign)
         for rank in range(count)

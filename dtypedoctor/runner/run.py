@@ -30,6 +30,7 @@ __all__ = [
     "SavedRun",
     "WorkerExit",
     "collect",
+    "deleted",
     "led_by",
     "open_run",
     "write_request",
@@ -94,6 +95,7 @@ class Run:
         children: by number the processes that a script has spawned.
         spawned: which of those it is; None where it is the script's own.
         others: the other processes of the same script, where one of them stands for all.
+        deleted: whether the program has deleted the directory in which it was recorded, so that nothing is known of it.
     """
 
     trace: Trace
@@ -105,6 +107,7 @@ class Run:
     children: "Mapping[int, Run]" = field(default_factory=dict)
     spawned: int | None = None
     others: "tuple[Run, ...]" = ()
+    deleted: bool = False
 
     @property
     def processes(self) -> "tuple[Run, ...]":
@@ -116,6 +119,16 @@ class Run:
         """Whether the worker ended without finishing its trace, and not because a script wanted it so."""
         wanted = self.foreign and self.exit.code >= 0 and not self.exit.unknown
         return self.exit.timed_out or (self.trace.end is None and not wanted)
+
+    def moved(self, old: Path, new: Path) -> "Run":
+        """The same run, and all that belongs to it, after its files were moved from the directory ``old`` to ``new``."""
+        return replace(
+            self,
+            directory=new / self.directory.relative_to(old),
+            ranks=tuple(run.moved(old, new) for run in self.ranks),
+            children={number: run.moved(old, new) for number, run in self.children.items()},
+            others=tuple(run.moved(old, new) for run in self.others),
+        )
 
     def last_words(self) -> str:
         """How the worker ended; for a Python process that failed also the last line of its standard error."""
@@ -158,6 +171,17 @@ def collect(directory: Path, ended: WorkerExit, *, foreign: bool = False) -> Run
     if refused is not None:
         raise UsageError(refused.message, refused.hint)
     return run
+
+
+def deleted(directory: Path, ended: WorkerExit) -> Run:
+    """The run of a script that has deleted ``directory``, in which it was recorded."""
+    return Run(
+        trace=_nothing(f"the program deleted the folder in which it was, {directory}"),
+        exit=ended,
+        directory=directory,
+        foreign=True,
+        deleted=True,
+    )
 
 
 def _trace(directory: Path) -> Trace:

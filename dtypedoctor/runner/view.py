@@ -242,7 +242,7 @@ def main(settings: str, command: list[str]) -> None:
         wanted = json.load(file)
     try:
         _enter(wanted["folder"], wanted["run"], wanted["scratch"])
-        _restore(wanted["folder"], wanted["created"], wanted["put_back"])
+        _restore(wanted["folder"], wanted["created"], wanted["put_back"], os.path.dirname(wanted["run"]))
     except OSError as error:
         with open(os.path.join(wanted["run"], FAILED), "w", encoding="utf-8") as file:
             file.write(str(error))
@@ -307,20 +307,29 @@ def _overlay(folder: str, below: str, place: str, options: str) -> None:
     _mount("overlay", folder, "overlay", 0, f"lowerdir={below},upperdir={upper},workdir={work}{options}")
 
 
-def _restore(folder: str, created: list[str], put_back: dict[str, str | None]) -> None:
-    """Brings the view to what the directory was before the first run."""
+def _restore(folder: str, created: list[str], put_back: dict[str, str | None], kept: str) -> None:
+    """Brings the view to what the directory was before the first run, but for the directory ``kept``, in which the runs lie."""
     for name in (*created, *put_back):
-        path = os.path.join(folder, name)
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
-        elif os.path.lexists(path):
-            os.unlink(path)
+        _remove(os.path.join(folder, name), kept)
     for name, copy in put_back.items():
         path = os.path.join(folder, name)
         if copy is None:
-            os.mkdir(path)
+            os.makedirs(path, exist_ok=True)
         else:
             shutil.copy2(copy, path)
+
+
+def _remove(path: str, kept: str) -> None:
+    """Removes what is there, but ``kept`` and the folders that lead to it."""
+    if path == kept:
+        return
+    if kept.startswith(f"{path}/"):
+        for name in os.listdir(path):
+            _remove(os.path.join(path, name), kept)
+    elif os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -224,7 +224,8 @@ class Lines:
 
     def moved(self, path: Path) -> None:
         """The file has another name now."""
-        self._path = path.absolute()
+        if self._path is not None:
+            self._path = path.absolute()
 
     def close(self) -> None:
         """Closes the file."""

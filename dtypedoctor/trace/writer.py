@@ -233,15 +233,20 @@ class TraceWriter:
         self._disowned = True
         self._marks = False
 
-    def continue_in(self, directory: Path) -> None:
+    def continue_in(self, directory: Path, recorded: Path) -> None:
         """Goes on in ``directory``, in a process forked from the one that has written so far; what that wrote is copied.
 
         Of a long run the main file alone is copied, and no further one is begun.
+
+        Args:
+            directory: where to go on; exists.
+            recorded: where the files lie by now that were written so far.
 
         Raises:
             FileExistsError: the directory already holds a trace.
             OSError: it cannot be written.
         """
+        self._events.moved(recorded / EVENTS)
         self._events = self._events.continued(directory / EVENTS)
         self._cursor = CursorPage(directory / CURSOR)
         self._details = DetailFiles(directory, self._events, _read_details, whole=True)

@@ -244,7 +244,7 @@ class Standbys:
             posix.dup(done.fileno())
             done.write(str(getpid()).encode("ascii"))
         limit_processor_time(request["seconds"])
-        self._recording.writer.continue_in(directory)
+        self._recording.writer.continue_in(directory, Path(request["recorded"]))
         forbid_changes()
         self._owner = 0
         self._recording.go_on(lambda error: self._is_expected(error, request["raised"]))
