@@ -14,7 +14,7 @@ from dtypedoctor.diagnosis.incidents import MEASURED, REFUSED, Incident, inciden
 from dtypedoctor.diagnosis.nonfinite_origin import unexplained
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of
 from dtypedoctor.diagnosis.rule import Finding, Severity
-from dtypedoctor.diagnosis.wording import complaint_of, failing_line, is_dtype_error, own_line
+from dtypedoctor.diagnosis.wording import complaint_of, failing_line, is_dtype_error, own_line, what_became_of
 from dtypedoctor.patterns import regex
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Caught, Metric, Raised, Root, Sample, Site
@@ -186,7 +186,7 @@ def with_caught(run: Run) -> Run:
     """The run, with an exception that the program caught as what it raised, where that is a failure and nothing worse was raised.
 
     It is none where the program went on from there: where the module that raised it has returned since, or the call around it,
-    or an optimizer has made a step; nor in a test that passes.
+    or an optimizer has made a step; nor in a test that passes. One that has ended a thread was not caught, and is one whatever other threads do.
     """
     run = replace(
         run,
@@ -206,8 +206,10 @@ def with_caught(run: Run) -> Run:
 def noted(run: Run) -> Iterator[str]:
     """The exceptions about dtypes or values that the program caught and went on from, each in words."""
     failed = run.trace.last(Raised)
+    ended = [caught for caught in run.trace.all(Caught) if caught.thread]
     for caught in run.trace.all(Caught):
         same = failed is not None and (failed.type, failed.message) == (caught.type, caught.message)
+        same = same or any(_is_same(caught, one) for one in ended)
         if _is_complaint(caught) and not same and not caught.ending:
             where = f" in {caught.modules[-1]}" if caught.modules and caught.modules[-1] else ""
             said = caught.message.splitlines()[0][:160] if caught.message else ""
@@ -218,13 +220,13 @@ def noted(run: Run) -> Iterator[str]:
 
 
 def said_of_caught(findings: tuple[Finding, ...], trace: Trace) -> tuple[Finding, ...]:
-    """The findings; those that only an exception shows which the program caught say so."""
+    """The findings; those that only an exception shows after which the program went on say so."""
     raised = trace.last(Raised)
     if raised is None or not raised.caught:
         return findings
     others = replace(trace, records=tuple(record for record in trace.records if record is not raised))
     without = {(finding.id, finding.fqn) for finding in diagnose(others)}
-    how = f"It was raised in {trace.moment(raised.step)} and was caught by the program."
+    how = f"It was raised in {trace.moment(raised.step)} and {what_became_of(raised)}."
     return tuple(f if (f.id, f.fqn) in without else replace(f, summary=f"{f.summary} {how}") for f in findings)
 
 
@@ -233,7 +235,7 @@ def _failures(run: Run) -> Iterator[Caught]:
     complaints = list(_complaints(run))
     for ending in complaints:
         if ending.ending:
-            yield next(one for one in complaints if _is_same(one, ending))
+            yield replace(next(one for one in complaints if _is_same(one, ending)), thread=ending.thread)
     for caught in complaints:
         if not caught.ending and not _went_on(run.trace, caught):
             yield caught

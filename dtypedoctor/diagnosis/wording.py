@@ -277,8 +277,13 @@ def how_the_run_ended(trace: Trace) -> tuple[str, ...]:
     when = f"{trace.moment(raised.step)} ({raised.phase})"
     said = f": {raised.message.splitlines()[0][:200]}" if raised.message.strip() else ""
     if raised.caught:
-        return (f"{raised.type} was raised in {when} and was caught by the program{said}",)
+        return (f"{raised.type} was raised in {when} and {what_became_of(raised)}{said}",)
     return (f"{THE_RUN_ENDED}{when} with {raised.type}{said}",)
+
+
+def what_became_of(raised: Raised) -> str:
+    """What an exception led to after which the program went on, as the end of a sentence."""
+    return "ended its thread, while the program continued" if raised.thread else "was caught by the program"
 
 
 def failing_line(raised: Raised) -> str | None:

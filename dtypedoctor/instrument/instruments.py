@@ -458,21 +458,27 @@ class Instruments:
         self.in_place.noticed(error)
         self.note_behind(error)
 
+    def note_thread_ends(self, error: BaseException) -> None:
+        """Records an exception that ends this thread of the program, and those that it was raised from."""
+        for one in (error, *behind(error)):
+            self.note_caught(one, ending=True, thread=True)
+
     def note_behind(self, error: BaseException) -> None:
         """Records the exceptions that ``error``, which ends the program, was raised from."""
         for cause in behind(error):
             self.note_caught(cause, ending=True)
 
-    def note_caught(self, error: BaseException, *, root: int = -1, ending: bool = False) -> None:
+    def note_caught(self, error: BaseException, *, root: int = -1, ending: bool = False, thread: bool = False) -> None:
         """Records an exception where it is raised: the program may catch it.
 
         Args:
             error: was raised.
             root: number of the outermost module whose call it has left; -1 outside of all.
-            ending: whether the program ends because of it.
+            ending: whether the program, or with ``thread`` this thread of it, ends because of it.
+            thread: see ``ending``.
         """
         modules, phase = self._raised_in(error)
-        self._caught.note(error, modules, phase, root=root, ending=ending)
+        self._caught.note(error, modules, phase, root=root, ending=ending, thread=thread)
 
     def _note_left(self, module: nn.Module, args: Any, error: BaseException) -> None:
         found = self.names.find(module)

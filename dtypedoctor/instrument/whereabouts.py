@@ -286,6 +286,7 @@ class CaughtLog:
         *,
         root: int = -1,
         ending: bool = False,
+        thread: bool = False,
         fresh: bool = False,
     ) -> None:
         """Records an exception; the same one is recorded once, however many calls it leaves.
@@ -295,7 +296,8 @@ class CaughtLog:
             modules: dotted names of the module calls that were open, outermost first.
             phase: in which it was raised.
             root: number of the outermost module; -1 outside of all.
-            ending: whether the program is about to end because of it.
+            ending: whether the program, or with ``thread`` this thread of it, is about to end because of it.
+            thread: see ``ending``.
             fresh: whether it has just been raised, so that it cannot be one that was recorded before.
         """
         if not isinstance(error, Exception) or isinstance(error, _CONTROL_FLOW):
@@ -317,7 +319,7 @@ class CaughtLog:
             spans=[*([] for _ in around), *found.spans][-MAX_FRAMES:],
         )
         tested = any(path.endswith(_RUNNERS) for path in _files(sys._getframe()))
-        self._session.writer.write(Caught.of(found, ending=ending, tested=tested, root=root))
+        self._session.writer.write(Caught.of(found, ending=ending, tested=tested, root=root, thread=thread))
 
 
 def behind(error: BaseException | None) -> Iterator[BaseException]:

@@ -264,7 +264,9 @@ class Raised:
     spans: list[list[int]] = field(default_factory=list)
     """For each frame the first and last line and first and last column (bytes) of what it was doing; empty where Python does not know them."""
     caught: bool = False
-    """Whether the program caught it. Such a record is made of :class:`Caught` by whoever judges a run, and never written."""
+    """Whether the program went on. Such a record is made of :class:`Caught` by whoever judges a run, and never written."""
+    thread: bool = False
+    """Whether it ended a thread of a program that went on; else that caught it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +274,8 @@ class Caught:
     """An exception where it was raised, whether or not the program caught it; its fields are those of :class:`Raised`.
 
     ``modules`` are the module calls that it left, outermost first. ``ending`` marks one because of which the program ended
-    itself, ``tested`` one that was raised in a test. ``root`` is the number of the outermost module, -1 outside of all.
+    itself or, with ``thread``, one of its threads, ``tested`` one that was raised in a test. ``root`` is the number of the outermost module, -1
+    outside of all.
     """
 
     n: int
@@ -289,16 +292,17 @@ class Caught:
     ending: bool = False
     tested: bool = False
     root: int = -1
+    thread: bool = False
 
     @classmethod
-    def of(cls, raised: Raised, *, ending: bool, tested: bool, root: int) -> "Caught":
+    def of(cls, raised: Raised, *, ending: bool, tested: bool, root: int, thread: bool) -> "Caught":
         """The record of the same exception."""
         same = {name: getattr(raised, name) for name in _OF_AN_EXCEPTION}
-        return cls(**same, ending=ending, tested=tested, root=root)
+        return cls(**same, ending=ending, tested=tested, root=root, thread=thread)
 
     def raised(self) -> Raised:
         """The record that a detector reads."""
-        return Raised(**{name: getattr(self, name) for name in _OF_AN_EXCEPTION}, caught=True)
+        return Raised(**{name: getattr(self, name) for name in _OF_AN_EXCEPTION}, caught=True, thread=self.thread)
 
 
 _OF_AN_EXCEPTION = ("n", "step", "call", "phase", "type", "message", "frames", "modules", "function", "op", "spans")

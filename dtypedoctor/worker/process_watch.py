@@ -3,6 +3,7 @@
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from math import isfinite
 from types import FrameType
@@ -32,7 +33,7 @@ from dtypedoctor.worker.elsewhere import own_kernels
 from dtypedoctor.worker.environment import StepDigest, describe_environment, peak_resident, resident
 from dtypedoctor.worker.on_import import after_import
 from dtypedoctor.worker.patchers import PATCHERS
-from dtypedoctor.worker.recording import Totals
+from dtypedoctor.worker.recording import Totals, hide_own_frames
 
 if TYPE_CHECKING:
     from dtypedoctor.worker.interventions import Conditions, OutsideCorrections
@@ -113,6 +114,7 @@ class ProcessWatch:
             after_import(GENERATION, instruments.phases.follow_generate),
             after_import(SHARDING, instruments.sharding.follow),
             follow_test_runners(self._note_test),
+            follow_threads(self._note_thread_ends),
         ]
         at_fork(after_in_child=self._be_quiet)
 
@@ -175,6 +177,10 @@ class ProcessWatch:
     def _note_test(self, failure: BaseException) -> None:
         if os.getpid() == self._owner:
             self.instruments.guard.shield(self._note_reported, "what failed in a test")(failure)
+
+    def _note_thread_ends(self, error: BaseException) -> None:
+        if os.getpid() == self._owner:
+            self.instruments.guard.shield(self.instruments.note_thread_ends, "what ended a thread")(error)
 
     def _note_reported(self, error: BaseException) -> None:
         """An exception that a test runner or a console shows as a failure."""
@@ -294,6 +300,48 @@ def follow_test_runners(tell: Told) -> Callable[[], None]:
             end()
 
     return stop
+
+
+def follow_threads(tell: Told) -> Callable[[], None]:
+    """Has ``tell`` called with each exception that ends a thread, in that thread; returns what ends that.
+
+    Whoever has set ``threading.excepthook`` is called as before, which stays what it is, and the traceback is then without this package's frames. Where the
+    interpreter has another way of calling it, nothing is told.
+    """
+    is_over = False
+
+    def stop() -> None:
+        nonlocal is_over
+        is_over = True
+        if getattr(threading, _MAKE, None) is make:
+            setattr(threading, _MAKE, original)
+
+    def told(invoke: Callable[..., None]) -> Callable[..., None]:
+        def invoke_excepthook(thread: threading.Thread) -> None:
+            error = sys.exc_info()[1]
+            if error is not None and not is_over and not isinstance(error, SystemExit):
+                tell(error)
+                hide_own_frames(error)
+            invoke(thread)
+
+        return invoke_excepthook
+
+    original = getattr(threading, _MAKE, None)
+    if original is None:
+        return lambda: None
+
+    def make() -> Callable[..., None]:
+        return told(original())
+
+    setattr(threading, _MAKE, make)
+    for thread in threading.enumerate():  # this one may be of the program, and it may import torch in it
+        if hasattr(thread, _INVOKE):
+            setattr(thread, _INVOKE, told(getattr(thread, _INVOKE)))
+    return stop
+
+
+_MAKE, _INVOKE = "_make_invoke_excepthook", "_invoke_excepthook"
+"""In ``threading``: what makes the function that a new thread calls when an exception ends it, and the thread's attribute that holds it."""
 
 
 def _follow_pytest(tell: Told) -> Callable[[], None]:

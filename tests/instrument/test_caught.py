@@ -2,7 +2,10 @@
 
 import contextlib
 import sys
+import threading
+import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.trace.events import Caught
 from dtypedoctor.trials.treatment import examine
+from dtypedoctor.worker.process_watch import follow_threads
 
 
 @pytest.fixture(autouse=True)
@@ -200,6 +204,68 @@ def test_an_exception_that_the_program_goes_on_from_is_no_finding(
     report = report_on(tmp_path, work)
     assert (report.status, report.findings) == ("healthy", ())
     assert any("the program caught it and continued" in line for line in report.coverage) == (work is not others)
+
+
+def trains(_: Any) -> None:
+    """A model that works."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def in_a_thread(target: Callable[[], Any]) -> None:
+    """Runs it in a thread, and waits for that."""
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+
+
+def test_an_exception_that_ends_a_thread_is_a_finding_whatever_other_threads_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program has not caught it; its own hook is called, once, and stays what it is, and the traceback has no frame of this package."""
+    told: list[threading.ExceptHookArgs] = []
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        told.append(args)
+
+    def work(instruments: Instruments) -> None:
+        stop = follow_threads(instruments.note_thread_ends)
+        monkeypatch.setattr(threading, "excepthook", hook)
+        in_a_thread(lambda: mixed()(torch.ones(1, 2)))
+        assert threading.excepthook is hook
+        stop()
+        trains(instruments)
+
+    report = report_on(tmp_path, work)
+    finding = report.findings[0]
+    assert (report.status, finding.id) == ("findings", "operand-dtype-mismatch")
+    assert "ended its thread, while the program continued." in finding.summary
+    assert not [line for line in report.coverage if "the program caught it" in line]
+    assert [args.exc_type for args in told] == [RuntimeError]
+    frames = [frame.filename for frame in traceback.extract_tb(told[0].exc_traceback)]
+    assert not [path for path in frames if "/dtypedoctor/instrument/" in path]
+
+
+def test_an_exception_that_a_future_holds_has_ended_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for the result is told of it, or nobody; so it is caught. What is raised when nothing follows any more is not recorded."""
+
+    def work(instruments: Instruments) -> None:
+        make = threading._make_invoke_excepthook  # type: ignore[attr-defined]
+        stop = follow_threads(instruments.note_thread_ends)
+        with ThreadPoolExecutor(1) as pool:
+            assert isinstance(pool.submit(mixed(), torch.ones(1, 2)).exception(), RuntimeError)
+        with monkeypatch.context() as patched:
+            patched.setattr(threading, "excepthook", threading.__excepthook__)  # pytest's own takes that for a failure
+            in_a_thread(lambda: sys.exit(3))
+        stop()
+        assert threading._make_invoke_excepthook is make  # type: ignore[attr-defined]
+        trains(instruments)
+
+    report = report_on(tmp_path, work)
+    assert (report.status, report.findings) == ("healthy", ())
+    assert any("the program caught it and continued" in line for line in report.coverage)
 
 
 def test_each_place_is_recorded_a_few_times_only(tmp_path: Path) -> None:
