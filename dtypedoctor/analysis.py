@@ -283,7 +283,7 @@ def _is_outside(caught: Caught) -> bool:
 
 def _is_success(sample: Sample, site: Site, caught: Caught) -> bool:
     """Whether a measurement shows an optimizer's step, or the return of what had raised ``caught`` or of the call around it."""
-    if site.kind == "param":
+    if site.kind == "param" and site.phase == "optimizer":
         return True
     if _is_outside(caught):
         return site.kind in ("output", "loss")

@@ -200,7 +200,7 @@ class Incident:
         """The phase it was seen in."""
         if self.site is None:
             return self._record.phase if not isinstance(self._record, Sample) else ""
-        return "optimizer" if self.site.kind == "param" else self.site.phase
+        return self.site.phase
 
     @property
     def kind(self) -> str:

@@ -17,14 +17,14 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import scale_where_it_lies
+from dtypedoctor._torch_private import scale_where_it_lies, version_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.places import When
 from dtypedoctor.instrument.readable import Arrivals, values_of
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Rooted, local_part, measurable
 from dtypedoctor.trace.events import Observed, ScalerState
-from dtypedoctor.trace.records.execution import Unscaled
+from dtypedoctor.trace.records.execution import SteppedBy, Unscaled
 from dtypedoctor.values import dataclass
 
 BYTES_A_STEP = 64 << 20
@@ -42,11 +42,17 @@ class _Kept:
     named: list[Rooted]
     turn: int = 0
     steps: int = 0
+    whole: int = 0
+    """Steps after which parameters were measured."""
     backward: bool = False
     """Whether a backward pass has ended since the last step."""
     when: When | None = None
     """Coordinates of the parameters after the last step."""
     measured: set[int] = field(default_factory=set)
+    versions: list[int] = field(default_factory=list)
+    """Of each parameter how often it had been written to by the end of the last step."""
+    told: bool = False
+    """Whether it is written down which optimizer this is."""
 
 
 class OptimizerSamples:
@@ -58,6 +64,7 @@ class OptimizerSamples:
     """
 
     def __init__(self, session: Session, sample: Sample) -> None:
+        self._session = session
         self._writer, self._position = session.writer, session.position
         self._names, self._coverage = session.names, session.coverage
         self._sample = sample
@@ -72,7 +79,7 @@ class OptimizerSamples:
             turn: says which of them.
         """
         kept = self._of(optimizer)
-        if kept.when is None and not kept.steps:
+        if kept.when is None and not kept.whole:
             self._sample("initial", [_held(one) for one in kept.named], "optimizer", None)
         held = []
         first = -turn % each
@@ -117,11 +124,13 @@ class OptimizerSamples:
         position = self._position
         kept.when = When(self._writer.next_n(len(kept.named)), position.step, position.call)
         kept.measured.clear()
+        kept.versions = [_version(one) for one in kept.named]
         kept.backward = False
+        kept.steps += 1
         if sentinel:
             return
-        kept.steps += 1
-        budget = BYTES_A_STEP if kept.steps > 1 else sum(p.nbytes for *_, p in kept.named)
+        kept.whole += 1
+        budget = BYTES_A_STEP if kept.whole > 1 else sum(p.nbytes for *_, p in kept.named)
         places: list[int] = []
         while len(places) < len(kept.named) and budget > 0:
             places.append(kept.turn)
@@ -132,10 +141,25 @@ class OptimizerSamples:
     def look_closer(self) -> None:
         """Something was not finite: measures all parameters that have not been measured since their optimizer's last step.
 
-        They get the coordinates of that step, so that they stand before what they may have spoilt.
+        They get the coordinates of that step, so that they stand before what they may have spoilt; those that have been written to since, which
+        may have spoilt them, get the present ones.
         """
         for kept in self._kept.values():
-            self._measure(kept, [i for i in range(len(kept.named)) if i not in kept.measured])
+            left = [i for i in range(len(kept.versions)) if i not in kept.measured]
+            written = [i for i in left if _version(kept.named[i]) != kept.versions[i]]
+            self._measure(kept, [i for i in left if i not in written])
+            kept.measured.update(written)
+            if written:
+                self._sample("param", [_held(kept.named[i]) for i in written], self._position.phase, None)
+
+    def describe_optimizers(self) -> None:
+        """Writes down, once, which optimizers have made steps."""
+        for optimizer, kept in self._kept.items():
+            if kept.steps and not kept.told:
+                kept.told = True
+                cls = type(optimizer)
+                eps = not cls.__module__.startswith("torch.optim.") or any("eps" in g for g in optimizer.param_groups)
+                self._session.emit(SteppedBy(optimizer=cls.__name__, eps=eps), phase="optimizer")
 
     def _measure(self, kept: _Kept, places: list[int]) -> None:
         if kept.when is None:
@@ -155,7 +179,7 @@ class OptimizerSamples:
         if kept is None or kept.shape != shape or kept.version != self._names.version:
             fresh = _Kept(shape, self._names.version, self._named(optimizer))
             if kept is not None:
-                fresh.steps = kept.steps
+                fresh.steps, fresh.whole, fresh.told = kept.steps, kept.whole, kept.told
             kept = self._kept[optimizer] = fresh
         return kept
 
@@ -179,6 +203,12 @@ def _held(named: Rooted) -> Rooted:
     """A parameter with what this process holds of it."""
     root, name, parameter = named
     return root, name, parameter if type(parameter) is Parameter else local_part(parameter)
+
+
+def _version(named: Rooted) -> int:
+    """How often a parameter has been written to, as far as torch counts it."""
+    tensor = _held(named)[-1]
+    return -1 if tensor.is_inference() else version_of(tensor)
 
 
 MAX_NODES = 5_000

@@ -199,6 +199,8 @@ class Instruments:
             self._dtype_lines.stop()
             self.collectives.stop()
             self.sharding.stop()
+            if self.modules.suspicious():
+                self._samples.describe_optimizers()
         self._samples.look_closer()
         self.in_place.finish()
         self._ops.close()
@@ -363,6 +365,7 @@ class Instruments:
         """Looks at all parameters where something has just been found not to be finite."""
         if self.modules.suspicious():
             self._samples.look_closer()
+            self._samples.describe_optimizers()
             if self._budget is not None:
                 self._budget.sign("a value was not finite")
             for listener in self.on_suspicion:

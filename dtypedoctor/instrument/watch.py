@@ -202,6 +202,10 @@ class ModuleWatch:
         """The kind of a site, and the dotted name of what lies there."""
         return self._sites.kind_and_fqn(site)
 
+    def phase_of(self, site: int) -> str:
+        """The phase of a site."""
+        return self._sites.phase_of(site)
+
     def hear_nonfinite(self, listener: Heard) -> None:
         """Has ``listener`` called with tensors on a CPU that are not finite, step and call, the module call that has returned them and what went into it."""
         self._recorders.hear_nonfinite(listener)

@@ -200,13 +200,17 @@ class Standbys:
 
     def _note_nonfinite(self, rows: Rows, at: tuple[int, int], source: Source | None, given: Sequence[Named]) -> None:
         """Tensors are not finite; what went into the module that has returned them, too, where one has."""
+        modules = self._watch.instruments.modules
         if source is None:
             for (
                 site,
                 tensor,
             ) in rows:  # each by its place: a run that leaves modules out by turns has others than its replay
-                kind, fqn = self._watch.instruments.modules.kind_and_fqn(site)
-                self._note_bits(fqn, None, [(kind, tensor)], at)
+                kind, fqn = modules.kind_and_fqn(site)
+                is_late = (
+                    kind == "param" and modules.phase_of(site) != "optimizer"
+                )  # a replay has measured it after the step
+                self._note_bits(fqn, None, [("written param" if is_late else kind, tensor)], at)
             return
         found = [(f"output.{number}", tensor) for number, (_, tensor) in enumerate(rows)]
         found += [(f"input.{path}", tensor) for path, tensor in given]

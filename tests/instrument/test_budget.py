@@ -13,6 +13,7 @@ from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.meter import Meter
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.records.execution import SteppedBy
 
 LAYERS = 4
 
@@ -234,3 +235,32 @@ def test_off_is_no_budget() -> None:
     assert budget_of("off") is None
     assert budget_of(None) is None
     assert budget_of(0.05) is not None
+
+
+def bad_parameters(trace: Trace) -> list[tuple[int, str]]:
+    """Step and phase of each measurement of a parameter that is not finite."""
+    measured = ((sample, trace.sites[sample.site]) for sample in trace.samples)
+    return [(sample.step, site.phase) for sample, site in measured if site.kind == "param" and not sample.finite]
+
+
+def test_a_parameter_that_the_program_writes_after_a_step_is_not_taken_for_that_steps_work(tmp_path: Path) -> None:
+    """It was not measured after step 4; what is found of it in step 5 is told as of step 5, and no optimizer made it."""
+    trace, _ = trained(tmp_path, Budget(fixed=100), 5, spoil=5)
+    assert bad_parameters(trace)[0] == (5, "forward")
+
+
+def test_a_parameter_that_a_step_spoils_is_told_with_that_step_though_it_is_measured_later(tmp_path: Path) -> None:
+    """Nothing else has written to it since."""
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+
+    def train(_: Instruments) -> None:
+        for step in range(1, 6):
+            optimizer.param_groups[0]["lr"] = float("inf") if step == 4 else 1e-3
+            net(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trace = watched(tmp_path, train, budget=Budget(fixed=100))
+    assert bad_parameters(trace)[0] == (4, "optimizer")
+    assert [(seen.what.optimizer, seen.what.eps) for seen in trace.observed(SteppedBy)] == [("SGD", False)]

@@ -21,7 +21,8 @@ from dtypedoctor.diagnosis.incidents import incidents
 from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.scenario.model import Window
-from dtypedoctor.trace.events import Raised
+from dtypedoctor.trace.events import Observed, Raised
+from dtypedoctor.trace.records.execution import SteppedBy
 
 
 def only(trace: TraceBuilder) -> Finding:
@@ -366,3 +367,25 @@ def test_a_mask_that_is_harmless_in_one_call_is_so_in_the_others() -> None:
 def test_what_may_be_more_than_the_mask_is_looked_at(measured: dict[str, Any]) -> None:
     """The same module returns NaN later, or finite values so large that an infinity beside them may have overflowed."""
     assert [window.call for window in suspicious_windows(masked_logits(measured).build())] == [2]
+
+
+@pytest.mark.parametrize(
+    ("phase", "steppers", "found"),
+    [
+        ("optimizer", [("AdamW", True)], "optimizer-epsilon-underflow"),
+        ("optimizer", [], "optimizer-epsilon-underflow"),
+        ("optimizer", [("SGD", False), ("AdamW", True)], "optimizer-epsilon-underflow"),
+        ("optimizer", [("SGD", False)], "float16-overflow"),
+        ("forward", [("AdamW", True)], "float16-overflow"),
+    ],
+)
+def test_only_a_step_of_an_optimizer_with_an_epsilon_can_have_lost_it(
+    phase: str, steppers: list[tuple[str, bool]], found: str
+) -> None:
+    """Without an op trace a float16 parameter may have become so otherwise; older traces do not tell the optimizer."""
+    trace = TraceBuilder().sample("emb.weight", 1.0, nan=2, kind="param", phase=phase, dtype="float16")
+    for name, eps in steppers:
+        what = SteppedBy(optimizer=name, eps=eps)
+        trace.add(Observed(n=trace.n(), step=1, call=1, phase="optimizer", fqn=None, what=what))
+    finding = only(trace)
+    assert (finding.id, finding.confidence, finding.phase) == (found, Confidence.POSSIBLE, phase)

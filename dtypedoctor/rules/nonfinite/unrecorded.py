@@ -20,6 +20,7 @@ from dtypedoctor.diagnosis.wording import (
 from dtypedoctor.rules import Statement, make_finding, make_finding_at
 from dtypedoctor.trace.events import Op, Raised, Sample, Site, TensorNote
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.records.execution import SteppedBy
 
 HELD = frozenset({"parameter", "buffer", "attribute"})
 
@@ -183,7 +184,7 @@ def judge_by_module(trace: Trace, incident: Incident) -> Finding:
     if came_in and site.phase == "forward" and _outermost_was_given_it(trace, sample, site):
         return _of_the_input(trace, incident, sample, site)
     statement = Statement(
-        id=_finding_id(site),
+        id=_finding_id(trace, site),
         confidence=Confidence.POSSIBLE,
         summary=f"{short(fqn)} is where {site.dtype} first stops being finite, in step {sample.step} ({incident.phase}).",
         cause=f"The first inf or NaN was seen {_where(site)}; {NO_OPS}.",
@@ -261,12 +262,18 @@ def _read(trace: Trace, value: Reached) -> Finding:
     return make_finding(statement, phase=seen.phase, step=seen.step, op=op, source=source or value.source)
 
 
-def _finding_id(site: Site) -> str:
+def _finding_id(trace: Trace, site: Site) -> str:
     if site.dtype != "float16":
         return "domain-error"
     if site.kind == "param":
-        return "optimizer-epsilon-underflow"
+        return "optimizer-epsilon-underflow" if site.phase == "optimizer" and _divides(trace) else "float16-overflow"
     return "backward-overflow" if site.kind in GRADIENTS else "float16-overflow"
+
+
+def _divides(trace: Trace) -> bool:
+    """Whether an optimizer may have an epsilon; also where it is not known which there are."""
+    steppers = [seen.what for seen in trace.observed(SteppedBy)]
+    return not steppers or any(one.eps for one in steppers)
 
 
 def _fqn(site: Site, *, came_in: bool) -> str | None:

@@ -359,3 +359,34 @@ class ReplayNote:
 
     ended: bool
     why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteppedBy:
+    """An optimizer that has made steps, told once something is not finite.
+
+    Attributes:
+        optimizer: its class.
+        eps: whether it may have an epsilon, and so divide by something that may be zero: an option says so, or it is not one of torch's.
+    """
+
+    KIND: ClassVar[str] = "stepped-by"
+
+    optimizer: str
+    eps: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSteps:
+    """The steps of several optimizers, told at the end; where there is only one, the number of the last step tells them.
+
+    Attributes:
+        optimizers: how many have made a step, or would have but for a gradient scaler.
+        done, skipped: steps of all of them.
+    """
+
+    KIND: ClassVar[str] = "optimizer-steps"
+
+    optimizers: int
+    done: int
+    skipped: int
