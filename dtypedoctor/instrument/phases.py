@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Thread
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -49,6 +50,9 @@ class Phases:
         self._position, self._guard = session.position, session.guard
         self._undo: list[Callable[[], None]] = []
         self._steps: Counter[int] = Counter()
+        self._known: WeakSet[Any] = WeakSet()
+        self.optimizers = self.done = self.skipped = 0
+        """How many optimizers have made steps, steps of all of them, and those that a gradient scaler did not let them make."""
         self._first = 1
         self._wrapped_generate = False
         self._stands_aside = False
@@ -203,7 +207,7 @@ class Phases:
         skipped = scaler.is_enabled() and self._steps[id(inner)] == before
         self._tell(self.after_scaler, "the gradient scaler", scaler, inner, skipped)
         if skipped:
-            self._count(inner)
+            self._count(inner, skipped=True)
         return result
 
     def _around_unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
@@ -253,8 +257,14 @@ class Phases:
         finally:
             self.resume()
 
-    def _count(self, optimizer: Optimizer) -> None:
+    def _count(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
         """Counts a step; with several optimizers (one per network, say) the busiest one gives the step number."""
+        if "optimizer" not in self._position.overrides[-1:]:  # one that steps another is counted, and that one is not
+            with self._guard.keeping("the number of optimizers"):
+                self.optimizers += optimizer not in self._known
+                self._known.add(optimizer)
+            self.skipped += skipped
+            self.done += not skipped
         self._steps[id(optimizer)] += 1
         self._position.step = max(self._position.step, self._first + self._steps[id(optimizer)])
 

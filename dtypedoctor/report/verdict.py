@@ -35,6 +35,7 @@ from dtypedoctor.trace.events import (
     Site,
 )
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.records.execution import OptimizerSteps
 from dtypedoctor.trials.capsules import is_replay
 from dtypedoctor.trials.results import Treatment
 from dtypedoctor.trials.runs import ranks_of
@@ -421,7 +422,18 @@ def _finiteness(measured: Measured) -> str:
 
 
 def _as_far_as_known(trace: Trace, measured: Measured) -> str:
-    return f"{counted(trace.steps_done, 'step')} completed, {_finiteness(measured)}"
+    steps = _of_several(trace)
+    done = (
+        f"{counted(steps.done, 'step')} of {steps.optimizers} optimizers"
+        if steps is not None
+        else counted(trace.steps_done, "step")
+    )
+    return f"{done} completed, {_finiteness(measured)}"
+
+
+def _of_several(trace: Trace) -> OptimizerSteps | None:
+    """The steps of several optimizers; None where there is only one, or where the end of the program did not tell them."""
+    return next((seen.what for seen in trace.observed(OptimizerSteps)), None)
 
 
 def _ended(run: Run) -> str:
@@ -443,8 +455,12 @@ def _done(treatment: Treatment) -> str:
     before = treatment.before_summary
     if before.steps_planned:
         return f"{before.steps_completed}/{before.steps_planned} steps completed"
-    skipped = len({state.step for state in treatment.before.trace.all(ScalerState) if state.skipped})
-    done = counted(before.steps_completed - skipped, "optimizer step")
+    steps = _of_several(treatment.before.trace)
+    if steps is not None:
+        skipped, done = steps.skipped, f"{counted(steps.done, 'step')} of {steps.optimizers} optimizers"
+    else:
+        skipped = len({state.step for state in treatment.before.trace.all(ScalerState) if state.skipped})
+        done = counted(before.steps_completed - skipped, "optimizer step")
     more = f" ({skipped} more skipped by the gradient scaler)" if skipped else ""
     return f"the script completed after {done}{more}"
 

@@ -26,7 +26,7 @@ from dtypedoctor.instrument.session import FOR_GOOD
 from dtypedoctor.lasting import at_fork
 from dtypedoctor.replay.standby import is_forking
 from dtypedoctor.trace.events import Environment, Metric, NotWatched
-from dtypedoctor.trace.records.execution import LogFilter
+from dtypedoctor.trace.records.execution import LogFilter, OptimizerSteps
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import getpid, perf_counter
 from dtypedoctor.worker.elsewhere import own_kernels
@@ -134,6 +134,7 @@ class ProcessWatch:
         keeping = self.instruments.guard.keeping  # of what goes wrong here, the rest is written all the same
         with keeping("the end of the program"):
             self.instruments.stop()
+            self._note_steps()
         with keeping("what ended the program"):
             if error is not None:
                 self.instruments.note_exception(error)
@@ -173,6 +174,13 @@ class ProcessWatch:
         reported = getattr(sys, "last_value", None)
         if isinstance(reported, BaseException):
             self._note_reported(reported)
+
+    def _note_steps(self) -> None:
+        """Writes down how many steps several optimizers have made, which the number of the last step does not tell."""
+        phases = self.instruments.phases
+        if phases.optimizers > 1:
+            steps = OptimizerSteps(optimizers=phases.optimizers, done=phases.done, skipped=phases.skipped)
+            self.instruments.session.emit(steps, phase="optimizer")
 
     def _note_test(self, failure: BaseException) -> None:
         if os.getpid() == self._owner:

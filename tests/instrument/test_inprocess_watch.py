@@ -336,3 +336,59 @@ def test_a_program_that_is_started_is_listed_as_not_watched(tmp_path: Path) -> N
     assert "started" not in "".join(report_in(tmp_path / "quiet")["coverage"])
     (note,) = [line for line in report_in(tmp_path / "busy")["coverage"] if "started" in line]
     assert Path(sys.executable).name in note
+
+
+class Wrapping(torch.optim.Optimizer):
+    """An optimizer that steps another one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.inner = inner
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def stepped(directory: Path, optimizers: list[tuple[torch.optim.Optimizer, nn.Module]], *, infinite: int = 0) -> str:
+    """The headline on three iterations in which a gradient scaler steps each optimizer; in the first ``infinite`` the first one's gradient is inf."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with dtypedoctor.watch(out=directory / "run", replay=False):
+        for step in range(3):
+            for number, (_, model) in enumerate(optimizers):
+                scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
+                if step < infinite and not number:
+                    next(model.parameters()).grad[0, 0] = float("inf")  # type: ignore[index]
+            for optimizer, _ in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            for optimizer, _ in optimizers:
+                optimizer.zero_grad()
+    return str(report_in(directory / "run")["headline"])
+
+
+def test_the_steps_of_several_optimizers_are_added_up_and_so_are_those_that_are_skipped(tmp_path: Path) -> None:
+    """Two optimizers, one of which is skipped twice."""
+    models = [nn.Linear(4, 1), nn.Linear(4, 1)]
+    headline = stepped(tmp_path, [(torch.optim.SGD(m.parameters(), lr=0.01), m) for m in models], infinite=2)
+    assert "completed after 4 steps of 2 optimizers (2 more skipped by the gradient scaler)" in headline
+
+
+def test_optimizers_that_follow_one_another_are_counted_though_their_steps_have_the_same_numbers(
+    tmp_path: Path,
+) -> None:
+    """The number of the last step is that of the busiest one, and not how many were made."""
+    with dtypedoctor.watch(out=tmp_path / "run", replay=False):
+        for _ in range(3):
+            model = nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            for _ in range(2):
+                model(torch.ones(2, 4)).square().mean().backward()
+                optimizer.step()
+    assert "completed after 6 steps of 3 optimizers" in report_in(tmp_path / "run")["headline"]
+
+
+def test_an_optimizer_that_steps_another_one_is_one_optimizer(tmp_path: Path) -> None:
+    """Its steps are not counted twice."""
+    model = nn.Linear(4, 1)
+    headline = stepped(tmp_path, [(Wrapping(torch.optim.SGD(model.parameters(), lr=0.01)), model)])
+    assert "completed after 3 optimizer steps" in headline
