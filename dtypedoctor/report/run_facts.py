@@ -355,6 +355,9 @@ def status_word(report: Report) -> str:
 
 def measured_sentence(report: Report) -> str:
     """How much of what ran was measured; empty where that is not known."""
+    if any(gap.startswith(NO_END) for gap in report.coverage):  # the end tells how many ran
+        known = [_counted_as(name, total) for name, (_, total) in report.measured.items() if total]
+        return f"Measured: {', '.join(known)}; how many ran is not known." if known else ""
     shares = [measured_share(name, *counts) for name, counts in report.measured.items() if counts[1]]
     return f"Measured: {', '.join(shares)}." if shares else ""
 
@@ -367,11 +370,17 @@ MEASURED = {
 }
 """What is measured of a run, by its key in report.json."""
 _PLURALS = {"operators": "operators outside of modules", "losses": "losses"}
+NO_END = "the end of the run: "
+"""How the sentence begins, among what was not covered, that a trace has no end."""
 
 
 def measured_share(name: str, measured: int, total: int) -> str:
     """How much of one kind was measured, e.g. ``0 of 214 module calls``."""
-    return f"{measured:,} of {counted(total, MEASURED[name], _PLURALS.get(name, ''))}"
+    return f"{measured:,} of {_counted_as(name, total)}"
+
+
+def _counted_as(name: str, number: int) -> str:
+    return counted(number, MEASURED[name], _PLURALS.get(name, ""))
 
 
 def proven_means(report: Report) -> str:

@@ -14,7 +14,7 @@ from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.window import doubt_in_words
 from dtypedoctor.diagnosis.wording import indexed
 from dtypedoctor.report.model import Status
-from dtypedoctor.report.run_facts import MEASURED, cured_sentence, measured_share
+from dtypedoctor.report.run_facts import MEASURED, NO_END, cured_sentence, measured_share
 from dtypedoctor.report.text import counted, one_line
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.cursor import Stopped
@@ -210,13 +210,13 @@ def missing_end(run: Run) -> str:
     """What a trace without an end record lacks."""
     trace = run.trace
     if trace.stopped is not None:
-        return f"the end of the run: the recording stopped before it; the last module entered was {_where(trace) or 'none'}"
+        return f"{NO_END}the recording stopped before it; the last module entered was {_where(trace) or 'none'}"
     there = (
         f"{counted(len(trace.samples), 'measurement')} up to {trace.moment(trace.samples[-1].step)}"
         if trace.samples
         else "no measurement"
     )
-    return f"the end of the run: {_why(run)}; {there} could be read, and {_at_most(trace)}{_first_nonfinite(trace)}"
+    return f"{NO_END}{_why(run)}; {there} could be read{_at_most(trace)}{_first_nonfinite(trace)}"
 
 
 def _where(trace: Trace) -> str:
@@ -238,10 +238,30 @@ def _why(run: Run) -> str:
 def _at_most(trace: Trace) -> str:
     where = _where(trace)
     if any(site.device == "cuda" for site in trace.sites.values()):
-        return "at most the work that the device had not finished is missing" + (
+        return ", and at most the work that the device had not finished is missing" + (
             f"; last entered was {where}" if where else ""
         )
-    return f"at most the work of {where} is missing" if where else "no module had been entered"
+    last = max(trace.samples, key=lambda sample: sample.n, default=None)
+    if trace.cursor is None or last is None or last.n < trace.cursor.n:
+        return f", and at most the work of {where} is missing" if where else ", and no module had been entered"
+    site = trace.sites[last.site]
+    name = "" if site.kind == "loss" else f" {one_line(indexed(site.fqn) or site.cls)}"
+    of = f"{_KINDS.get(site.kind, 'the output of')}{name} in {trace.moment(last.step)} ({site.phase})"
+    untaken = (
+        ", and gradients of parameters, which are measured when an optimizer takes them" if _untaken(trace) else ""
+    )
+    return f", the last of them {of}; at most what followed it is missing{untaken}"
+
+
+def _untaken(trace: Trace) -> bool:
+    """Whether a backward pass was measured after the last step of an optimizer."""
+    ends = {"backward": -1, "optimizer": -1}
+    for sample in trace.samples:
+        kind = trace.sites[sample.site].kind
+        moment = "backward" if kind in ("grad_output", "loss") else "optimizer" if kind in ("grad", "param") else ""
+        if moment:
+            ends[moment] = max(ends[moment], sample.n)
+    return ends["backward"] > ends["optimizer"]
 
 
 def _dtypes(trace: Trace, site: Site) -> str:

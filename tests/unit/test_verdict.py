@@ -32,7 +32,7 @@ from dtypedoctor.trace.events import (
     ScalerState,
     TensorNote,
 )
-from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.model import Cursor, Trace
 from dtypedoctor.trace.reader import steps_by_call
 from dtypedoctor.trials.treatment import examine
 
@@ -289,3 +289,40 @@ def test_an_output_that_overflows_in_training_and_reaches_no_loss_is_not_called_
     report = report_on(trace.build())
     assert report.status is status
     assert ("overflows float16 and was finite before" in report.headline) is (status is Status.UNKNOWN)
+
+
+@pytest.mark.parametrize(
+    ("measured_since", "said"),
+    [
+        ([], "at most the work of a (in a model of no tensor) in step 1 (forward) is missing"),
+        (
+            [{"kind": "output"}, {"kind": "grad_output", "phase": "backward"}],
+            (
+                "the last of them the gradient of a in step 1 (backward); at most what followed it is missing, and gradients of parameters, "
+                "which are measured when an optimizer takes them"
+            ),
+        ),
+        (
+            [{"kind": "grad_output", "phase": "backward"}, {"kind": "grad", "phase": "backward"}],
+            "the last of them the gradient of a in step 1 (backward); at most what followed it is missing",
+        ),
+    ],
+    ids=["inside of the module", "after the backward pass", "in the optimizer's step"],
+)
+def test_what_a_process_that_was_killed_may_have_lost_is_said_as_of_its_last_measurement(
+    measured_since: list[dict[str, str]], said: str
+) -> None:
+    """It may be long behind the module that it entered last; how many calls and gradients there were is not known then."""
+    builder = TraceBuilder().sample("a", 1.0)
+    cursor = Cursor(n=builder.n(), step=1, call=1, site=builder.build().sites[1])
+    for one in measured_since:
+        builder.sample("a", 1.0, **one)  # type: ignore[arg-type]
+    whole = builder.build()
+    trace = replace(whole, cursor=cursor, records=tuple(r for r in whole.records if not isinstance(r, End)))
+    ended = WorkerExit(code=-15, timed_out=False, seconds=1.0)
+    run = Run(trace=trace, exit=ended, directory=Path("nowhere"), foreign=True)
+    report = build_report(examine(SCENARIO, run), command="", files={}, next_command="")
+    (gap,) = [gap for gap in report.coverage if gap.startswith("the end of the run")]
+    assert gap.endswith(said)
+    assert " of " not in measured_sentence(report)
+    assert measured_sentence(report).endswith("; how many ran is not known.")
