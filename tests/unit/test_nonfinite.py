@@ -200,15 +200,17 @@ def test_a_gradient_of_a_loss_over_several_calls_is_followed_through_the_whole_b
     assert (finding.id, finding.fqn, finding.op) == ("domain-error", None, "aten.div.Tensor")
 
 
-def added_up(*, looked_at: bool) -> TraceBuilder:
-    """Two backward passes of which the second one's sum leaves float16; the program looks at the gradient afterwards."""
-    trace = TraceBuilder().sample("", 2.0, kind="loss", call=1).sample("", 2.0, kind="loss", call=2)
+def added_up(*, looked_at: bool, kind: str = "grad", passes: int = 2, name: str = "out.weight") -> TraceBuilder:
+    """Backward passes of which the last one's sum leaves float16; the program looks at the gradient afterwards."""
+    trace = TraceBuilder()
+    for call in range(1, passes + 1):
+        trace.sample("", 2.0, kind="loss", call=call)
     if looked_at:
         birth = trace.op("aten.add_.Tensor", "", [tensor(1, 4e4), tensor(2, 3e4)], [tensor(3, inf=1)], phase="backward",
                          call=2, root=-1, inplace=True)  # fmt: skip
         replayed(trace, birth.n, 7e4)
         trace.op("aten.abs.default", "", [tensor(3, inf=1)], [tensor(4, inf=1)], call=2, root=-1)
-    return trace.sample("out.weight", 1.0, inf=1, kind="grad", phase="backward", call=2, shape=[2, 4])
+    return trace.sample(name, 1.0, inf=1, kind=kind, phase="backward", call=2, shape=[2, 4])
 
 
 def test_gradients_that_overflow_where_they_are_added_up_name_their_parameter() -> None:
@@ -221,6 +223,20 @@ def test_gradients_that_overflow_where_they_are_added_up_name_their_parameter() 
         Confidence.PROVEN,
     )
     assert "out.weight" in finding.summary
+
+
+@pytest.mark.parametrize(
+    ("passes", "name", "parameter"),
+    [(2, "out.weight", "out"), (1, "out.weight", None), (2, "leaf 0", None)],
+    ids=["before any optimizer's step", "in one pass", "of no module"],
+)
+def test_a_sum_that_is_measured_where_a_pass_leaves_it_names_its_parameter(
+    passes: int, name: str, parameter: str | None
+) -> None:
+    """As it does before the first step of an optimizer; within one pass something else is added up."""
+    finding = only(added_up(looked_at=True, kind="accumulated", passes=passes, name=name))
+    assert (finding.id, finding.fqn) == ("backward-overflow", parameter)
+    assert ("where backward passes are added up" in finding.summary) is (parameter is not None)
 
 
 def test_a_sum_of_gradients_is_looked_at_in_all_of_its_parts() -> None:

@@ -278,12 +278,31 @@ def judge_backward(origin: Origin) -> Finding | None:
 
 
 def _added_up(origin: Origin) -> str | None:
-    """The parameter to whose gradient the op adds that of one more backward pass; None for every other op."""
+    """The parameter to whose gradient the op adds that of one more backward pass; None for every other op.
+
+    Before an optimizer has taken gradients they are measured where each pass leaves them, also where there is one pass only, which then has no other to
+    add to.
+    """
     op, seen = origin.op, origin.incident
-    if not op.inplace or place(op) is not None or seen.kind != "grad":
+    if not op.inplace or place(op) is not None or seen.kind not in ("grad", "accumulated"):
+        return None
+    if seen.kind == "accumulated" and _passes(origin) < 2:
         return None
     sites = [origin.trace.sites[sample.site] for sample in seen.samples]
-    return next((s.fqn for s in sites if s.kind == "grad" and s.shape == origin.result.shape), None)
+    named = (s.fqn for s in sites if s.kind == seen.kind and s.shape == origin.result.shape)
+    return next((name for name in named if not name.startswith(NAMELESS)), None)
+
+
+def _passes(origin: Origin) -> int:
+    """How many backward passes of the step had begun by the op."""
+    measured = origin.trace.measured()
+    return sum(
+        site.kind == "loss" and sample.step == origin.op.step and sample.n < origin.op.n for sample, site in measured
+    )
+
+
+NAMELESS = "leaf "
+"""How a gradient's name begins that is of no parameter of a module."""
 
 
 def _of_a_sum(origin: Origin, parameter: str) -> Statement:
