@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import scale_where_it_lies, version_of
+from dtypedoctor._torch_private import scale_where_it_lies, version_now, version_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.places import When
 from dtypedoctor.instrument.readable import Arrivals, values_of
@@ -124,7 +124,7 @@ class OptimizerSamples:
         position = self._position
         kept.when = When(self._writer.next_n(len(kept.named)), position.step, position.call)
         kept.measured.clear()
-        kept.versions = [_version(one) for one in kept.named]
+        kept.versions = _versions(kept.named)
         kept.backward = False
         kept.steps += 1
         if sentinel:
@@ -145,8 +145,9 @@ class OptimizerSamples:
         may have spoilt them, get the present ones.
         """
         for kept in self._kept.values():
-            left = [i for i in range(len(kept.versions)) if i not in kept.measured]
-            written = [i for i in left if _version(kept.named[i]) != kept.versions[i]]
+            now = _versions(kept.named) if kept.versions else []
+            left = [i for i in range(len(now)) if i not in kept.measured]
+            written = [i for i in left if now[i] != kept.versions[i]]
             self._measure(kept, [i for i in left if i not in written])
             kept.measured.update(written)
             if written:
@@ -205,8 +206,15 @@ def _held(named: Rooted) -> Rooted:
     return root, name, parameter if type(parameter) is Parameter else local_part(parameter)
 
 
+def _versions(named: Sequence[Rooted]) -> list[int]:
+    """How often each parameter has been written to, as far as torch counts it; without a call of a function for an ordinary one."""
+    try:
+        return [version_now(one[2]) if type(one[2]) is Parameter else _version(one) for one in named]
+    except RuntimeError:  # one was made in inference mode
+        return [_version(one) for one in named]
+
+
 def _version(named: Rooted) -> int:
-    """How often a parameter has been written to, as far as torch counts it."""
     tensor = _held(named)[-1]
     return -1 if tensor.is_inference() else version_of(tensor)
 

@@ -207,9 +207,8 @@ class Standbys:
                 tensor,
             ) in rows:  # each by its place: a run that leaves modules out by turns has others than its replay
                 kind, fqn = modules.kind_and_fqn(site)
-                is_late = (
-                    kind == "param" and modules.phase_of(site) != "optimizer"
-                )  # a replay has measured it after the step
+                # The replay has measured such a parameter right after the step.
+                is_late = kind == "param" and modules.phase_of(site) != "optimizer"
                 self._note_bits(fqn, None, [("written param" if is_late else kind, tensor)], at)
             return
         found = [(f"output.{number}", tensor) for number, (_, tensor) in enumerate(rows)]
