@@ -48,6 +48,14 @@ HALF = frozenset({"float16", "bfloat16"})
 """The 16-bit formats that models are trained in."""
 
 
+_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+
+
+def parts_of(dtype: str) -> str:
+    """The dtype of the real and imaginary parts of a complex one; any other as it is."""
+    return _PARTS.get(dtype, dtype)
+
+
 def short_name(dtype: str) -> str:
     """The name of ``dtype`` for narrow tables; names that are not floating point are returned as they are."""
     known = DTYPES.get(dtype)

@@ -148,7 +148,7 @@ def _lost(tensors: Iterable[TensorNote]) -> TensorNote | None:
     return next((t for t in lost if t.name is not None or not t.shape), next(iter(lost), None))
 
 
-NARROW = frozenset({"float16", "float8_e5m2", "float8_e4m3fn"})
+NARROW = frozenset({"float16", "complex32", "float8_e5m2", "float8_e4m3fn"})
 """Dtypes whose range is smaller than float32's. A value that float32 cannot hold either is no precision problem."""
 
 SOFTMAX = frozenset({"_softmax", "softmax", "_safe_softmax", "_log_softmax", "log_softmax"})

@@ -1,12 +1,12 @@
 """Words: what torch's messages say of dtypes, and how findings name modules, operators, tensors and numbers."""
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from math import prod
 
 from dtypedoctor.diagnosis.rule import Finding
-from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.dtypes import DTYPES, parts_of
 from dtypedoctor.patterns import regex
 from dtypedoctor.trace.events import Op, Raised, TensorNote
 from dtypedoctor.trace.model import Trace
@@ -217,8 +217,8 @@ def module_of(parameter: str) -> str:
 
 
 def limit_of(dtype: str) -> float:
-    """Largest finite value of ``dtype``; inf where it is not a floating-point format."""
-    known = DTYPES.get(dtype)
+    """Largest finite value of ``dtype``, of a complex one's parts; inf where it is not a floating-point format."""
+    known = DTYPES.get(parts_of(dtype))
     return known.max if known is not None else float("inf")
 
 
@@ -250,6 +250,25 @@ def max_of(dtype: str) -> str:
 def magnitudes(op: Op) -> str:
     """The largest magnitudes of an op's operands, e.g. ``318.8 and 333.2``."""
     return " and ".join(number(t.absmax) for t in op.inputs if t.absmax is not None) or "unknown"
+
+
+def operands_are_finite(op: Op) -> str:
+    """What was measured of operands none of which is known to be inf or NaN, without a full stop; those that were not measured are counted.
+
+    E.g. ``The operands of aten.mul.Tensor are finite: absmax 318.8 and 333.2``.
+    """
+    missed = unmeasured(op.inputs)
+    if not missed:
+        return f"The operands of {op.op} are finite: absmax {magnitudes(op)}"
+    dtypes = ", ".join(dict.fromkeys(t.dtype for t in missed))
+    if all(t.absmax is None for t in op.inputs):
+        return f"The operands of {op.op} were not measured ({dtypes})"
+    return f"The operands of {op.op} that were measured are finite: absmax {magnitudes(op)}; not measured: {len(missed)} ({dtypes})"
+
+
+def unmeasured(tensors: Iterable[TensorNote]) -> list[TensorNote]:
+    """Those that may hold inf or NaN and were not measured."""
+    return [t for t in tensors if t.absmax is None and t.finite and t.dtype.startswith(("float", "bfloat", "complex"))]
 
 
 def bad_elements(tensor: TensorNote) -> str:

@@ -22,7 +22,7 @@ from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import Arguments, has_out, is_inplace, scalars, tensors_of
 from dtypedoctor.instrument.replay import note_replay, replay_wider
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.statistics import Extent, measurable, measure, real_of
+from dtypedoctor.instrument.statistics import Extent, extent_of, measurable, real_of
 from dtypedoctor.instrument.whereabouts import OUTSIDE
 from dtypedoctor.trace.events import Op, TensorNote
 from dtypedoctor.trace.records.execution import NonfiniteReached
@@ -281,7 +281,7 @@ class BadValues:
         key = (ran.func, ran.line, ran.node, "".join(sorted({bad.kind for bad in values})), out)
         record = self._may_record(key)
         extents = (
-            [self._extent(t) if ends is not None else None for t, ends in zip(ran.results, ran.ends, strict=True)]
+            [extent_of(t) if ends is not None else None for t, ends in zip(ran.results, ran.ends, strict=True)]
             if record
             else []
         )
@@ -399,16 +399,13 @@ class BadValues:
                 if bad.says is None and not bad.used and bad.recorded:
                     self._unused[bad.id] = bad
 
-    def _extent(self, tensor: Tensor) -> Extent:
-        return measure([real_of(tensor)])[0]
-
     def _notes_in(self, ran: Ran) -> list[TensorNote]:
         notes: list[TensorNote] = []
         numbers: dict[int, int] = {}
         kept = tensors_of(ran.arguments) if ran.exact else []
         for place, tensor in enumerate(ran.operands):
             bad = ran.used.get(place)
-            extent = self._extent_if_measurable(kept[place]) if place < len(kept) else None
+            extent = extent_of(kept[place]) if place < len(kept) else None
             known = bad.id if bad is not None else 0
             number = known or numbers.setdefault(_address(tensor), self._new_id())
             note = _note(tensor, extent, number)
@@ -416,9 +413,6 @@ class BadValues:
                 note = _unmeasured(note, bad)
             notes.append(note)
         return notes
-
-    def _extent_if_measurable(self, tensor: Tensor) -> Extent | None:
-        return self._extent(tensor) if measurable(real_of(tensor)) else None
 
     def _replay(self, ran: Ran, n: int) -> None:
         if not ran.exact or torch.Tag.nondeterministic_seeded in ran.func.tags or ran.func.namespace != "aten":

@@ -21,7 +21,7 @@ from dtypedoctor.instrument.live_call import LiveCall, Repeat, copied, mapped, t
 from dtypedoctor.instrument.operators import OperatorMode
 from dtypedoctor.instrument.operators import tensors_of as operands_of
 from dtypedoctor.instrument.sources import Sources
-from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.instrument.statistics import measurable, real_of
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
 from dtypedoctor.patterns import regex
@@ -289,12 +289,13 @@ def _has_nonfinite(value: Any) -> bool:
 
 
 def _is_nonfinite(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and not tensor.is_meta and not bool(tensor.detach().isfinite().all())
+    numbers = tensor.is_floating_point() or tensor.is_complex()
+    return numbers and not tensor.is_meta and not bool(tensor.detach().isfinite().all())
 
 
 def _is_given_nonfinite(call: LiveCall) -> bool:
     """Whether an input is NaN or inf; -inf is what masks are made of."""
-    floats = (tensor.detach() for _, tensor in call.inputs() if tensor.is_floating_point())
+    floats = (real_of(t).detach() for _, t in call.inputs() if t.is_floating_point() or t.is_complex())
     return any(bool((tensor.isnan() | (tensor == torch.inf)).any()) for tensor in floats)
 
 

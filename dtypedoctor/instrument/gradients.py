@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from dtypedoctor._torch_private import scale_where_it_lies, version_now, version_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.places import When
-from dtypedoctor.instrument.readable import Arrivals, values_of
+from dtypedoctor.instrument.readable import Arrivals, held_values
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Rooted, local_part, measurable
 from dtypedoctor.trace.events import Observed, ScalerState
@@ -40,6 +40,8 @@ class _Kept:
     shape: tuple[int, ...]
     version: int
     named: list[Rooted]
+    unread: list[Rooted]
+    """Parameters whose values cannot be read; their gradients may be plain ones all the same."""
     turn: int = 0
     steps: int = 0
     whole: int = 0
@@ -80,32 +82,31 @@ class OptimizerSamples:
         """
         kept = self._of(optimizer)
         if kept.when is None and not kept.whole:
-            self._sample("initial", [_held(one) for one in kept.named], "optimizer", None)
-        held = []
+            self._sample("initial", _read(kept.named), "optimizer", None)
         first = -turn % each
-        for root, name, parameter in kept.named[first::each]:
-            grad = parameter.grad
-            if grad is not None:
-                held.append((root, name, grad if type(grad) is Tensor else local_part(grad)))
-        found = [one for one in held if measurable(one[-1])]
-        self._coverage.gradients += len(held)
+        found, count = _gradients(kept.named[first::each])
+        if kept.unread:
+            others, more = _gradients(kept.unread)
+            found, count = found + others, count + more
+        self._coverage.gradients += count
         if each > 1:
-            self._coverage.gradients_skipped += _with_gradient(kept.named) - len(held)
+            self._coverage.gradients_skipped += _with_gradient(kept.named) + _with_gradient(kept.unread) - count
         if found:
             self._sample("grad", found, "backward", None)
             self._coverage.gradients_measured += len(found)
 
     def leave_out(self, optimizer: Optimizer) -> None:
         """Counts the gradients of a step in which none is measured."""
-        self._coverage.gradients_skipped += _with_gradient(self._of(optimizer).named)
+        kept = self._of(optimizer)
+        self._coverage.gradients_skipped += _with_gradient(kept.named) + _with_gradient(kept.unread)
 
     def gradients_left(self) -> list[Rooted]:
         """The gradients of all optimizers that no step has taken."""
         found: list[Rooted] = []
         for optimizer, kept in self._kept.items():
             if kept.backward:
-                held = ((r, name, local_part(p.grad)) for r, name, p in self._of(optimizer).named if p.grad is not None)
-                found += [one for one in held if measurable(one[-1])]
+                of_now = self._of(optimizer)
+                found += _gradients([*of_now.named, *of_now.unread])[0]
         return found
 
     def backward_is_over(self) -> None:
@@ -170,7 +171,7 @@ class OptimizerSamples:
         run: list[int] = []
         for place in [*places, -1]:
             if run and place != run[-1] + 1:  # numbers in one call of sample() follow each other
-                self._sample("param", [_held(kept.named[i]) for i in run], "optimizer", When(n + run[0], step, call))
+                self._sample("param", _read([kept.named[i] for i in run]), "optimizer", When(n + run[0], step, call))
                 run = []
             run.append(place)
 
@@ -178,21 +179,39 @@ class OptimizerSamples:
         shape = tuple(len(group["params"]) for group in optimizer.param_groups)
         kept = self._kept.get(optimizer)
         if kept is None or kept.shape != shape or kept.version != self._names.version:
-            fresh = _Kept(shape, self._names.version, self._named(optimizer))
+            fresh = _Kept(shape, self._names.version, *self._named(optimizer))
             if kept is not None:
                 fresh.steps, fresh.whole, fresh.told = kept.steps, kept.whole, kept.told
             kept = self._kept[optimizer] = fresh
         return kept
 
-    def _named(self, optimizer: Optimizer) -> list[Rooted]:
+    def _named(self, optimizer: Optimizer) -> tuple[list[Rooted], list[Rooted]]:
+        """The parameters that are trained and can be read, and those that cannot."""
         known = self._names.parameters()
         found: list[Rooted] = []
+        unread: list[Rooted] = []
         for group_number, group in enumerate(optimizer.param_groups):
             for number, parameter in enumerate(group["params"]):
-                if parameter.requires_grad and measurable(local_part(parameter)):
+                if parameter.requires_grad:
                     unknown = (0, f"param_groups.{group_number}.{number}")
-                    found.append((*known.get(id(parameter), unknown), parameter))
-        return found
+                    where = found if held_values(parameter) is not None else unread
+                    where.append((*known.get(id(parameter), unknown), parameter))
+        return found, unread
+
+
+def _gradients(named: Sequence[Rooted]) -> tuple[list[Rooted], int]:
+    """The gradients of these parameters that can be read, and how many there are."""
+    count = 0
+    found: list[Rooted] = []
+    for root, name, parameter in named:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        count += 1
+        values = grad if measurable(grad) else held_values(grad)
+        if values is not None:
+            found.append((root, name, values))
+    return found, count
 
 
 def _with_gradient(named: Sequence[Rooted]) -> int:
@@ -200,10 +219,14 @@ def _with_gradient(named: Sequence[Rooted]) -> int:
     return sum([parameter.grad is not None for _, _, parameter in named])
 
 
-def _held(named: Rooted) -> Rooted:
-    """A parameter with what this process holds of it."""
-    root, name, parameter = named
-    return root, name, parameter if type(parameter) is Parameter else local_part(parameter)
+def _read(named: Sequence[Rooted]) -> list[Rooted]:
+    """Parameters with what this process holds of their values."""
+    return [(root, name, p if measurable(p) else _held(p)) for root, name, p in named]
+
+
+def _held(parameter: Tensor) -> Tensor:
+    values = held_values(parameter)
+    return local_part(parameter) if values is None else values
 
 
 def _versions(named: Sequence[Rooted]) -> list[int]:
@@ -215,7 +238,7 @@ def _versions(named: Sequence[Rooted]) -> list[int]:
 
 
 def _version(named: Rooted) -> int:
-    tensor = _held(named)[-1]
+    tensor = _held(named[2])
     return -1 if tensor.is_inference() else version_of(tensor)
 
 
@@ -257,19 +280,19 @@ class LeafGradients:
         """The gradients that the pass has left in them."""
         leaves, self._leaves = self._leaves, []
         known = self._parameters() if leaves else {}
-        found = [(leaf, local_part(leaf.grad)) for leaf in leaves if leaf.grad is not None]
+        found = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
         named = [(*known.get(id(leaf), (0, "")), grad) for leaf, grad in found]
         return self._counted([(root, name or f"leaf {i}", grad) for i, (root, name, grad) in enumerate(named)])
 
     def returned(self, gradients: object) -> list[Rooted]:
         """The gradients that ``torch.autograd.grad`` returns."""
         found = gradients if isinstance(gradients, (tuple, list)) else ()
-        return self._counted(
-            [(0, f"gradient {i}", readable_part(g)) for i, g in enumerate(found) if isinstance(g, Tensor)]
-        )
+        return self._counted([(0, f"gradient {i}", g) for i, g in enumerate(found) if isinstance(g, Tensor)])
 
     def _counted(self, found: list[Rooted]) -> list[Rooted]:
-        held = [one for one in found if measurable(one[-1])]
+        """Those that can be read: inside of ``vmap`` the values of all rows."""
+        read = ((root, name, held_values(gradient)) for root, name, gradient in found)
+        held = [(root, name, values) for root, name, values in read if values is not None]
         self._coverage.gradients += len(found)
         self._coverage.gradients_measured += len(held)
         self._last = (len(found), len(held))
@@ -279,12 +302,6 @@ class LeafGradients:
         if self._known[0] != self._names.version:
             self._known = (self._names.version, self._names.parameters())
         return self._known[1]
-
-
-def readable_part(gradient: Tensor) -> Tensor:
-    """The values of a gradient as a plain tensor, as far as they can be read: inside of ``vmap`` those of all rows."""
-    values = values_of(gradient)
-    return gradient if values is None else values
 
 
 def leaves_of(tensors: list[Tensor]) -> list[Tensor]:

@@ -46,7 +46,7 @@ from dtypedoctor.instrument.replay import (
     replay_wider,
 )
 from dtypedoctor.instrument.session import Position, Session
-from dtypedoctor.instrument.statistics import Extent, is_spread, local_part, measurable, measure
+from dtypedoctor.instrument.statistics import Extent, extent_of, is_spread, local_part, measurable
 from dtypedoctor.instrument.whereabouts import KnownTensors, OpPlace, Whereabouts, call_arguments
 from dtypedoctor.interruptions import noticing
 from dtypedoctor.redaction.messages import elided
@@ -264,8 +264,7 @@ class OpTrace(OperatorMode):
             self._note_regions(n, _device(operands))
 
     def _notes(self, tensors: list[Tensor]) -> list[TensorNote]:
-        held = [(tensor, local_part(tensor)) for tensor in tensors]
-        return [self._note(tensor, measure([part])[0] if measurable(part) else None) for tensor, part in held]
+        return [self._note(tensor, extent_of(local_part(tensor))) for tensor in tensors]
 
     def _note(self, tensor: Tensor, extent: Extent | None) -> TensorNote:
         number, storage = self._ids.of(tensor)

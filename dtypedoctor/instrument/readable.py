@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtypedoctor._torch_private import (
     DisableTorchFunction,
@@ -21,7 +21,7 @@ from dtypedoctor._torch_private import (
     stored_values,
     unwrapped,
 )
-from dtypedoctor.instrument.statistics import is_spread, measurable, modes_are_on, out_of_their_sight
+from dtypedoctor.instrument.statistics import is_spread, local_part, measurable, modes_are_on, out_of_their_sight
 from dtypedoctor.interruptions import is_interruption
 
 _PLAIN = (type(None), bool, int, str, bytes)
@@ -86,6 +86,12 @@ def values_of(tensor: Tensor) -> Tensor | None:
     """The values of ``tensor`` as a measurable tensor on the same memory; None where it cannot be measured, or holds no floats."""
     found = tensor if measurable(tensor) else readable(tensor)
     return found if isinstance(found, Tensor) else None
+
+
+def held_values(tensor: Tensor) -> Tensor | None:
+    """What this process holds of the values of ``tensor``, as :func:`values_of` gives them."""
+    held = tensor if type(tensor) in (Tensor, nn.Parameter) else local_part(tensor)
+    return values_of(held)
 
 
 def wants_gradient(tensor: Tensor) -> bool:

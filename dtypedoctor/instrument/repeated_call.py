@@ -19,7 +19,7 @@ from dtypedoctor.instrument.copies import ParameterCopies
 from dtypedoctor.instrument.live_call import LiveCall, as_leaf, from_outside, mapped, tensors_of
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.updates import SCALE, when_scaled
-from dtypedoctor.instrument.statistics import measurable, measure, out_of_their_sight
+from dtypedoctor.instrument.statistics import measurable, measure, out_of_their_sight, real_of
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
@@ -130,7 +130,7 @@ class KeptCall:
         """Whether an input or a parameter was not finite before it; asks the device, and waits for it. -inf is what masks are made of."""
         with self.with_its_parameters():
             held = (*self.live.inputs(), *self.live.parameters())
-        given = [tensor.detach() for _, tensor in held if tensor.is_floating_point()]
+        given = [real_of(t).detach() for _, t in held if t.is_floating_point() or t.is_complex()]
         with out_of_their_sight():
             return any(bool((tensor.isnan() | (tensor == torch.inf)).any()) for tensor in given)
 
@@ -435,7 +435,7 @@ def itself(tensor: Tensor) -> Tensor:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether all elements are; waits for the device."""
-    if not tensor.is_floating_point():
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     with torch.no_grad(), out_of_their_sight():
         return bool(tensor.detach().isfinite().all())

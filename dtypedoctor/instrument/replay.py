@@ -14,7 +14,7 @@ from dtypedoctor._torch_private import OpOverload, schema_of, tree_flatten, tree
 from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.operators import Arguments, bytes_of, fits, for_wider, is_unfinished, tensors_of, written
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.statistics import HALF, is_spread, measurable, measure
+from dtypedoctor.instrument.statistics import HALF, extent_of, is_spread, measurable, measure, real_of
 from dtypedoctor.interruptions import contained
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import Replay, TensorNote
@@ -23,25 +23,42 @@ from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.values import dataclass
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e5m2, torch.float8_e4m3fn)
+_COMPLEX = (torch.complex32, torch.complex64)
+_WIDER = frozenset({"float32", "float64", "float32-program"})
+"""Experiments of which the values count; of the others, whether they raise."""
+_UNREAD = "its result cannot be measured"
 
 
 def replay_wider(writer: TraceWriter, of: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Runs op ``of`` on the same operands in float32 (in float64 where they were float32) and records whether it is finite.
 
-    An op that cannot be replayed is recorded with the reason in ``note`` and ``finite`` False.
+    Complex operands become complex ones with parts of that dtype. An op that cannot be replayed, or whose result cannot be measured, is recorded
+    with the reason in ``note`` and ``finite`` False.
     """
-    leaves = [t for t in tree_flatten((args, kwargs))[0] if measurable(t)]
-    wide = torch.float64 if all(t.dtype is torch.float32 for t in leaves) else torch.float32
+    leaves = [t for t in tree_flatten((args, kwargs))[0] if _is_read(t)]
+    wide = torch.float64 if all(t.dtype.to_real() is torch.float32 for t in leaves) else torch.float32
     copies: dict[int, Tensor] = {}  # one for an operand that is given twice
 
     def widen(value: Any) -> Any:
-        if measurable(value):
+        if _is_read(value):
             if id(value) not in copies:
-                copies[id(value)] = value.to(wide)
+                copies[id(value)] = value.to(wide.to_complex() if value.is_complex() else wide)
             return copies[id(value)]
-        return wide if isinstance(value, torch.dtype) and value in _FLOATS else value
+        return _wider_dtype(value, wide) if isinstance(value, torch.dtype) else value
 
     run_again(writer, of, short_name(wide), func, for_wider(func, tree_map(widen, (args, kwargs))))
+
+
+def _is_read(value: object) -> bool:
+    """Whether ``value`` is a tensor, real or complex, that can be measured."""
+    return isinstance(value, Tensor) and measurable(real_of(value))
+
+
+def _wider_dtype(dtype: torch.dtype, wide: torch.dtype) -> torch.dtype:
+    """The dtype that an operator is asked for where it is asked for ``dtype`` and everything is to be in ``wide``."""
+    if dtype in _COMPLEX:
+        return wide.to_complex()
+    return wide if dtype in _FLOATS else dtype
 
 
 def run_again(
@@ -65,17 +82,19 @@ def run_again(
 
 
 def note_replay(writer: TraceWriter, of: int, how: str, results: list[Tensor]) -> None:
-    """Records what op ``of`` gives when it is run in the way ``how``."""
-    results = [t for t in results if measurable(t)]
-    extents = measure(results)
+    """Records what op ``of`` gives when it is run in the way ``how``; it is finite only where that was measured, or there is nothing to measure."""
+    floats = [t for t in results if t.is_floating_point() or t.is_complex()]
+    extents = list(filter(None, map(extent_of, floats)))
+    unread = len(extents) < len(floats) and how in _WIDER
     writer.write(
         Replay(
             n=writer.next_n(),
             of=of,
             how=how,
-            finite=all(e.finite for e in extents),
-            absmax=max((e.absmax for e in extents), default=None),
-            dtype=dtype_name(results[0]) if results else None,
+            finite=not unread and all(extent.finite for extent in extents),
+            absmax=max((extent.absmax for extent in extents), default=None),
+            dtype=dtype_name(floats[0]) if extents else None,
+            note=_UNREAD if unread else "",
         )
     )
 

@@ -84,10 +84,34 @@ def measurable(value: Any) -> bool:
 
 
 def real_of(tensor: Tensor) -> Tensor:
-    """Real and imaginary parts of a dense complex tensor, side by side; any other tensor as it is."""
-    if tensor.is_complex() and tensor.layout is torch.strided:
-        return torch.view_as_real(tensor.detach().resolve_conj())
-    return tensor
+    """Real and imaginary parts of a dense complex tensor, side by side; any other tensor, and one that may not be read, as it is."""
+    if type(tensor) not in _DENSE_TYPES or is_wrapped(tensor) or not tensor.is_complex():
+        return tensor
+    if tensor.layout is not torch.strided or tensor.is_meta or has_no_memory(tensor):
+        return tensor
+    return torch.view_as_real(tensor.detach().resolve_conj())
+
+
+def extent_of(tensor: Tensor) -> Extent | None:
+    """Measures a dense tensor, real or complex, and waits for its device; None where it cannot be measured.
+
+    The magnitude of a complex tensor is that of its largest part. An element counts once: as NaN where either part is, else as infinite.
+    """
+    parts = real_of(tensor)
+    if not measurable(parts):
+        return None
+    found = measure([parts])[0]
+    return found if found.finite or parts is tensor else _by_element(parts, found.absmax)
+
+
+def _by_element(parts: Tensor, absmax: float) -> Extent:
+    """The extent of a complex tensor of which something is not finite, by its elements."""
+    with out_of_their_sight():
+        nan = parts.isnan().any(-1)
+        positive = parts.isposinf().any(-1) & ~nan
+        negative = parts.isneginf().any(-1) & ~nan & ~positive
+        counts = [int(where.sum()) for where in (nan, positive, negative)]
+    return Extent(absmax=absmax, num_nan=counts[0], num_posinf=counts[1], num_neginf=counts[2])
 
 
 def local_part(value: Any) -> Any:

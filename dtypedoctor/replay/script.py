@@ -637,7 +637,7 @@ def tensors(value):
     "bad": """
 
 def bad(tensor):
-    return int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
+    return int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() or tensor.is_complex() else 0
 """,
     "drawn": '''
 

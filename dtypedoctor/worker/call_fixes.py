@@ -163,7 +163,8 @@ def _named(error: BaseException) -> str:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.detach().isfinite().all())
+    numbers = tensor.is_floating_point() or tensor.is_complex()
+    return not numbers or bool(tensor.detach().isfinite().all())
 
 
 Done = Callable[[], str]

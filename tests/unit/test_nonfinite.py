@@ -21,7 +21,7 @@ from dtypedoctor.diagnosis.incidents import incidents
 from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.scenario.model import Window
-from dtypedoctor.trace.events import Observed, Raised
+from dtypedoctor.trace.events import Observed, Raised, Replay
 from dtypedoctor.trace.records.execution import SteppedBy
 
 
@@ -405,3 +405,28 @@ def test_only_a_step_of_an_optimizer_with_an_epsilon_can_have_lost_it(
         trace.add(Observed(n=trace.n(), step=1, call=1, phase="optimizer", fqn=None, what=what))
     finding = only(trace)
     assert (finding.id, finding.confidence, finding.phase) == (found, Confidence.POSSIBLE, phase)
+
+
+def transformed(*, measured: bool) -> Finding:
+    """An inverse transform, which cannot be run again, of a spectrum that was measured, or was not."""
+    trace = TraceBuilder()
+    spectrum = tensor(1, 2.0 if measured else None, dtype="complex64")
+    op = trace.op("aten._fft_c2r.default", "fft", [spectrum], [tensor(2, nan=8, dtype="float32")])
+    trace.add(Replay(n=trace.n(), of=op.n, how="float64", finite=False, absmax=None, note="not implemented"))
+    return only(trace.sample("fft", 0.0, nan=8, dtype="float32"))
+
+
+def test_operands_that_were_not_measured_are_not_said_to_be_finite() -> None:
+    """Neither the cause nor the evidence calls them finite; measured ones are."""
+    texts = [transformed(measured=False).cause, *transformed(measured=False).evidence]
+    assert not any("finite operands" in text or "are finite" in text for text in texts)
+    assert "The operands of aten._fft_c2r.default were not measured (complex64) (float32 max: 3.40282e+38)." in texts
+    assert "has finite operands" in transformed(measured=True).cause
+
+
+def test_modules_are_spoken_of_only_where_there_are_some() -> None:
+    """A NaN loss of a program without modules says nothing of what modules returned."""
+    alone = TraceBuilder().sample("", 0.0, nan=1, kind="loss", dtype="float32")
+    behind = TraceBuilder().sample("net", 1.0, dtype="float32").sample("", 0.0, nan=1, kind="loss", dtype="float32")
+    assert "modules" not in only(alone).cause
+    assert "everything that modules returned was finite" in only(behind).cause

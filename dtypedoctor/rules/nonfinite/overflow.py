@@ -19,6 +19,7 @@ from dtypedoctor.diagnosis.wording import (
     max_of,
     module_of,
     number,
+    operands_are_finite,
     place,
     short,
 )
@@ -101,7 +102,7 @@ def needs(origin: Origin) -> str:
 def overflow_evidence(origin: Origin) -> Iterator[str]:
     """What was measured about an op whose finite operands gave something that is not finite."""
     op, replay, result = origin.op, origin.replay, origin.result
-    yield f"The operands of {op.op} are finite: absmax {magnitudes(op)} ({max_of(result.dtype)})."
+    yield f"{operands_are_finite(op)} ({max_of(result.dtype)})."
     yield f"{bad_elements(result)} of its {short_name(result.dtype)} result are inf or NaN."
     if replay is not None and replay.finite and replay.absmax is not None:
         yield f"The same op on the same operands in {replay.how} is finite, absmax {number(replay.absmax)}."

@@ -14,13 +14,15 @@ from dtypedoctor.diagnosis.wording import (
     differentiated,
     how_the_run_ended,
     limit_of,
-    magnitudes,
     module_of,
+    operands_are_finite,
     place,
     short,
+    unmeasured,
 )
-from dtypedoctor.dtypes import DTYPES, HALF
+from dtypedoctor.dtypes import DTYPES, HALF, parts_of
 from dtypedoctor.rules import Statement, make_finding_at
+from dtypedoctor.trace.events import Op
 
 
 def judge_domain(origin: Origin) -> Finding | None:
@@ -64,7 +66,7 @@ def _proof_of_domain(origin: Origin) -> str | None:
 def _saw_half_precision(origin: Origin) -> bool:
     """Whether any op up to this one used or made a tensor in half precision."""
     until = (op for op in origin.graph.ops if op.n <= origin.op.n)
-    return any(tensor.dtype in HALF for op in until for tensor in (*op.inputs, *op.outputs))
+    return any(parts_of(tensor.dtype) in HALF for op in until for tensor in (*op.inputs, *op.outputs))
 
 
 def _begins_rounded(origin: Origin) -> bool:
@@ -106,7 +108,7 @@ def _cause_of_domain(origin: Origin, *, proven: bool) -> str:
 def _domain_evidence(origin: Origin) -> Iterator[str]:
     op = origin.op
     if all_finite(op.inputs):
-        yield f"The operands of {op.op} are finite: absmax {magnitudes(op)}."
+        yield f"{operands_are_finite(op)}."
     else:
         yield f"{op.op} is given infinities that the code has asked for, and makes NaN of them."
     yield f"{bad_elements(origin.result)} of its {origin.result.dtype} result are inf or NaN."
@@ -126,6 +128,8 @@ def _in_a_wider_dtype(origin: Origin) -> Iterator[str]:
             yield "Nor is it on the operands that the program has when all of it is computed in float32 since the op trace began."
     elif replay.absmax is not None and replay.absmax > FLOAT32_MAX:
         yield f"The same op in {replay.how} gives {replay.absmax:.6g}, beyond float32's largest, {FLOAT32_MAX:.6g}."
+    elif replay.absmax is None:
+        yield f"What it gives in {replay.how} was not measured."
     else:
         yield f"The same op in {replay.how} is finite."
 
@@ -219,7 +223,7 @@ def judge_optimizer_step(origin: Origin) -> Finding | None:
         summary=f"The optimizer divides by zero in {dtype} in step {op.step} and writes NaN or inf into {short(fqn)}.",
         cause=(
             f"The optimizer keeps its state in the parameters' dtype. The smallest positive {dtype} is "
-            f"{DTYPES[dtype].smallest:.3g}: the epsilon that guards the division and small second moments are zero in it."
+            f"{DTYPES[parts_of(dtype)].smallest:.3g}: the epsilon that guards the division and small second moments are zero in it."
         ),
         evidence=tuple(_step_evidence(origin, vanished)),
     )
@@ -258,16 +262,20 @@ def judge_unexamined(origin: Origin) -> Finding | None:
         confidence=Confidence.POSSIBLE,
         summary=f"{op.op} in {short(place(op))} is where {dtype} first stops being finite, in step {op.step}; it was not examined.",
         cause=(
-            f"{op.op} at {op.source} has finite operands and a result that is not. {why}, so whether float32 holds the result is "
+            f"{op.op} at {op.source} has {_given(op)} and a result that is not finite. {why}, so whether float32 holds the result is "
             "not known: run the program with this part in float32 to tell an overflow from an undefined operation."
         ),
         evidence=(
-            f"The operands of {op.op} are finite: absmax {magnitudes(op)} ({dtype} max: {limit_of(dtype):,.6g}).",
+            f"{operands_are_finite(op)} ({dtype} max: {limit_of(dtype):,.6g}).",
             f"{bad_elements(origin.result)} of its {dtype} result are inf or NaN.",
             *how_the_run_ended(origin.trace),
         ),
     )
     return make_finding_at(origin, statement)
+
+
+def _given(op: Op) -> str:
+    return "operands not all of which were measured" if unmeasured(op.inputs) else "finite operands"
 
 
 def _why(origin: Origin) -> str:

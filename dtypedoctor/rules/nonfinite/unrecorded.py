@@ -187,7 +187,7 @@ def judge_by_module(trace: Trace, incident: Incident) -> Finding:
         id=_finding_id(trace, site),
         confidence=Confidence.POSSIBLE,
         summary=f"{short(fqn)} is where {site.dtype} first stops being finite, in step {sample.step} ({incident.phase}).",
-        cause=f"The first inf or NaN was seen {_where(site)}; {NO_OPS}.",
+        cause=f"The first inf or NaN was seen {_where(trace, site)}; {NO_OPS}.",
         evidence=(
             (
                 f"{sample.num_nan} NaN and {sample.num_inf} inf; largest finite magnitude {sample.absmax:.6g} "
@@ -236,7 +236,9 @@ def _outside(trace: Trace, incident: Incident) -> Finding:
         id="domain-error",
         confidence=Confidence.POSSIBLE,
         summary=f"Code outside of all modules rejected a value that is not finite, in step {incident.step} ({incident.phase}).",
-        cause=f"Everything that modules returned was finite; {NO_OPS}.",
+        cause=f"Everything that modules returned was finite; {NO_OPS}."
+        if _have_returned(trace)
+        else f"{NO_OPS.capitalize()}.",
         evidence=how_the_run_ended(trace),
     )
     return make_finding(statement, phase=incident.phase, step=incident.step)
@@ -284,9 +286,14 @@ def _fqn(site: Site, *, came_in: bool) -> str | None:
     return module_of(site.fqn) if came_in else site.fqn
 
 
-def _where(site: Site) -> str:
+def _have_returned(trace: Trace) -> bool:
+    """Whether something was measured that a module returned."""
+    return any(site.kind == "output" for site in trace.sites.values())
+
+
+def _where(trace: Trace, site: Site) -> str:
     if site.kind == "loss":
-        return "in the loss, and everything that modules returned was finite"
+        return f"in the loss{', and everything that modules returned was finite' if _have_returned(trace) else ''}"
     return f"at {short(site.fqn)}"
 
 
