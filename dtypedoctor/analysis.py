@@ -3,7 +3,7 @@
 It is worked out once for each trace: trials, bisections, comparisons and reports read fields.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import cached_property
@@ -203,20 +203,34 @@ def with_caught(run: Run) -> Run:
     return replace(run, trace=replace(trace, records=(*trace.records, failure.raised())))
 
 
-def noted(run: Run) -> Iterator[str]:
-    """The exceptions about dtypes or values that the program caught and went on from, each in words."""
+def noted(run: Run, findings: Sequence[Finding]) -> Iterator[str]:
+    """The exceptions about dtypes or values that the program caught, each in words: those that it went on from, and one that no finding explains.
+
+    Args:
+        run: was judged with :func:`with_caught`.
+        findings: those of the run.
+    """
     failed = run.trace.last(Raised)
     ended = [caught for caught in run.trace.all(Caught) if caught.thread]
+    explained = failed is None or not failed.caught or any(one.severity is Severity.ERROR for one in findings)
     for caught in run.trace.all(Caught):
         same = failed is not None and (failed.type, failed.message) == (caught.type, caught.message)
-        same = same or any(_is_same(caught, one) for one in ended)
-        if _is_complaint(caught) and not same and not caught.ending:
-            where = f" in {caught.modules[-1]}" if caught.modules and caught.modules[-1] else ""
-            said = caught.message.splitlines()[0][:160] if caught.message else ""
-            yield (
-                f"{caught.type}{where} in {run.trace.moment(caught.step)}: the program caught it and continued, so it does "
-                f"not count as a failure: {said}"
-            )
+        if any(_is_same(caught, one) for one in ended):  # nobody caught it
+            continue
+        if _is_complaint(caught) and not (same and explained) and not caught.ending:
+            yield _said_of(caught, run.trace, _NOT_EXPLAINED if same else _WENT_ON)
+
+
+def _said_of(caught: Caught, trace: Trace, how: str) -> str:
+    where = f" in {caught.modules[-1]}" if caught.modules and caught.modules[-1] else ""
+    said = caught.message.splitlines()[0][:160] if caught.message else ""
+    return f"{caught.type}{where} in {trace.moment(caught.step)}: the program caught it {how}: {said}"
+
+
+_WENT_ON = "and continued, so it does not count as a failure"
+_NOT_EXPLAINED = (
+    "and nothing that raised it succeeded later; no rule explains it, so let it end the program to see where"
+)
 
 
 def said_of_caught(findings: tuple[Finding, ...], trace: Trace) -> tuple[Finding, ...]:

@@ -48,6 +48,9 @@ HALF = frozenset({"float16", "bfloat16"})
 """The 16-bit formats that models are trained in."""
 
 
+WHOLE = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool"})
+"""Dtypes of whole numbers and truth values."""
+
 _PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 

@@ -12,7 +12,7 @@ from dtypedoctor.trace.events import Op, Raised, TensorNote
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.values import dataclass
 
-_DTYPE = r"(?:c10::|torch\.)?(\w+)"
+_DTYPE = r"(?:c10::|torch\.)?((?:long |(?:un)?signed )?\w+(?:<\w+>)?)"
 
 PATTERNS: tuple[tuple[str, str], ...] = (
     ("product", rf"expected m(?:at)?1 and m(?:at)?2 to have the same dtype, but got: {_DTYPE} != {_DTYPE}"),
@@ -50,6 +50,8 @@ is counted as a batched product, the most frequent of them."""
 _SPELLINGS = {
     "half": "float16", "float": "float32", "double": "float64", "bfloat16": "bfloat16", "byte": "uint8", "char": "int8",
     "long": "int64", "int": "int32", "short": "int16", "float16": "float16", "float32": "float32", "float64": "float64",
+    "long int": "int64", "unsigned char": "uint8", "signed char": "int8", "complex<float>": "complex64", "complex<double>": "complex128",
+    "complexfloat": "complex64", "complexdouble": "complex128",
 }  # fmt: skip
 
 

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from dtypedoctor._torch_private import OpOverload, schema_of, tree_flatten, tree_map, without_autocast
+from dtypedoctor._torch_private import (
+    OpOverload,
+    has_no_memory,
+    is_wrapped,
+    schema_of,
+    tree_flatten,
+    tree_map,
+    without_autocast,
+)
 from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.operators import Arguments, bytes_of, fits, for_wider, is_unfinished, tensors_of, written
 from dtypedoctor.instrument.session import Session
@@ -102,7 +110,8 @@ def note_replay(writer: TraceWriter, of: int, how: str, results: list[Tensor]) -
 def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments) -> None:
     """Runs an op that refused its operands again with other dtypes, unless it needs the other ranks.
 
-    Where all are in one half-precision dtype, ``all-as-float32`` shows whether the op lacks that dtype; of other equal dtypes there is nothing to try.
+    Where all are in one half-precision dtype, ``all-as-float32`` shows whether the op lacks that dtype. Whole numbers are cast only where all others are
+    in one dtype, since most of them are indices; of other equal dtypes there is nothing to try.
     Where they differ:
 
     * ``equal-dtypes``: all in float32 (in float64 where one is), which shows that the dtypes alone were the reason.
@@ -114,8 +123,8 @@ def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments
     is_operator = isinstance(func, OpOverload)  # a function may do more than compute
     if is_operator and is_unfinished(func):
         return
-    if len(dtypes) == 1 and dtypes[0] in HALF and is_operator:
-        run_again(writer, of, "all-as-float32", func, _cast(arguments, partial(_always, torch.float32)))
+    if len(dtypes) == 1 and is_operator:
+        _replay_in_one_dtype(writer, of, func, arguments, dtypes[0])
     if len(dtypes) < 2:
         return
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -128,6 +137,34 @@ def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments
             run_again(
                 writer, of, f"operand-{index}-as-{short_name(to)}", func, _cast(arguments, partial(_only, leaf, to))
             )
+
+
+def _replay_in_one_dtype(writer: TraceWriter, of: int, func: Any, arguments: Arguments, dtype: torch.dtype) -> None:
+    """The experiments on an op whose floating-point operands agree: whole numbers in their dtype, half precision in float32."""
+    if any(map(_is_whole, tensors_of(arguments))):
+        _replay_whole(writer, of, func, arguments, dtype)
+    if dtype in HALF:
+        run_again(writer, of, "all-as-float32", func, _cast(arguments, partial(_always, torch.float32)))
+
+
+def _replay_whole(writer: TraceWriter, of: int, func: Any, arguments: Arguments, dtype: torch.dtype) -> None:
+    """Runs an op that refused whole numbers beside floating-point ones, all in one dtype, again with all operands in that dtype."""
+
+    def cast(value: Any) -> Any:
+        return value.detach().to(dtype, copy=True) if _is_whole(value) or measurable(value) else value
+
+    for how in ("equal-dtypes", f"all-as-{short_name(dtype)}"):
+        run_again(writer, of, how, func, tree_map(cast, arguments))
+
+
+_WHOLE = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether ``value`` is a plain tensor of whole numbers, or of truth values, that can be cast."""
+    if type(value) is not Tensor or value.dtype not in _WHOLE or is_wrapped(value):
+        return False
+    return value.layout is torch.strided and not value.is_meta and not has_no_memory(value)
 
 
 def _wanted_by_others(operand: Tensor, operands: list[Tensor]) -> torch.dtype | None:

@@ -166,7 +166,7 @@ def _coverage(treatment: Treatment) -> Iterator[str]:
         yield f"{note.what}: {note.why}"
     yield from _of_others(treatment)
     yield from (one.gap for one in left_out())
-    yield from noted(treatment.before)
+    yield from noted(treatment.before, treatment.findings)
     yield from (f"trace: {damage}" for damage in trace.damage)
     yield from treatment.refusals
     if trace.end is None and not treatment.before.deleted:

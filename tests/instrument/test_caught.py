@@ -110,6 +110,20 @@ def outside(_: Any) -> None:
             torch.mm(model(torch.ones(1, 2)), torch.ones(2, 2).half())
 
 
+def of_whole_numbers(_: Any) -> None:
+    """A layer is called with whole numbers, and with nothing else."""
+    with contextlib.suppress(RuntimeError):
+        nn.Linear(2, 2)(torch.ones(1, 2).long())
+
+
+def probes_with_whole_numbers(_: Any) -> None:
+    """A layer is tried with whole numbers, and called with what it takes."""
+    layer = nn.Linear(2, 2)
+    with contextlib.suppress(RuntimeError):
+        layer(torch.ones(1, 2).long())
+    layer(torch.ones(1, 2))
+
+
 def probes_outside(_: Any) -> None:
     """An operator is tried once, and then a model runs."""
     with contextlib.suppress(RuntimeError):
@@ -122,6 +136,7 @@ def probes_outside(_: Any) -> None:
     [
         (swallowed, 0, "forward"),
         (beside_others, 0, "forward"),
+        (of_whole_numbers, 0, "forward"),
         (in_backward, 0, "backward"),
         (outside, 0, "forward"),
         (guarded, 1, "forward"),
@@ -196,7 +211,7 @@ def others(_: Any) -> None:
             model(torch.ones(1), error)
 
 
-@pytest.mark.parametrize("work", [falls_back, probes, probes_outside, retries, others])
+@pytest.mark.parametrize("work", [falls_back, probes, probes_with_whole_numbers, probes_outside, retries, others])
 def test_an_exception_that_the_program_goes_on_from_is_no_finding(
     work: Callable[[Instruments], Any], tmp_path: Path
 ) -> None:
@@ -206,6 +221,7 @@ def test_an_exception_that_the_program_goes_on_from_is_no_finding(
     assert any("the program caught it and continued" in line for line in report.coverage) == (work is not others)
 
 
+<<<<<<< HEAD
 def trains(_: Any) -> None:
     """A model that works."""
     model = nn.Linear(2, 2)
@@ -266,6 +282,19 @@ def test_an_exception_that_a_future_holds_has_ended_no_thread(tmp_path: Path, mo
     report = report_on(tmp_path, work)
     assert (report.status, report.findings) == ("healthy", ())
     assert any("the program caught it and continued" in line for line in report.coverage)
+=======
+def test_a_failure_that_no_rule_explains_is_listed(tmp_path: Path) -> None:
+    """The program never gets past it, so that it may not go without a word."""
+
+    def work(_: Instruments) -> None:
+        scores = nn.Linear(2, 2)(torch.ones(1, 2))
+        with contextlib.suppress(RuntimeError):
+            nn.NLLLoss()(scores, torch.zeros(1))
+
+    report = report_on(tmp_path, work)
+    assert not report.findings
+    assert any("nothing that raised it succeeded later" in line and "Long" in line for line in report.coverage)
+>>>>>>> 6d13a0e (Find whole numbers that an operator rejects beside floating-point ones: a program that caught 'got Long and Float' was healthy)
 
 
 def test_each_place_is_recorded_a_few_times_only(tmp_path: Path) -> None:

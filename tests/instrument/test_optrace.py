@@ -215,3 +215,16 @@ def test_a_composite_operator_that_refuses_its_operands_is_recorded_once(tmp_pat
     (refused,) = [op for op in trace.all(Op) if op.error is not None]
     assert refused.op == "aten.scaled_dot_product_attention.default"
     assert [t.dtype for t in refused.inputs] == ["float32", "float32", "float16"]
+
+
+def test_whole_numbers_that_an_op_rejects_are_cast_to_the_dtype_of_the_others(tmp_path: Path) -> None:
+    """Where everything else agrees; the op's own operands stay as they are."""
+    numbers = torch.arange(4).reshape(1, 4)
+    trace = watched(tmp_path, lambda _: nn.Linear(4, 4)(numbers), first_call())
+    assert {(r.how, r.finite, r.note) for r in trace.all(Replay)} == {
+        ("equal-dtypes", True, ""),
+        ("all-as-float32", True, ""),
+    }
+    assert numbers.dtype is torch.int64
+    finding = diagnose(trace)[0]
+    assert (finding.id, finding.dtype, finding.confidence) == ("model-input-dtype", "int64", "proven")

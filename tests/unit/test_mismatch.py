@@ -7,7 +7,7 @@ from mismatch_examples import EXAMPLES, F32, Example, adapter, bypass, head, nor
 from refusals import BIASED, HALF, IN_PLACE, PRODUCT, Story
 from traces import TraceBuilder
 
-from dtypedoctor.diagnosis.registry import rules
+from dtypedoctor.diagnosis.registry import rules, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Severity
 from dtypedoctor.diagnosis.wording import complaint_of, dtype_named, is_dtype_error
 from dtypedoctor.rules.mismatch.census import Census
@@ -319,6 +319,12 @@ MESSAGES = [
         "parametrization",
         ("float32", "bfloat16"),
     ),
+    ("expected m1 and m2 to have the same dtype, but got: long int != float", "product", ("int64", "float32")),
+    (
+        "at first: expected m1 and m2 to have the same dtype, but got: c10::complex<float> != unsigned char",
+        "product",
+        ("complex64", "uint8"),
+    ),
     ("FlashAttention only support fp16 and bf16 data type", "flash-attention", ()),
     ("Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32", "shards", ()),
 ]
@@ -416,3 +422,53 @@ def test_what_operands_of_one_dtype_are_rejected_for_as_well_is_no_mismatch(agai
     trace = norm(casts_back=False)
     trace = replace(trace, records=tuple(map(told, trace.records)))
     assert bool(list(detect_mismatch(trace))) is found
+
+
+WHOLE = "mat1 and mat2 must have the same dtype, but got Long and Float"
+
+
+def called_with(dtype: str) -> Story:
+    """A float32 model that is called with a tensor of another dtype, which its first product rejects."""
+    story = Story().body(F32)
+    weight, x = story.parameter("side.weight", F32), story.given(dtype)
+    op = story.refuse("aten.addmm.default", "side", [weight, x, weight], WHOLE)
+    for how in ("equal-dtypes", "all-as-float32"):
+        story.add(Replay(n=story.n(), of=op.n, how=how, finite=True, absmax=1.0, dtype=F32))
+    return story
+
+
+def test_whole_numbers_beside_floating_point_ones_are_a_mismatch() -> None:
+    """The input that is not floating point is the odd operand, as the replay with all operands in float32 shows."""
+    (finding,) = detect_mismatch(called_with("int64").ended())
+    assert (finding.id, finding.dtype, finding.confidence) == ("model-input-dtype", "int64", Confidence.PROVEN)
+    assert "gets int64 input where its weights are float32" in finding.summary
+
+
+def test_indices_take_part_in_no_mismatch() -> None:
+    """A message about floating-point dtypes says nothing of the whole numbers among the operands."""
+    story = Story().body(HALF)
+    x, weight, index = story.given(F32), story.parameter("side.weight", HALF), story.given("int64", "args.1")
+    story.refuse("aten.mm.default", "side", [x, weight, index], PRODUCT)
+    (finding,) = detect_mismatch(story.ended())
+    assert "int64" not in finding.summary
+    assert not any("int64" in line for line in finding.evidence)
+
+
+def test_an_operator_that_wants_whole_numbers_is_to_get_them() -> None:
+    """The message alone says what is expected and what was found, and the advice is to cast to the former."""
+    story = Story().raised("expected scalar type Long but found Float")
+    (finding,) = detect_mismatch(story.ended())
+    assert (finding.id, finding.dtype) == ("operand-dtype-mismatch", F32)
+    assert "expects int64 and gets float32." in finding.summary
+    instead = spec_of(finding.id).instead
+    assert instead is not None
+    assert "to int64" in instead(finding)
+
+
+def test_a_rejection_that_no_check_explains_is_told_by_its_message() -> None:
+    """An op trace in which the operands agree explains nothing, and the message still says what the operator rejects."""
+    story = Story().body(F32)
+    story.refuse("aten.gather.default", "side", [story.given(F32)], "expected scalar type Long but found Float")
+    (finding,) = detect_mismatch(story.ended())
+    assert (finding.id, finding.confidence) == ("operand-dtype-mismatch", Confidence.POSSIBLE)
+    assert "no op trace" not in finding.cause

@@ -7,7 +7,7 @@ from functools import cached_property
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of, overload_free
 from dtypedoctor.diagnosis.rule import Finding, Link
 from dtypedoctor.diagnosis.wording import Complaint, complaint_of, how_the_run_ended, place, short, short_parameter
-from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.dtypes import DTYPES, WHOLE
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.census import Census
 from dtypedoctor.rules.mismatch.dtype_origin import MERGES, WRITES_AT_INDEX, DtypeOrigin, Provenance, Reason
@@ -18,7 +18,7 @@ from dtypedoctor.values import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """A floating-point operand of the rejected op; ``index`` counts over ``Op.inputs``."""
+    """An operand of the rejected op that takes part in the mismatch; ``index`` counts over ``Op.inputs``."""
 
     index: int
     tensor: TensorNote
@@ -68,17 +68,31 @@ class Case:
 
     @cached_property
     def operands(self) -> tuple[Operand, ...]:
-        """The floating-point operands, each with where its dtype originates."""
+        """The operands whose dtypes have to agree, each with where its dtype originates."""
         return tuple(
             Operand(index=i, tensor=t, origin=self.provenance.of(t, self.op))
             for i, t in enumerate(self.op.inputs)
-            if t.dtype in DTYPES
+            if self.meets(t)
         )
 
     @cached_property
     def dtypes(self) -> tuple[str, ...]:
-        """The floating-point dtypes that met, in the order of the operands."""
-        return tuple(dict.fromkeys(t.dtype for t in self.op.inputs if t.dtype in DTYPES))
+        """The dtypes that met, in the order of the operands."""
+        return tuple(dict.fromkeys(t.dtype for t in self.op.inputs if self.meets(t)))
+
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """The dtypes of whole numbers that the message names beside a floating-point one, where both are among the operands.
+
+        Others are indices or masks, which have to be of another dtype, or packed weights.
+        """
+        named = set(self.complaint.dtypes) if self.complaint is not None else set()
+        given = {t.dtype for t in self.op.inputs if t.origin != "parameter" or t.dtype in DTYPES} & named
+        return frozenset(given & WHOLE) if not given.isdisjoint(DTYPES) else frozenset()
+
+    def meets(self, tensor: TensorNote) -> bool:
+        """Whether the dtype of an operand has to agree with those of others."""
+        return tensor.dtype in DTYPES or (tensor.dtype in self.whole and tensor.origin != "parameter")
 
     @property
     def model_dtype(self) -> str | None:
@@ -238,7 +252,7 @@ def operand_summary(case: Case) -> str:
     operands = ", ".join(
         t.dtype + (f" ({short_parameter(t.name)})" if t.name and t.origin != "input" else "")
         for t in case.op.inputs
-        if t.dtype in DTYPES or t.origin == "parameter"
+        if case.meets(t) or t.origin == "parameter"
     )
     where = f" at {case.op.source}" if case.op.source else ""
     region = f" inside a {case.op.autocast} autocast region" if case.op.autocast else ", no autocast"

@@ -325,14 +325,23 @@ class _Walk:
         """The origin, if ``maker`` is where the dtype begins; None where it took it over from an operand."""
         if tensor.dtype != self._dtype or _reads_bits(maker, tensor) or writes(maker):
             return None
-        floats = floating(maker.inputs)
+        floats = self._alike(maker.inputs)
         same = self._in_this_dtype(floats)
         if not same:
             is_made = not floats or overload_free(maker.op) in LIKE
             return self._originates(Reason.FACTORY, maker) if is_made else self._cast(maker)
-        if any(DTYPES[t.dtype].bits < DTYPES[self._dtype].bits for t in floats):
+        if self._promotes(floats):
             self._promoted = maker
         return self._decided_by_weight(maker, same, all_agree=len(same) == len(floats) > 1)
+
+    def _alike(self, tensors: list[TensorNote]) -> list[TensorNote]:
+        """The operands that a result may have its dtype from: floating-point ones, and for whole numbers those of the dtype."""
+        return [tensor for tensor in tensors if tensor.dtype in DTYPES or tensor.dtype == self._dtype]
+
+    def _promotes(self, floats: list[TensorNote]) -> bool:
+        """Whether one of them is narrower than the dtype that is looked for."""
+        known = DTYPES.get(self._dtype)
+        return known is not None and any(DTYPES[t.dtype].bits < known.bits for t in floats)
 
     def _decided_by_weight(self, maker: Op, same: list[TensorNote], *, all_agree: bool) -> DtypeOrigin | None:
         """The origin, if a parameter or buffer among the operands of this dtype decides it.

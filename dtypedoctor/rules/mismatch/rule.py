@@ -15,7 +15,8 @@ from dtypedoctor.diagnosis.wording import (
     module_of,
     short,
 )
-from dtypedoctor.dtypes import HALF
+from dtypedoctor.dtypes import HALF, WHOLE
+from dtypedoctor.patterns import regex
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.case import Case, Verdict, case_of, finding
 from dtypedoctor.rules.mismatch.explained_by_torch import (
@@ -48,6 +49,20 @@ from dtypedoctor.rules.mismatch.regions import (
 from dtypedoctor.trace.events import Raised
 from dtypedoctor.trace.model import Trace
 
+EXPECTED = "expected scalar type"
+"""A message in which the dtype that an operator wants comes before the one that it got."""
+_EXPECTS = regex(r"\bexpects (\w+) and gets (\w+)\.")
+
+
+def _cast_to_what_is_expected(finding: Finding) -> str:
+    """What to do where an operator wants whole numbers, as for indices; empty where operands have to agree."""
+    expects = _EXPECTS.search(finding.summary)
+    if expects is None:
+        return ""
+    wanted, found = expects.groups()
+    return f"Cast the {found} operand of `{finding.op or 'the operator'}` to {wanted}, or make it in that dtype."
+
+
 OPERAND_DTYPE_MISMATCH = FindingSpec(
     id="operand-dtype-mismatch",
     title="An operator was given two dtypes, and no more specific cause was found",
@@ -55,6 +70,7 @@ OPERAND_DTYPE_MISMATCH = FindingSpec(
     references=("https://github.com/unslothai/unsloth/issues/4970",),
     ablations=("autocast-off", *OF_ANY_FINDING),
     do_this="Give all operands of `{op}` in {module} one dtype: cast the {dtype} one to {other}.",
+    instead=_cast_to_what_is_expected,
     edits=("make-in-dtype", "cast-head-input", "cast-where-set", "cast-operand", "autocast-around"),
 )
 AUTOCAST_BYPASS = FindingSpec(
@@ -299,6 +315,9 @@ CHECKS: tuple[Callable[[Case], Verdict | None], ...] = (
 )
 """In this order: what is wrong with the operand itself, then what the region did or did not do, then where it came from."""
 
+WITH_WHOLE = (packed_weight_used_as_dense, by_origin)
+"""What may be wrong where whole numbers meet floating-point ones: autocast casts neither of them to the other."""
+
 OF_A_REGION = frozenset({"autocast-bypass", "custom-function-autocast"})
 """Findings that an autocast region in the model's own dtype would not have led to."""
 
@@ -338,6 +357,8 @@ def _explained(case: Case) -> Iterator[Finding]:
     """The finding of a rejected operator, after the contradiction that it follows from, where there is one."""
     verdict = _verdict(case)
     if verdict is None:
+        if case.complaint is not None:
+            yield _by_message(case.trace, case.raised, case.complaint, _UNEXPLAINED)
         return
     found = finding(case, verdict)
     root = contradicted_by(case) if verdict.id in OF_A_REGION else None
@@ -349,24 +370,42 @@ def _explained(case: Case) -> Iterator[Finding]:
 
 def _verdict(case: Case) -> Verdict | None:
     about_dtypes = case.complaint is not None or len(case.dtypes) > 1
+    if case.whole:
+        return next((verdict for check in WITH_WHOLE if (verdict := check(case)) is not None), None)
     checks = (
         CHECKS if about_dtypes else (packed_weight_used_as_dense, without_implementation)
     )  # packed bytes may have a wrong shape first of all
     return next((verdict for check in checks if (verdict := check(case)) is not None), None)
 
 
-def _by_message(trace: Trace, raised: Raised, complaint: Complaint) -> Finding:
-    """What the exception alone says, where no op trace was open."""
+_NOT_TRACED = "The message says so; no op trace shows the operands, so where the odd one comes from is not known."
+_UNEXPLAINED = "The message says so; what the op trace shows of the operands explains it no further."
+
+
+def _found_where_another_is_expected(raised: Raised, complaint: Complaint) -> str:
+    """The dtype that an operator has got where it wants whole numbers, or the other way round; empty where operands just differ."""
+    named = complaint.dtypes if EXPECTED in raised.message else ()
+    return named[1] if len(named) > 1 and not WHOLE.isdisjoint(named) else ""
+
+
+def _what_it_gets(complaint: Complaint, found: str) -> str:
+    if found:
+        return f"expects {complaint.dtypes[0]} and gets {found}"
+    return f"got {' and '.join(complaint.dtypes) or 'different dtypes'}"
+
+
+def _by_message(trace: Trace, raised: Raised, complaint: Complaint, cause: str = _NOT_TRACED) -> Finding:
+    """What the exception alone says, where no op trace was open, or none of the checks knows what it shows."""
     module = raised.modules[-1] if raised.modules else None
-    dtypes = " and ".join(complaint.dtypes) or "different dtypes"
+    found = _found_where_another_is_expected(raised, complaint)
     statement = Statement(
         id="operand-dtype-mismatch",
         confidence=Confidence.POSSIBLE,
-        summary=f"{raised.op or 'An operation'} in {short(module)} got {dtypes}.",
-        cause="The message says so; no op trace shows the operands, so where the odd one comes from is not known.",
+        summary=f"{raised.op or 'An operation'} in {short(module)} {_what_it_gets(complaint, found)}.",
+        cause=cause,
         evidence=how_the_run_ended(trace),
     )
-    dtype = complaint.dtypes[0] if complaint.dtypes else None
+    dtype = found or next(iter(complaint.dtypes), None)
     return make_finding(
         statement,
         phase=raised.phase,
