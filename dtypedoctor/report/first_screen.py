@@ -29,6 +29,7 @@ from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.run_document import expectation_line, run_document
 from dtypedoctor.report.run_facts import (
     CONFIDENCE,
+    EDIT_ABOVE,
     NO_FIX,
     measured_sentence,
     observer_sentence,
@@ -141,9 +142,9 @@ def _about_finding(report: Report, finding: Finding, room: Room, patch: str) -> 
 
 
 def _outcome(report: Report) -> list[tuple[str, Line]]:
-    """What came of fixes; where the report shows an edit, that none is proposed needs no line."""
+    """What came of fixes; where the screen shows an edit, that none is proposed needs no line, and where it shows none nothing refers to one."""
     if not report.asks_for_edit:
-        return list(outcome_facts(report))
+        return [fact for fact in outcome_facts(report) if fact != EDIT_ABOVE]
     return [fact for fact in outcome_facts(report) if fact[0] not in _PROPOSED and fact != NO_FIX]
 
 

@@ -556,6 +556,8 @@ _MOST = 6
 
 _Fact = tuple[str, Line]
 NO_FIX: _Fact = ("fixed by", "no automatic fix")
+EDIT_ABOVE: _Fact = ("suggested fix", "the edit above, in your own source")
+"""Where the advice with its edit stands in front of the facts."""
 
 
 def summary_facts(report: Report) -> tuple[_Fact, ...]:
@@ -629,8 +631,8 @@ def _suggested(report: Report) -> Iterator[RemedyLine]:
 
 def _without_fix(report: Report) -> _Fact:
     """Where nothing can be switched on from outside: the edit that is shown, if there is one."""
-    if report.do_this and report.do_this[0].edits:
-        return "suggested fix", "the edit above, in your own source"
+    if report.do_this and report.do_this[0].text and report.do_this[0].edits:
+        return EDIT_ABOVE
     return NO_FIX
 
 

@@ -109,6 +109,9 @@ def test_a_note_on_a_healthy_run_is_one_line() -> None:
     assert "+x = 2" not in text
     assert "after the edit" not in text
     assert "+x = 2" in shown(replace(report, status=Status.FINDINGS))
+    untried = replace(report, trials=(), findings=(replace(report.findings[0], remedies=()),))
+    assert "edit above" not in shown(untried)
+    assert "+x = 2" in shown(replace(untried, status=Status.FINDINGS))
 
 
 def test_where_no_file_could_be_written_everything_is_printed() -> None:
