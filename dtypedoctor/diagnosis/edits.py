@@ -24,7 +24,7 @@ def edits_for(scene: Scene, makers: Sequence[str]) -> tuple[tuple[Edit, ...], st
 
 
 _OF_WEIGHTS = frozenset(
-    {"set-float32", "cast-where-set", "cast-met-weights", "cast-weights-where-set", "half-to-bfloat16", "half-to-float32", "bfloat16-to-float32"}
+    {"set-float32", "cast-where-set", "cast-met-weights", "cast-weights-where-set", "weights-to-float32", "half-to-bfloat16", "half-to-float32", "bfloat16-to-float32"}
 )  # fmt: skip
 """Makers that give weights another dtype."""
 
@@ -112,7 +112,6 @@ REMARKS = {
     "bfloat16-to-float32": _IN_FLOAT32,
     update_edits.OWN: "The edit changes what makes the tensors that this line updates; the weights keep their dtype.",
     "lower-learning-rate": "The edit divides it by 100.",
-    "cast-weights-where-set": "The edit makes the weights themselves {other} instead, on the line that made them {dtype}.",
     "autocast-around": _IN_REGION,
     "smaller-masks": "The edit masks with an eighth of it, so that the sum of several masks and the scores is finite too.",
     "skip-batch": "The edit leaves such batches out of the training; where their values come from it does not say.",
@@ -128,6 +127,10 @@ REMARKS = {
 INSTEAD = {
     "autocast-around": "Call the model under autocast, which casts what meets in a product.",
     "cast-head-input": "Cast the input of {module} to {dtype}, in which its weights are trained.",
+    "cast-weights-where-set": "Cast the {dtype} weights to {other}, the dtype of what they meet, on the line that made them {dtype}.",
+    "cast-met-weights": "Cast the weights that meet it to {dtype}, the dtype of most weights, on the line that gave them another one.",
+    "weights-to-float32": "Keep the weights in float32, on the line that gave them half precision: the autocast region casts them where it computes.",
+    "region-on-device": "Name the device that the tensors are on in `torch.autocast`.",
 }
 """The sentence itself, of makers that do something else than the finding's says."""
 
@@ -142,6 +145,7 @@ MAKERS: dict[str, Maker] = {
     "cast-weights-where-set": dtype_edits.cast_where_set,
     "autocast-around": dtype_edits.autocast_around,
     "set-float32": dtype_edits.set_float32,
+    "weights-to-float32": dtype_edits.set_float32,
     "table-in-float32": dtype_edits.table_in_float32,
     update_edits.OWN: update_edits.updated_in_float32,
     "half-to-bfloat16": dtype_edits.half_to_bfloat16,

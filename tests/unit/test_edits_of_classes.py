@@ -11,10 +11,11 @@ import pytest
 import torch
 from traces import TraceBuilder, tensor
 
-from dtypedoctor.diagnosis.edits import edits_for
+from dtypedoctor.diagnosis.edits import INSTEAD, edits_for
+from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Link, Severity
 from dtypedoctor.diagnosis.scene import Scene
-from dtypedoctor.report.advice import diff_of
+from dtypedoctor.report.advice import _text, diff_of
 from dtypedoctor.trace.events import Observed, ParameterNote, Raised
 from dtypedoctor.trace.records.execution import Unscaled
 
@@ -439,6 +440,21 @@ def test_weights_that_alone_differ_are_cast_and_not_what_meets_them(tmp_path: Pa
     read = program(tmp_path, "net.b.float()", None, odd, *others, dtype="bfloat16", met=(met,))
     assert edited(read, "cast-met-weights") == "net.b.to(torch.bfloat16)"
     assert edited(program(tmp_path, "net.b.float()", None, odd, dtype="bfloat16", met=(met,)), "cast-met-weights") == ""
+
+
+@pytest.mark.parametrize("name", ["head-dtype-mismatch", "attention-dtype-mismatch", "norm-promotes-to-float32"])
+def test_the_sentence_above_an_edit_of_weights_is_about_weights(name: str, tmp_path: Path) -> None:
+    """Where the weights are cast on the line that made them, no sentence asks to cast an input to their dtype."""
+    own = Link(fqn="b", op="load-dtype: b.w (net.b.float())", dtype_in=None, dtype_out="float32", source="train.py:2")
+    met = replace(own, op="load-dtype: a.w", dtype_out="bfloat16")
+    odd = parameter("b.w", "float32", (2, 2, 0, 13), set_at=f"{tmp_path}/train.py:2")
+    read = program(tmp_path, "net.b.float()", None, odd, id=name, provenance=(own,), met=(met,))
+    edits, maker = edits_for(read, spec_of(name).edits)
+    assert [edit.new for edit in edits] == ["net.b.to(torch.bfloat16)"]
+    text = _text(spec_of(name), read, INSTEAD.get(maker, ""))
+    assert text == (
+        "Cast the float32 weights to bfloat16, the dtype of what they meet, on the line that made them float32."
+    )
 
 
 def test_modules_of_another_dtype_are_sharded_by_themselves(tmp_path: Path) -> None:

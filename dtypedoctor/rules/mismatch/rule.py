@@ -100,7 +100,7 @@ AUTOCAST_CONTRADICTS_MODEL = FindingSpec(
     ablations=("autocast-off", *OF_ANY_FINDING),
     needs="autocast-off",
     do_this="Give the autocast region the dtype of the model's weights ({other}).",
-    edits=("region-in-dtype-of-model", "set-float32"),
+    edits=("region-in-dtype-of-model", "weights-to-float32"),
 )
 QUANT_STATE_DTYPE = FindingSpec(
     id="quant-state-dtype",
@@ -171,7 +171,7 @@ HEAD_DTYPE_MISMATCH = FindingSpec(
     references=("https://github.com/huggingface/trl/issues/4634",),
     ablations=("autocast-off", *OF_ANY_FINDING),
     do_this="Cast the input of {module} to the dtype of its weight, which keeps the logits in that dtype.",
-    edits=("cast-operand", "cast-where-set", "autocast-around"),
+    edits=("cast-operand", "cast-weights-where-set", "autocast-around"),
 )
 ATTENTION_DTYPE_MISMATCH = FindingSpec(
     id="attention-dtype-mismatch",
@@ -183,7 +183,7 @@ ATTENTION_DTYPE_MISMATCH = FindingSpec(
     ),
     ablations=("autocast-off", *OF_ANY_FINDING),
     do_this="Cast query, key, value and mask of the attention in {module} to one dtype.",
-    edits=("cast-operand", "cast-where-set", "autocast-around"),
+    edits=("cast-operand", "cast-weights-where-set", "autocast-around"),
 )
 KV_CACHE_DTYPE = FindingSpec(
     id="kv-cache-dtype",
