@@ -302,9 +302,9 @@ def test_a_number_that_torch_refuses_to_make_float16_is_an_overflow() -> None:
         assert all((f.fqn, f.op, f.source) == ("look", raised.op, "theatre.py:10") for f in found)
 
 
-def test_what_diverges_is_told_from_what_is_undefined() -> None:
-    """The one needs another learning rate, the other another formula."""
-    assert "the run diverges" in only(overflow(dtype="float32", float32=5.2e173)).cause
+def test_what_is_too_large_is_told_from_what_is_undefined() -> None:
+    """The one needs smaller operands, the other another formula."""
+    assert "larger than float32 can hold. No growth" in only(overflow(dtype="float32", float32=5.2e173)).cause
     assert "not defined" in only(overflow(dtype="float32", float32=None, finite=False)).cause
     assert "rounded to 0" in only(overflow(dtype="bfloat16", float32=None, finite=False)).cause
 

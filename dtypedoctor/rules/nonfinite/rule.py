@@ -13,6 +13,7 @@ from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, NON_FINITE, OF_ANY_FIND
 from dtypedoctor.diagnosis.wording import how_the_run_ended
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.nonfinite.float8 import FLOAT8_RANGE, judge_float8
+from dtypedoctor.rules.nonfinite.growth import Growth, growth_before
 from dtypedoctor.rules.nonfinite.overflow import (
     judge_attention_scores,
     judge_backward,
@@ -21,7 +22,13 @@ from dtypedoctor.rules.nonfinite.overflow import (
     judge_overflow,
     swallowed_overflows,
 )
-from dtypedoctor.rules.nonfinite.undefined import judge_domain, judge_optimizer_step, judge_rounded, judge_unexamined
+from dtypedoctor.rules.nonfinite.undefined import (
+    judge_domain,
+    judge_optimizer_step,
+    judge_rounded,
+    judge_unexamined,
+    of_what_is_too_large,
+)
 from dtypedoctor.rules.nonfinite.unrecorded import (
     judge_by_module,
     judge_compiled,
@@ -31,18 +38,12 @@ from dtypedoctor.rules.nonfinite.unrecorded import (
     of_what_is_written,
 )
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.values import dataclass
 
 ENDS = frozenset(
     {"float16-overflow", "attention-score-overflow", "norm-square-overflow", "backward-overflow", "domain-error",
      "rounds-out-of-domain", "optimizer-epsilon-underflow"}
 )  # fmt: skip
 """Findings that a training which diverges may end in."""
-
-GROWN = 10.0
-"""Times the largest weight, or loss and gradients together, have to have grown."""
-MOVED = 2.0
-"""Times the largest weight has to have grown at least: what it has not made grow comes from elsewhere."""
 
 _WHY = (
     "Each update makes the next gradient larger: the learning rate, its schedule or the initialization is too large, or gradients "
@@ -51,59 +52,6 @@ _WHY = (
 _WHY_AT_ONCE = (
     "One update is many times as large as the weights: the learning rate is too large, or there is no warm-up."
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
-    """What was measured of a training before a step.
-
-    Attributes:
-        steps: training steps with a finite loss before it.
-        losses: the first of these losses, and the last.
-        gradients: largest gradient of the first of these steps, and of the last.
-        weights: largest weight before the first optimizer step, and after the last one before the failure.
-    """
-
-    steps: int
-    losses: tuple[float, float]
-    gradients: tuple[float, float]
-    weights: tuple[float, float]
-
-    @property
-    def diverges(self) -> bool:
-        """Whether the loss has not come down while the weights have grown far beyond where they began, or have moved and loss and
-        gradients have grown."""
-        grown = all(last >= GROWN * first > 0.0 for first, last in (self.losses, self.gradients))
-        weights = self.weights[1] / self.weights[0] if self.weights[0] else 0.0
-        return self.losses[1] >= self.losses[0] and (weights >= GROWN or (grown and weights >= MOVED))
-
-
-def growth_before(trace: Trace, step: int) -> Growth | None:
-    """What loss, gradients and weights did in the training steps before ``step``; None where no optimizer has stepped."""
-    largest = {kind: _largest_by_step(trace, kind, step) for kind in ("loss", "grad", "param", "initial")}
-    losses, gradients, weights = (_ends(largest[kind]) for kind in ("loss", "grad", "param"))
-    if losses is None or gradients is None or weights is None:
-        return None
-    before = min(largest["initial"].values(), default=weights[0])
-    return Growth(
-        steps=len(largest["loss"]),
-        losses=losses,
-        gradients=gradients,
-        weights=(before, max(largest["param"].values())),
-    )
-
-
-def _largest_by_step(trace: Trace, kind: str, before: int) -> dict[int, float]:
-    """The largest finite magnitude at places of one kind, by step."""
-    largest: dict[int, float] = {}
-    for sample, site in trace.measured():
-        if site.kind == kind and sample.step < before and sample.finite:
-            largest[sample.step] = max(largest.get(sample.step, 0.0), sample.absmax)
-    return largest
-
-
-def _ends(by_step: dict[int, float]) -> tuple[float, float] | None:
-    return (by_step[min(by_step)], by_step[max(by_step)]) if by_step else None
 
 
 def judge_divergence(trace: Trace, end: Finding) -> Finding | None:
@@ -279,6 +227,13 @@ DIVERGENCE = FindingSpec(
     do_this="Lower the learning rate, or warm it up: float32 diverges too.",
     edits=("lower-learning-rate",),
 )
+
+
+def _of_another_cause(finding: Finding) -> str:
+    """What to do where the argument is not outside of a domain; empty where it is."""
+    return of_what_is_written(finding) or of_what_is_too_large(finding)
+
+
 DOMAIN_ERROR = FindingSpec(
     id="domain-error",
     title="The operation has no finite result in float32 either",
@@ -287,8 +242,8 @@ DOMAIN_ERROR = FindingSpec(
     ablations=("autocast-off", *OF_ANY_FINDING),
     fits_wider_dtype=True,
     nonfinite=True,
-    do_this="Keep the argument inside of the function's domain.",
-    instead=of_what_is_written,
+    do_this="Keep the argument where the function has a finite result.",
+    instead=_of_another_cause,
     edits=("keep-in-domain",),
 )
 COMPILE_ONLY_NONFINITE = FindingSpec(

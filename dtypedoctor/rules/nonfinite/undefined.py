@@ -22,6 +22,7 @@ from dtypedoctor.diagnosis.wording import (
 )
 from dtypedoctor.dtypes import DTYPES, HALF, parts_of
 from dtypedoctor.rules import Statement, make_finding_at
+from dtypedoctor.rules.nonfinite.growth import growth_before, growth_over_calls, largest_weight_before
 from dtypedoctor.trace.events import Op
 
 
@@ -87,10 +88,7 @@ def _begins_rounded(origin: Origin) -> bool:
 def _cause_of_domain(origin: Origin, *, proven: bool) -> str:
     replay = origin.replay
     if replay is not None and replay.finite and replay.absmax is not None and replay.absmax > FLOAT32_MAX:
-        return (
-            "The operands have grown so far that the result is beyond float32's range too: the run diverges (learning rate, "
-            "initialization, gradients that are not clipped). This is not a mixed-precision problem."
-        )
+        return f"{_BEYOND}{_of_growth(origin)} This is not a mixed-precision problem."
     undefined = (
         "The operation is not defined for these operands (a division by zero, the logarithm of a negative number …)"
     )
@@ -102,6 +100,56 @@ def _cause_of_domain(origin: Origin, *, proven: bool) -> str:
     return (
         f"{undefined}, and no wider dtype helps it. Some of what it computes with is {narrow}, though, and was not computed again "
         "in float32: a number that was rounded to 0 (or to 1) before would be another one."
+    )
+
+
+_BEYOND = "The result is larger than float32 can hold. "
+_DIVERGES = "the run diverges (learning rate, initialization, gradients that are not clipped)."
+_LARGE = "No growth that leads to it was measured in earlier calls"
+
+
+def _of_growth(origin: Origin) -> str:
+    """Whether what was measured before the op grew from call to call, and where large values may come from if it did not."""
+    trace, op = origin.trace, origin.op
+    grown = growth_over_calls(trace, op)
+    if grown is not None:
+        name, first, last = grown
+        return f"The {name} has grown from {first:,.3g} to {last:,.3g} in the calls before: {_DIVERGES}"
+    growth = growth_before(trace, op.step)
+    if growth is not None and growth.diverges:
+        return f"The largest weight has grown from {growth.weights[0]:,.3g} to {growth.weights[1]:,.3g} before: {_DIVERGES}"
+    given = _largest_input(origin)
+    if given is not None:
+        name, absmax = given
+        return f"{_LARGE}; the model's input {name} already reaches {absmax:,.3g}."
+    weight = largest_weight_before(trace, op)
+    beside = f" (the largest weight is {weight:,.3g})" if weight is not None else ""
+    return f"{_LARGE}; large values may come in with the data, the weights or a number of the code{beside}."
+
+
+def _largest_input(origin: Origin) -> tuple[str, float] | None:
+    """The largest tensor that the model was called with in the call of the op, and its magnitude, where it is larger than any weight used there."""
+    held = [(t.absmax, t) for op in origin.graph.ops if op.call == origin.op.call and op.n <= origin.op.n
+            for t in op.inputs if t.absmax is not None and t.origin]  # fmt: skip
+    absmax, largest = max(held, key=lambda pair: pair[0], default=(0.0, None))
+    if largest is None or largest.origin != "input":
+        return None
+    return largest.name or "", absmax
+
+
+_BOUNDED = frozenset({"exp", "expm1", "exp2", "div", "reciprocal", "rsqrt", "log", "sqrt"})
+"""Functions of which a bound of the argument, on the line itself, keeps the result finite."""
+
+
+def of_what_is_too_large(finding: Finding) -> str:
+    """What to do about a result that no float32 holds; empty for any other finding, and where the function's own argument can be bounded."""
+    if not finding.cause.startswith(_BEYOND) or overload_free(finding.op or "") in _BOUNDED:
+        return ""
+    if _DIVERGES in finding.cause:
+        return "Lower the learning rate, warm it up, or clip gradients: no dtype holds what keeps growing."
+    return (
+        f"Look at the input first (units, scaling, a corrupt row): the operands of `{finding.op}` are too large for its result to fit float32, so scale or clip them "
+        "before it."
     )
 
 
