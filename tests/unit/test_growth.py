@@ -67,14 +67,16 @@ def test_a_training_that_its_first_update_has_ruined_is_described_by_that_update
     assert found.evidence[0] == "Largest gradient of that step: 0.3."
 
 
-def too_large(losses: Sequence[float] = (), *, fqn: str = "", given: float | None = None) -> Finding:
-    """A power whose result no float32 holds, after calls with these losses; ``given`` is the magnitude of an input of the model."""
+def too_large(
+    losses: Sequence[float] = (), *, fqn: str = "", given: float | None = None, origin: str = "input"
+) -> Finding:
+    """A power whose result no float32 holds, after calls with these losses; ``given`` is the magnitude of a tensor of the model."""
     trace = TraceBuilder()
     for call, loss in enumerate(losses, 1):
         trace.sample("0", loss, kind="loss", dtype="float32", call=call)
     call = len(losses) + 1
     if given is not None:
-        data = tensor(1, given, dtype="float32", name="args.0", origin="input")
+        data = tensor(1, given, dtype="float32", name="args.0", origin=origin)
         trace.op("aten.mul.Tensor", fqn, [data], [tensor(2, 5e24, dtype="float32")], call=call)
     power = trace.op(
         "aten.pow.Tensor_Scalar",
@@ -117,6 +119,16 @@ def test_values_that_grow_from_call_to_call_diverge() -> None:
 def test_a_large_input_of_the_model_is_named() -> None:
     """Where the op trace has seen that it was larger than anything else that went into the call."""
     assert "the model's input args.0 already reaches 1e+25" in too_large(fqn="net", given=1e25).cause
+
+
+def test_a_large_weight_is_named_and_an_ordinary_one_is_not() -> None:
+    """The advice is to look at what is too large."""
+    finding = too_large(fqn="net", given=1e25, origin="parameter")
+    assert "the parameter args.0 already reaches 1e+25" in finding.cause
+    assert advised(finding).startswith("Look at the weights first")
+    ordinary = too_large(fqn="net", given=0.5, origin="parameter")
+    assert "already reaches" not in ordinary.cause
+    assert advised(ordinary).startswith("Look at the input first")
 
 
 def test_an_argument_that_can_be_bounded_is_to_be() -> None:

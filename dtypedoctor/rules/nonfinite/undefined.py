@@ -23,7 +23,7 @@ from dtypedoctor.diagnosis.wording import (
 from dtypedoctor.dtypes import DTYPES, HALF, parts_of
 from dtypedoctor.rules import Statement, make_finding_at
 from dtypedoctor.rules.nonfinite.growth import growth_before, growth_over_calls, largest_weight_before
-from dtypedoctor.trace.events import Op
+from dtypedoctor.trace.events import Op, TensorNote
 
 
 def judge_domain(origin: Origin) -> Finding | None:
@@ -118,23 +118,29 @@ def _of_growth(origin: Origin) -> str:
     growth = growth_before(trace, op.step)
     if growth is not None and growth.diverges:
         return f"The largest weight has grown from {growth.weights[0]:,.3g} to {growth.weights[1]:,.3g} before: {_DIVERGES}"
-    given = _largest_input(origin)
-    if given is not None:
-        name, absmax = given
-        return f"{_LARGE}; the model's input {name} already reaches {absmax:,.3g}."
+    held = _largest_held(origin)
+    if held is not None and held.absmax is not None:
+        return f"{_LARGE}; {_WHAT[held.origin]} {held.name} already reaches {held.absmax:,.3g}."
     weight = largest_weight_before(trace, op)
     beside = f" (the largest weight is {weight:,.3g})" if weight is not None else ""
     return f"{_LARGE}; large values may come in with the data, the weights or a number of the code{beside}."
 
 
-def _largest_input(origin: Origin) -> tuple[str, float] | None:
-    """The largest tensor that the model was called with in the call of the op, and its magnitude, where it is larger than any weight used there."""
-    held = [(t.absmax, t) for op in origin.graph.ops if op.call == origin.op.call and op.n <= origin.op.n
-            for t in op.inputs if t.absmax is not None and t.origin]  # fmt: skip
-    absmax, largest = max(held, key=lambda pair: pair[0], default=(0.0, None))
-    if largest is None or largest.origin != "input":
-        return None
-    return largest.name or "", absmax
+_WHAT = {"input": "the model's input", "parameter": "the parameter", "buffer": "the buffer"}
+_LARGE_WEIGHT = 1e4
+"""Magnitude from which on a weight is not an ordinary one."""
+
+
+def _largest_held(origin: Origin) -> TensorNote | None:
+    """The largest input, parameter or buffer that the call of the op has used before it; None where an ordinary weight is the largest."""
+    before = (op for op in origin.graph.ops if op.call == origin.op.call and op.n <= origin.op.n)
+    largest = max((t for op in before for t in op.inputs if t.origin in _WHAT), key=_size, default=None)
+    return largest if largest is not None and (largest.origin == "input" or _size(largest) >= _LARGE_WEIGHT) else None
+
+
+def _size(tensor: TensorNote) -> float:
+    """Its largest magnitude; -1 where it was not measured."""
+    return -1.0 if tensor.absmax is None else tensor.absmax
 
 
 _BOUNDED = frozenset({"exp", "expm1", "exp2", "div", "reciprocal", "rsqrt", "log", "sqrt"})
@@ -147,10 +153,20 @@ def of_what_is_too_large(finding: Finding) -> str:
         return ""
     if _DIVERGES in finding.cause:
         return "Lower the learning rate, warm it up, or clip gradients: no dtype holds what keeps growing."
+    first = (
+        "weights first (initialization, a checkpoint)"
+        if _of_weights(finding)
+        else "input first (units, scaling, a corrupt row)"
+    )
     return (
-        f"Look at the input first (units, scaling, a corrupt row): the operands of `{finding.op}` are too large for its result to fit float32, so scale or clip them "
+        f"Look at the {first}: the operands of `{finding.op}` are too large for its result to fit float32, so scale or clip them "
         "before it."
     )
+
+
+def _of_weights(finding: Finding) -> bool:
+    """Whether what is too large is held by the model."""
+    return any(f"; {_WHAT[origin]} " in finding.cause for origin in ("parameter", "buffer"))
 
 
 def _domain_evidence(origin: Origin) -> Iterator[str]:
