@@ -12,8 +12,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dtypedoctor._torch_private import (
     OpOverload,
-    has_no_memory,
-    is_wrapped,
     schema_of,
     tree_flatten,
     tree_map,
@@ -22,7 +20,15 @@ from dtypedoctor._torch_private import (
 from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.operators import Arguments, bytes_of, fits, for_wider, is_unfinished, tensors_of, written
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.statistics import HALF, extent_of, is_spread, measurable, measure, real_of
+from dtypedoctor.instrument.statistics import (
+    HALF,
+    extent_of,
+    holds_whole_numbers,
+    is_spread,
+    measurable,
+    measure,
+    real_of,
+)
 from dtypedoctor.interruptions import contained
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import Replay, TensorNote
@@ -141,7 +147,7 @@ def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments
 
 def _replay_in_one_dtype(writer: TraceWriter, of: int, func: Any, arguments: Arguments, dtype: torch.dtype) -> None:
     """The experiments on an op whose floating-point operands agree: whole numbers in their dtype, half precision in float32."""
-    if any(map(_is_whole, tensors_of(arguments))):
+    if any(map(holds_whole_numbers, tensors_of(arguments))):
         _replay_whole(writer, of, func, arguments, dtype)
     if dtype in HALF:
         run_again(writer, of, "all-as-float32", func, _cast(arguments, partial(_always, torch.float32)))
@@ -151,20 +157,10 @@ def _replay_whole(writer: TraceWriter, of: int, func: Any, arguments: Arguments,
     """Runs an op that refused whole numbers beside floating-point ones, all in one dtype, again with all operands in that dtype."""
 
     def cast(value: Any) -> Any:
-        return value.detach().to(dtype, copy=True) if _is_whole(value) or measurable(value) else value
+        return value.detach().to(dtype, copy=True) if holds_whole_numbers(value) or measurable(value) else value
 
     for how in ("equal-dtypes", f"all-as-{short_name(dtype)}"):
         run_again(writer, of, how, func, tree_map(cast, arguments))
-
-
-_WHOLE = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
-
-
-def _is_whole(value: Any) -> bool:
-    """Whether ``value`` is a plain tensor of whole numbers, or of truth values, that can be cast."""
-    if type(value) is not Tensor or value.dtype not in _WHOLE or is_wrapped(value):
-        return False
-    return value.layout is torch.strided and not value.is_meta and not has_no_memory(value)
 
 
 def _wanted_by_others(operand: Tensor, operands: list[Tensor]) -> torch.dtype | None:

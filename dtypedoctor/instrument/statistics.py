@@ -83,6 +83,16 @@ def measurable(value: Any) -> bool:
     return not (value.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+_WHOLE = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+
+
+def holds_whole_numbers(value: Any) -> bool:
+    """Whether ``value`` is a plain dense tensor of whole numbers, or of truth values, with data behind it."""
+    if type(value) is not Tensor or value.dtype not in _WHOLE or is_wrapped(value):
+        return False
+    return value.layout is torch.strided and not value.is_meta and not has_no_memory(value)
+
+
 def real_of(tensor: Tensor) -> Tensor:
     """Real and imaginary parts of a dense complex tensor, side by side; any other tensor, and one that may not be read, as it is."""
     if type(tensor) not in _DENSE_TYPES or is_wrapped(tensor) or not tensor.is_complex():

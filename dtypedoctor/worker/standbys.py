@@ -24,7 +24,7 @@ from dtypedoctor.instrument.in_place import CAPSULE_LIMIT
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.instrument.places import Rows, Source
-from dtypedoctor.instrument.statistics import Named, digest_of
+from dtypedoctor.instrument.statistics import Named, digest_of, holds_whole_numbers
 from dtypedoctor.interruptions import is_interruption
 from dtypedoctor.redaction.messages import message_of
 from dtypedoctor.replay.cage import forbid_changes, is_supported, limit_processor_time
@@ -193,9 +193,10 @@ class Standbys:
             self._keeps_latest = True
 
     def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], _: BaseException) -> None:
-        """The call of ``module`` has raised."""
+        """The call of ``module`` has raised: a replay is compared by what it was called with, whole numbers where that is all."""
         place = self._watch.instruments.names.find(module)
-        inputs = [(f"input.{path}", tensor) for path, tensor in tensors_given(args, {})]
+        held = tensors_given(args, {}) or [(str(i), one) for i, one in enumerate(args) if holds_whole_numbers(one)]
+        inputs = [(f"input.{path}", tensor) for path, tensor in held]
         self._note_bits(place[1] if place is not None else None, None, inputs)
 
     def _note_nonfinite(self, rows: Rows, at: tuple[int, int], source: Source | None, given: Sequence[Named]) -> None:
