@@ -152,7 +152,7 @@ class OptimizerSamples:
             self._measure(kept, [i for i in left if i not in written])
             kept.measured.update(written)
             if written:
-                self._sample("param", [_held(kept.named[i]) for i in written], self._position.phase, None)
+                self._sample("param", _read([kept.named[i] for i in written]), self._position.phase, None)
 
     def describe_optimizers(self) -> None:
         """Writes down, once, which optimizers have made steps."""

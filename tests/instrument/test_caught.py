@@ -221,7 +221,6 @@ def test_an_exception_that_the_program_goes_on_from_is_no_finding(
     assert any("the program caught it and continued" in line for line in report.coverage) == (work is not others)
 
 
-<<<<<<< HEAD
 def trains(_: Any) -> None:
     """A model that works."""
     model = nn.Linear(2, 2)
@@ -282,7 +281,8 @@ def test_an_exception_that_a_future_holds_has_ended_no_thread(tmp_path: Path, mo
     report = report_on(tmp_path, work)
     assert (report.status, report.findings) == ("healthy", ())
     assert any("the program caught it and continued" in line for line in report.coverage)
-=======
+
+
 def test_a_failure_that_no_rule_explains_is_listed(tmp_path: Path) -> None:
     """The program never gets past it, so that it may not go without a word."""
 
@@ -294,7 +294,6 @@ def test_a_failure_that_no_rule_explains_is_listed(tmp_path: Path) -> None:
     report = report_on(tmp_path, work)
     assert not report.findings
     assert any("nothing that raised it succeeded later" in line and "Long" in line for line in report.coverage)
->>>>>>> 6d13a0e (Find whole numbers that an operator rejects beside floating-point ones: a program that caught 'got Long and Float' was healthy)
 
 
 def test_each_place_is_recorded_a_few_times_only(tmp_path: Path) -> None:
