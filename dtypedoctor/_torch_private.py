@@ -12,14 +12,16 @@ which name it misses. Nothing here imports Dynamo, but for functions that say so
 """
 
 import functools
+import gc
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from operator import attrgetter
-from types import CodeType
+from types import CodeType, MethodType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -306,6 +308,89 @@ CALL_CODE: CodeType = _call.__code__
 def call_is_replaced() -> bool:
     """Whether somebody has put a function of their own in the place of that."""
     return getattr(nn.Module, "_call_impl", nn.Module.__call__).__code__ is not CALL_CODE
+
+
+_COMPILED_CALL = "_compiled_call_impl"
+"""Attribute of a module that ``nn.Module.compile()`` has compiled in place: what its calls go to, past the hooks of modules."""
+if not hasattr(nn.Module, _COMPILED_CALL):
+    LOST["modules that nn.Module.compile() compiles"] = f"nn.Module.{_COMPILED_CALL}"
+
+CompiledCall = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Makes a call of a module that is compiled in place, of which it gets the compiled code and the arguments."""
+
+
+def _followed(self: nn.Module, compiled: Callable[..., Any], call: CompiledCall) -> Callable[..., Any]:
+    """``compiled``, called through ``call``: has the name and the variables of torch's own frame of a module call, and what Dynamo knows it by.
+
+    A compiled region around it is compiled as if this were not there: Dynamo follows an attribute of ``compiled``, which ``wraps`` copies.
+    """
+
+    @functools.wraps(compiled)
+    def _call_impl(*args: Any, **kwargs: Any) -> Any:
+        return call(self, compiled, args, kwargs)
+
+    return _call_impl
+
+
+FOLLOWED_CODE: CodeType = next(const for const in _followed.__code__.co_consts if isinstance(const, CodeType))
+"""The code that runs in the place of :data:`CALL_CODE` where a module that is compiled in place is called, and is followed."""
+
+
+def is_followed(module: nn.Module) -> bool:
+    """Whether :func:`follow_compiled_calls` follows the calls of a module that is compiled in place."""
+    return getattr(vars(module).get(_COMPILED_CALL), "__code__", None) is FOLLOWED_CODE
+
+
+def follow_compiled_calls(call: CompiledCall) -> Callable[[], None]:
+    """Has modules that ``nn.Module.compile()`` has compiled, or compiles from here on, called through ``call``; returns the undo.
+
+    Neither a copy nor a pickle of a module holds what is put there: torch leaves this attribute out of both. Without the name nothing is followed.
+    """
+    original: Any = getattr(nn.Module, "compile", None)
+    if original is None or not hasattr(nn.Module, _COMPILED_CALL):
+        return lambda: None
+    followed: dict[int, tuple[ref[nn.Module], Any, Any]] = {}
+    is_on = True
+
+    def follow(module: nn.Module) -> None:
+        compiled = vars(module).get(_COMPILED_CALL)
+        # A method is what torch leaves there where compiling is switched off: it runs the hooks.
+        if compiled is None or isinstance(compiled, MethodType) or is_followed(module):
+            return
+        _run_as_it_is(FOLLOWED_CODE)
+        put = _followed(module, compiled, call)
+        followed[id(module)] = (ref(module), compiled, put)
+        setattr(module, _COMPILED_CALL, put)
+
+    @functools.wraps(original)
+    def compile_in_place(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = original(module, *args, **kwargs)
+        if is_on:  # else a patch of the program's has kept this
+            follow(module)
+        return result
+
+    def undo() -> None:
+        nonlocal is_on
+        is_on = False
+        if getattr(nn.Module, "compile") is compile_in_place:  # noqa: B009  (to mypy, both are methods)
+            setattr(nn.Module, "compile", original)  # noqa: B010
+        for held, compiled, put in followed.values():
+            module = held()
+            if module is not None and vars(module).get(_COMPILED_CALL) is put:
+                setattr(module, _COMPILED_CALL, compiled)
+
+    for module in _compiled_in_place():
+        follow(module)
+    setattr(nn.Module, "compile", compile_in_place)  # noqa: B010
+    return undo
+
+
+def _compiled_in_place() -> Sequence[nn.Module]:
+    """The modules that ``nn.Module.compile()`` has compiled so far. There are none before Dynamo is imported."""
+    if COMPILER not in sys.modules:
+        return ()
+    modules = (held for held in gc.get_objects() if issubclass(type(held), nn.Module))
+    return [module for module in modules if vars(module).get(_COMPILED_CALL) is not None]
 
 
 CAST = "_apply"
@@ -598,11 +683,16 @@ def skip_frames(function: Callable[..., Any]) -> None:
     skip: Any = getattr(sys.modules.get(FRAME_SKIPPER), "skip", None)
     if skip is not None:
         skip(function)
+    _run_as_it_is(function.__code__)
+
+
+def _run_as_it_is(code: CodeType) -> None:
+    """Has Dynamo leave frames of ``code``, and those of what they call, alone; what they call that is compiled itself runs compiled."""
     evaluation: Any = sys.modules.get("torch._dynamo.eval_frame")
     decide = getattr(evaluation, "set_code_exec_strategy", None)
     if decide is not None:
         left = evaluation.FrameAction.SKIP
-        decide(function.__code__, evaluation.FrameExecStrategy(left, left))
+        decide(code, evaluation.FrameExecStrategy(left, left))
 
 
 def recompiling(versions: int) -> AbstractContextManager[Any]:

@@ -20,6 +20,7 @@ from dtypedoctor._torch_private import (
     OpOverload,
     is_compiled_module,
     is_composite,
+    is_followed,
     memory_key,
     modes_on,
     next_sequence_number,
@@ -312,7 +313,7 @@ def why_opaque(module: nn.Module) -> str:
     """Why the inside of ``module`` is not watched; empty if it is."""
     if isinstance(module, torch.jit.ScriptModule):
         return "TorchScript runs no module hooks"
-    if is_compiled_module(module):
+    if is_compiled_module(module) or is_followed(module):
         return "compiled code runs no module hooks; its inputs and outputs were measured"
     return ""
 

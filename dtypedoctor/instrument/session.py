@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from threading import get_ident
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +19,15 @@ from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import (
     CALL_CODE,
+    FOLLOWED_CODE,
     DisableTorchFunction,
     call_is_replaced,
     function_mode_is_on,
+    is_followed,
     region_is_on,
     set_grad_enabled,
 )
-from dtypedoctor.instrument.frames import source_of
+from dtypedoctor.instrument.frames import local_of, source_of
 from dtypedoctor.instrument.meter import Meter
 from dtypedoctor.instrument.naming import Names, short_name
 from dtypedoctor.instrument.readings import Readings
@@ -221,7 +223,15 @@ def forget_ended_calls(stack: list[nn.Module], thread: int) -> None:
     if call_is_replaced():
         return  # somebody has put a function of their own there
     here = thread == get_ident()
-    del stack[max(0, _running(CALL_CODE, thread) - here) :]
+    del stack[max(0, _calls_running(thread) - here) :]
+
+
+def _calls_running(thread: int) -> int:
+    """How many module calls are running in ``thread``. Of one that is compiled in place, torch's own frame comes later than ours, or not at all."""
+    compiled = _running(FOLLOWED_CODE, thread)
+    if not compiled:
+        return _running(CALL_CODE, thread)
+    return compiled + _running(CALL_CODE, thread, lambda frame: not is_followed(local_of(frame, "self")))
 
 
 def steps_running() -> int:
@@ -229,12 +239,12 @@ def steps_running() -> int:
     return _running(_STEP, get_ident())
 
 
-def _running(code: CodeType, thread: int) -> int:
-    """How often ``code`` is being executed in ``thread`` at this moment."""
+def _running(code: CodeType, thread: int, counts: Callable[[FrameType], bool] = lambda _: True) -> int:
+    """How often ``code`` is being executed in ``thread`` at this moment, of those frames that ``counts`` is true of."""
     frame = sys._current_frames().get(thread)
     count = 0
     while frame is not None:
-        count += frame.f_code is code
+        count += frame.f_code is code and counts(frame)
         frame = frame.f_back
     return count
 

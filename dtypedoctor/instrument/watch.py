@@ -1,7 +1,8 @@
 """The module watch: what every module returns, and the gradients of it, without touching the model.
 
 Two hooks that torch keeps globally see every module call; nothing is attached to a module, so a watched model pickles,
-copies and compiles as before. Inside a compiled region the hooks do nothing (and add no graph break).
+copies and compiles as before. Inside a compiled region the hooks do nothing (and add no graph break). A module that
+``nn.Module.compile()`` has compiled in place is called past these hooks; its calls are followed where they enter the compiled code.
 """
 
 import sys
@@ -15,7 +16,14 @@ from torch.compiler import is_compiling
 from torch.fx import GraphModule
 from torch.nn.modules import module as hooks
 
-from dtypedoctor._torch_private import count_no_global_hook_of, forget_global_hook, tracing_state
+from dtypedoctor._torch_private import (
+    CompiledCall,
+    count_no_global_hook_of,
+    follow_compiled_calls,
+    forget_global_hook,
+    is_followed,
+    tracing_state,
+)
 from dtypedoctor.instrument.budget import LOSS_ALONE, Budget
 from dtypedoctor.instrument.operators import being_recorded
 from dtypedoctor.instrument.places import Looks, Place, Places, Rows, Sites, When
@@ -74,7 +82,12 @@ class ModuleWatch:
         self._recorders = Recorders(session, self._sites)
         self._returned = Returned(session, self._sites, self._recorders)
         self._handles: list[Any] = []
-        self._reveal: Callable[[], None] | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._in_place: set[int] = set()
+        """Identities of modules that are compiled in place and were called; one may have gone since, and another have it."""
+        self._alone: frozenset[int] = frozenset()
+        self._apart: frozenset[int] = frozenset()
+        """Both of these: modules of which more is asked than of others."""
         self._lead: dict[str, Here] = {}
         """Under :data:`_CALL` the thread whose outermost call is the one that is more than measured; a dictionary takes one in a single step, which
         nothing can interrupt."""
@@ -95,8 +108,6 @@ class ModuleWatch:
         """Called with the module before each outermost call, in whatever thread."""
         self.when_left: list[CallListener] = []
         """Called with the module when all of these have heard that its outermost call, with which ``before_root`` was called, is over."""
-        self.alone: frozenset[int] = frozenset()
-        """Identities of modules below the outermost one whose calls are heard of as well, none of them inside of another."""
         self.before_alone: list[CallListener] = []
         self.alone_returned: list[Callable[[nn.Module, Any, Any, Any], None]] = []
         self.alone_left: list[CallListener] = []
@@ -115,7 +126,39 @@ class ModuleWatch:
             hooks.register_module_forward_pre_hook(enters),
             hooks.register_module_forward_hook(leaves, with_kwargs=True, always_call=True),
         ]
-        self._reveal = count_no_global_hook_of(frozenset(handle.id for handle in self._handles))
+        self._undo = [
+            count_no_global_hook_of(frozenset(handle.id for handle in self._handles)),
+            follow_compiled_calls(self._around_compiled()),
+        ]
+
+    @property
+    def alone(self) -> frozenset[int]:
+        """Identities of modules below the outermost one whose calls are heard of as well, none of them inside of another."""
+        return self._alone
+
+    @alone.setter
+    def alone(self, modules: frozenset[int]) -> None:
+        self._alone = modules
+        self._apart = modules | self._in_place
+
+    def _around_compiled(self) -> CompiledCall:
+        """Makes a call of a module that is compiled in place, as torch makes others: with the hooks before and after it."""
+        enters = self._guard.shield(self._enter_compiled, "some module calls")
+        leaves = self._guard.shield(self._leave_call, "the outputs of some modules")
+
+        def call(module: nn.Module, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if is_compiling():
+                return compiled(*args, **kwargs)
+            enters(module)
+            output: Any = _RAISED
+            try:
+                output = compiled(*args, **kwargs)
+                return output
+            finally:
+                if output is not _RAISED or isinstance(sys.exc_info()[1], Exception):  # torch's hooks hear of no other
+                    leaves(module, args, kwargs, output)
+
+        return call
 
     def _only_measured(
         self, enters: Callable[..., None], leaves: Callable[..., None]
@@ -125,7 +168,7 @@ class ModuleWatch:
         These are not on the stack of open calls, so what is said of a position is said of the call around them. One that
         raises is told of as if it had been entered.
         """
-        position, coverage = self._position, self._coverage
+        position, coverage, in_place = self._position, self._coverage, self._in_place
 
         def passes_by(module: nn.Module) -> bool:
             if self._period == 1 or position.step != self._planned or self._replay is not None or self.alone:
@@ -141,7 +184,7 @@ class ModuleWatch:
             if is_compiling() or not passes_by(module):
                 leaves(module, args, kwargs, output)
             elif output is not _RAISED:
-                coverage.module_calls_skipped += 1
+                coverage.module_calls_skipped += not in_place or id(module) not in in_place
             elif self.raised_in[0] != id(sys.exc_info()[1]):
                 (position.of.here or position.last).stack.append(module)
                 leaves(module, args, kwargs, output)
@@ -154,9 +197,8 @@ class ModuleWatch:
             handle.remove()
             forget_global_hook(handle.id)
         self._handles = []
-        if self._reveal is not None:
-            self._reveal()
-            self._reveal = None
+        while self._undo:
+            self._undo.pop()()
         self._recorders.finish()
         self._returned.finish()
 
@@ -276,7 +318,7 @@ class ModuleWatch:
             or not held[1].fqn  # it may be an outermost one
             or not here.stack
             or here.backward_depth
-            or id(module) in self.alone
+            or id(module) in self._apart
             or here.thread != get_ident()
             or self._places.version != self._names.version
             or self._replay is not None
@@ -291,7 +333,22 @@ class ModuleWatch:
         self._writer.mark(self._position.step, here.call, site)
 
     def _enter_any(self, module: nn.Module) -> None:
-        if being_recorded() or self._is_compilers(module):
+        if not self._is_told_otherwise(module):
+            self._enter_call(module)
+
+    def _enter_compiled(self, module: nn.Module) -> None:
+        if id(module) not in self._in_place:
+            self._in_place.add(id(module))
+            self._apart = self._alone | self._in_place
+        self._enter_call(module)
+
+    def _is_told_otherwise(self, module: nn.Module) -> bool:
+        """Whether the call of ``module`` that torch's hooks tell of is known already: they run inside of one that is compiled in place where Dynamo
+        leaves it uncompiled."""
+        return self._is_compilers(module) or (id(module) in self._in_place and is_followed(module))
+
+    def _enter_call(self, module: nn.Module) -> None:
+        if being_recorded():
             return
         here = self._position.of.here or self._position.last
         stack = here.stack
@@ -373,7 +430,7 @@ class ModuleWatch:
             or output is _RAISED
             or len(stack) < 2
             or stack[-1] is not module
-            or id(module) in self.alone
+            or id(module) in self._apart
             or here.thread != get_ident()
             or self._places.version != self._names.version
             or self._replay is not None
@@ -394,8 +451,10 @@ class ModuleWatch:
             stack.pop()
 
     def _leave_any(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
-        if self._is_compilers(module):
-            return
+        if not self._is_told_otherwise(module):
+            self._leave_call(module, args, kwargs, output)
+
+    def _leave_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         if self._replay is not None or being_recorded():
             self._leave_replayed(module, args, output)
             return

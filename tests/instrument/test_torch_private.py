@@ -76,6 +76,7 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "_non_persistent_buffers_set": lambda: nn.Linear(1, 1),
     "_apply": lambda: nn.Module,
     "_call_impl": lambda: nn.Module,
+    "_compiled_call_impl": lambda: nn.Module,
     "_orig_mod": lambda: torch.compile(nn.Linear(1, 1)),
     "_torchdynamo_disable": lambda: torch.compiler.disable(clamped),
     "_values": lambda: torch.ones(1).to_sparse(),

@@ -239,4 +239,4 @@ def _may_look(module: nn.Module) -> bool:
         return False
     if being_recorded() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         return False
-    return MODES_CAN_IGNORE_COMPILED or not why_opaque(module)
+    return MODES_CAN_IGNORE_COMPILED or not any(map(why_opaque, module.modules()))
