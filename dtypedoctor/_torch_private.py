@@ -716,24 +716,25 @@ def is_compiled_module(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
-def before_compiled(heard: Callable[[], Any]) -> Callable[[], None]:
-    """Calls ``heard`` whenever a compiled function is about to be entered, in any thread; returns the undo.
+def before_compiled(heard: Callable[[], Any], otherwise: Callable[[], Any]) -> Callable[[], None]:
+    """Calls ``heard`` whenever a compiled function is about to be entered, in any thread, and not run as it is; returns the undo.
 
-    Does nothing before Dynamo is imported. Without the name ``heard`` is called at once, and never again.
+    Does nothing before Dynamo is imported. Without the name ``otherwise`` is called at once.
     """
     owner: Any = sys.modules.get("torch._dynamo.eval_frame")
     if owner is None:
         return lambda: None
     ask = getattr(owner, _ENTERS_COMPILED, None)
     if ask is None:
-        heard()
+        otherwise()
         return lambda: None
 
     @functools.wraps(ask)
     def asked(callback: Any) -> Any:
-        if callback not in (None, False):  # else it is a function that is left alone
+        answer = ask(callback)
+        if callback not in (None, False) and answer is not None:  # else it is left alone, or everything is
             heard()
-        return ask(callback)
+        return answer
 
     def undo() -> None:
         if getattr(owner, _ENTERS_COMPILED) is asked:

@@ -136,7 +136,7 @@ def named_in(trace: Trace, finding: Finding) -> Finding:
     """
     names = {site.fqn for site in trace.sites.values() if site.fqn}
     if finding.fqn is None:
-        return _with_texts(finding, lambda text: _shortened(text, names))
+        return _with_texts(_compiled(finding), lambda text: _shortened(text, names))
     name = module_name(finding.fqn, names)
     usual = re.compile(rf"(?<![\w.]){re.escape(short(finding.fqn))}(?![\w\[]|\.\w| \()", re.IGNORECASE)
 
@@ -155,6 +155,23 @@ def named_in(trace: Trace, finding: Finding) -> Finding:
     shown = name or "the outermost module"
     told = replace(_with_texts(finding, renamed), module=f"{shown} ({cls})" if cls else shown)
     return _with_texts(replace(told, summary=summary or told.summary), lambda text: _shortened(text, names))
+
+
+_GENERATED = regex(r"^<eval_with_key>|:codegen\(|torchinductor_")
+"""In the line of an operator that compiled code has called: the files that Dynamo, AOTAutograd and Inductor write."""
+COMPILED_CODE = "compiled code"
+
+
+def _compiled(finding: Finding) -> Finding:
+    """The finding, with what it says of code outside of all modules said of compiled code where that ran: modules that are compiled into it are not known."""
+    if finding.source is None or not _GENERATED.search(finding.source):
+        return finding
+    usual = re.compile(re.escape(short(None)), re.IGNORECASE)
+
+    def renamed(text: str) -> str:
+        return usual.sub(lambda found: COMPILED_CODE.capitalize() if found[0][0] == "T" else COMPILED_CODE, text)
+
+    return replace(_with_texts(finding, renamed), module=COMPILED_CODE)
 
 
 _DOTTED = regex(r"(?<![\w./\[\]])[A-Za-z_0-9]+(?:\.[A-Za-z_0-9]+)+(?![\w(\[]|\.\w)")

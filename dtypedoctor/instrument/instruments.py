@@ -39,6 +39,9 @@ from dtypedoctor.trace.writer import TraceWriter
 MAX_ACCUMULATED = 100
 """Backward passes whose gradients are recorded although they are finite and no optimizer takes them."""
 
+COMPILED_OUTSIDE = "the inside of compiled functions that were called outside of modules"
+WHY_COMPILED_OUTSIDE = "compiled code runs no module hooks; compile the module itself to have its inputs and outputs measured, or run with --ablate compile"
+
 
 class Instruments:
     """Starts and stops everything that watches a process.
@@ -162,6 +165,7 @@ class Instruments:
         phases.on_failure = [self.note_caught]
         phases.pause, phases.resume, phases.settle = self._pause, self._resume, self._settle
         phases.compiled_begins = self._compiled_begins
+        phases.compiled_called = self.guard.shield(self._compiled_called, COMPILED_OUTSIDE)
         entered = (silent.entered, self._regions.tell)
         self.session.autocast.entered = [self.guard.shield(listener, "some autocast regions") for listener in entered]
         self._windows.scaled_backward = [silent.scaled_backward]
@@ -443,6 +447,12 @@ class Instruments:
     def _compiled_begins(self) -> None:
         if (sentinel := self._here()) is not None:
             sentinel.compiled_begins()
+
+    def _compiled_called(self) -> None:
+        here = self.position.here
+        if self.watching and not (here.stack or here.backward_depth):
+            self.coverage.compiled_outside += 1
+            self.guard.tell(COMPILED_OUTSIDE, WHY_COMPILED_OUTSIDE)
 
     def _note_child(self) -> None:
         """A module, a backward pass or an operator runs in a forked process, which leaves no trace. What a data loader's worker makes comes back."""

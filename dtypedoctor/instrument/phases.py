@@ -73,6 +73,7 @@ class Phases:
         self.resume: Listener = _nothing
         self.settle: Listener = _nothing
         self.compiled_begins: Listener = _nothing
+        self.compiled_called: Listener = _nothing
         self._ignore_compiled: Callable[[], None] | None = None
 
     def start(self) -> None:
@@ -84,7 +85,7 @@ class Phases:
         self._wrap(torch.amp.GradScaler, "unscale_", self._around_unscale)
         if not MODES_CAN_IGNORE_COMPILED:
             self._wrap(torch, "compile", self._around_compile)
-            self._follow_compiled()
+        self.follow_compiled()
         pre = register_optimizer_step_pre_hook(self._pre_step)
         post = register_optimizer_step_post_hook(self._post_step)
         self._undo += [pre.remove, post.remove]
@@ -166,14 +167,22 @@ class Phases:
 
     def _around_compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         compiled = original(*args, **kwargs)
-        self._follow_compiled()
+        self.follow_compiled()
         return compiled
 
-    def _follow_compiled(self) -> None:
-        """Compiled functions, once they can be there, run beside no mode, with a torch that cannot do that."""
-        if self._ignore_compiled is None and COMPILER in sys.modules:
-            self._ignore_compiled = before_compiled(lambda: self.compiled_begins())
-            self._undo.append(self._ignore_compiled)
+    def follow_compiled(self) -> None:
+        """Hears of calls of compiled functions, once they can be there; with a torch that cannot run them beside a mode they run beside none.
+        Cheap to call again."""
+        if self._ignore_compiled is not None or COMPILER not in sys.modules:
+            return
+        ignore: Listener = _nothing if MODES_CAN_IGNORE_COMPILED else lambda: self.compiled_begins()
+
+        def heard() -> None:
+            ignore()
+            self.compiled_called()
+
+        self._ignore_compiled = before_compiled(heard, otherwise=ignore)
+        self._undo.append(self._ignore_compiled)
 
     def _around_generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         overrides = self._position.overrides

@@ -11,6 +11,7 @@ from dtypedoctor.diagnosis.distributed import not_recorded, size_of
 from dtypedoctor.diagnosis.incidents import GRADIENTS, looks_like_a_mask
 from dtypedoctor.diagnosis.ops import asked_for
 from dtypedoctor.diagnosis.rule import Finding, Severity
+from dtypedoctor.diagnosis.seen import ENOUGH
 from dtypedoctor.diagnosis.window import doubt_in_words
 from dtypedoctor.diagnosis.wording import indexed
 from dtypedoctor.report.model import Status
@@ -40,9 +41,6 @@ from dtypedoctor.trials.capsules import is_replay
 from dtypedoctor.trials.results import Treatment
 from dtypedoctor.trials.runs import ranks_of
 from dtypedoctor.values import dataclass
-
-ENOUGH = 0.9
-"""Share of what ran that has to be measured before a run may be called healthy. Operators are sampled, so any number is enough."""
 
 _COUNTED_AS = {"output": "module_calls", "grad": "gradients", "loss": "losses"}
 """What stands for the counts in a trace without them: it is older, or the process left without ending it."""

@@ -427,6 +427,7 @@ class Coverage:
         losses: tensors that a backward pass was started from, and other losses that were noticed.
         module_calls_skipped: further module calls, which ended when it was not their turn: ``watch_every`` or a budget says so.
         gradients_skipped: further gradients of parameters, in the same way.
+        compiled_outside: calls of compiled functions outside of module calls; modules that they call are none of ``module_calls``.
     """
 
     module_calls: int = 0
@@ -439,6 +440,7 @@ class Coverage:
     gradients_skipped: int = 0
     losses: int = 0
     losses_measured: int = 0
+    compiled_outside: int = 0
 
 
 NOTHING_WATCHED = "the whole script"

@@ -141,7 +141,8 @@ class ProcessWatch:
         with keeping("the environment at the end"):
             self._writer.write(Environment(values=describe_environment(torch.device(self._device()))))
         if not self.instruments.names.count:
-            self._writer.write(NotWatched(what="modules", why="no torch.nn.Module was called"))
+            where = " outside of compiled code" if self.instruments.coverage.compiled_outside else ""
+            self._writer.write(NotWatched(what="modules", why=f"no torch.nn.Module was called{where}"))
         with keeping("kernels that torch does not know"):
             for what, why in own_kernels(libraries):
                 self._writer.write(NotWatched(what=what, why=why))
@@ -268,6 +269,7 @@ class ProcessWatch:
     def _keep_compiler_out(self) -> None:
         keep_compiler_out()
         self.instruments.collectives.keep_compiler_out()
+        self.instruments.phases.follow_compiled()
 
     def _compiler_is_there(self) -> None:
         if self._running and self.instruments.watching and getpid() == self._owner:

@@ -44,6 +44,7 @@ print(loss.item())
 
 WAYS = {
     "whole": "model = torch.compile(tower, backend={backend!r})",
+    "in place": "tower.compile(backend={backend!r})",
     "calls": "for block in tower.blocks: block.compile(backend={backend!r})",
     "forwards": "for block in tower.blocks: block.forward = torch.compile(block.forward, backend={backend!r})",
 }
@@ -61,6 +62,47 @@ def test_an_overflow_in_compiled_code_has_the_place_that_it_has_in_eager_mode(
     report = report_of(tmp_path / "run")
     first = report["findings"][0]
     fqn = first["fqn"].removeprefix("_orig_mod.")  # what torch.compile wraps the whole model in
-    assert (first["id"], fqn, first["confidence"]) == ("float16-overflow", "blocks.1.up", "proven"), finished.out
-    assert "GraphModule" not in finished.out
-    assert "<lambda>" not in finished.out
+    assert (first["id"], fqn, first["confidence"]) == ("float16-overflow", "blocks.1.up", "proven"), finished.err
+    assert "GraphModule" not in finished.err
+    assert "<lambda>" not in finished.err
+
+
+def test_what_a_compiled_function_computes_is_not_outside_of_all_modules(tmp_path: Path) -> None:
+    """It may be a module's: the origin is in compiled code, and what was not measured is listed, also where nothing is found."""
+    function = "model = torch.compile(lambda x: tower(x), backend='eager')"
+    for name, gain in (("bad", "30000.0"), ("good", "1.0")):
+        text = SCRIPT.replace("COMPILED", function).replace("30000.0", gain)
+        (tmp_path / f"{name}.py").write_text(text)
+    bad = forked("exec", "--out", "bad", "bad.py", cwd=tmp_path)
+    assert bad.code == 10, bad.err
+    first = report_of(tmp_path / "bad")["findings"][0]
+    assert (first["id"], first["fqn"]) == ("float16-overflow", None)
+    assert "in compiled code" in bad.err
+    assert "outside of all modules" not in bad.err
+    good = forked("exec", "--out", "good", "good.py", cwd=tmp_path)
+    assert "no torch.nn.Module was called outside of compiled code" in " ".join(good.err.split())
+    assert "the inside of compiled functions that were called outside of modules" in " ".join(good.err.split())
+
+
+def test_a_bad_loss_is_not_blamed_on_what_was_not_measured(tmp_path: Path) -> None:
+    """Where compiled code shows no operator, nothing is said of modules or of the data that was not seen."""
+    function = """model = torch.compile(lambda x: tower(x), backend=lambda graph, _: hidden(graph.forward))"""
+    hides = """from torch.utils._python_dispatch import _disable_current_modes
+def hidden(forward):
+    def call(*args):
+        with _disable_current_modes():
+            return forward(*args)
+    return call
+"""
+    (tmp_path / "work.py").write_text(hides + SCRIPT.replace("COMPILED", function))
+    finished = forked("exec", "--out", "run", "work.py", cwd=tmp_path)
+    assert finished.code == 10, finished.err
+    first = report_of(tmp_path / "run")["findings"][0]
+    assert first["confidence"] == "possible"
+    for said in (
+        "everything that modules returned",
+        "no operator of torch has made it",
+        "no dtype of the model can help",
+    ):
+        assert said not in " ".join(finished.err.split()).lower()
+    assert "--ablate compile" in finished.err

@@ -281,3 +281,25 @@ def test_calls_are_known_to_be_open_or_over(tmp_path: Path, make: Callable[[], n
     trace = watched(tmp_path, work)
     assert outputs(trace) == ["Tanh()", "Linear()", ""]
     assert [root.cls for root in trace.all(Root)] == ["Catches"]
+
+
+def test_compiled_functions_outside_of_modules_are_counted_and_listed(tmp_path: Path) -> None:
+    """What they call is not measured. One inside of a module call is covered by that, and one that runs uncompiled is no such call."""
+    net, wrapped, placed = Net(), torch.compile(Net(), backend="eager"), in_place(Net())
+
+    @torch.compile(backend="eager")
+    def function(x: Tensor) -> Tensor:
+        return net(x) * 2
+
+    def work(_: Instruments) -> None:
+        for called in (wrapped, placed, Stack(Net())):
+            called(torch.randn(2, 8)).sum().backward()
+        with torch.compiler.set_stance("force_eager"):
+            function(torch.randn(2, 8))
+        for _ in range(3):
+            function(torch.randn(2, 8)).sum().backward()
+
+    trace = watched(tmp_path, work)
+    assert coverage(trace).compiled_outside == 3
+    listed = [note.what for note in trace.all(NotWatched) if note.why.startswith("compiled code runs no module hooks")]
+    assert "the inside of compiled functions that were called outside of modules" in listed

@@ -36,16 +36,17 @@ def judge_overflow(origin: Origin) -> Finding | None:
         return None
     op, dtype = origin.op, origin.result.dtype
     limit = limit_of(dtype)
+    later = f"Later {'operators' if place(op) is None else 'modules'} only propagate it."
     statement = Statement(
         id="float16-overflow",
         proven_by=proof(origin),
         summary=f"{dtype} overflow in {short(place(op))}, step {op.step}, {op.phase}: {needs(origin)}.",
         cause=(
             f"{op.op} at {op.source} has finite operands, and a sum inside of it grows beyond the largest finite {dtype} value, "
-            f"{number(limit)}, although the result would not. Later modules only propagate it."
+            f"{number(limit)}, although the result would not. {later}"
             if fits(origin)
             else f"{op.op} at {op.source} has finite operands and a result larger than the largest finite {dtype} value, "
-            f"{number(limit)}, which becomes inf.{_of_the_input(op)} Later modules only propagate it."
+            f"{number(limit)}, which becomes inf.{_of_the_input(op)} {later}"
         ),
         evidence=tuple(overflow_evidence(origin)),
     )

@@ -6,6 +6,7 @@ from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, Reached
 from dtypedoctor.diagnosis.nonfinite_origin import NARROW, Origin, finite_in_eager_mode
 from dtypedoctor.diagnosis.ops import is_uninitialized
 from dtypedoctor.diagnosis.rule import Confidence, Finding
+from dtypedoctor.diagnosis.seen import compiled_outside, modules_were_finite, operators_were_seen
 from dtypedoctor.diagnosis.wording import (
     bad_elements,
     class_of,
@@ -29,14 +30,22 @@ _WRITTEN = "No arithmetic has made it: the number is written by name, so no dtyp
 _UNWRITTEN = "Nothing has written to this memory before it is used, so it holds whatever was there: no dtype helps, and the next run may differ."
 
 
+_NOT_COMPILED = "what compiled functions compute"
+_MAYBE_COMPILED = "It is data, or was computed where nothing was measured"
+_IN_EAGER_MODE = (
+    "Run it with `--ablate compile`: compiled functions then run as the Python code that they are, and the op trace sees into them. "
+    "Or compile the module (`model.compile()`) and not the function that calls it."
+)
+
+
 def of_what_is_written(finding: Finding) -> str:
-    """What to do about a number that the code names, or has never written; empty for any other finding."""
+    """What to do about a number that the code names, or has never written, or that nothing was seen to make; empty for any other finding."""
     where = f" at {finding.source}" if finding.source else ""
     if finding.cause == _WRITTEN:
         return f"Write a finite number{where}, or keep what is marked so out of what follows."
     if finding.cause == _UNWRITTEN:
         return f"Use `torch.zeros` in the place of `torch.empty`{where}, or write to all of it before it is used."
-    return ""
+    return _IN_EAGER_MODE if any(text in finding.cause for text in (_MAYBE_COMPILED, _NOT_COMPILED)) else ""
 
 
 def judge_written(origin: Origin) -> Finding | None:
@@ -101,13 +110,13 @@ _FROM_OUTSIDE = (
 
 
 def _of_batch(origin: Origin, tensor: TensorNote) -> Finding:
-    op = origin.op
+    op, seen = origin.op, operators_were_seen(origin.trace)
     what = f"The input {tensor.name} of {short(_outermost(origin))}" if tensor.origin == "input" else "A tensor"
     statement = Statement(
         id="nonfinite-input",
-        confidence=Confidence.LIKELY,
+        confidence=Confidence.LIKELY if seen else Confidence.POSSIBLE,
         summary=f"{what} that {op.op} at {op.source} uses is not finite already, in step {op.step}.",
-        cause=f"{_FROM_OUTSIDE if tensor.origin != 'input' else _IN_THE_DATA}, so no dtype of the model can help.{_cast(tensor)}",
+        cause=f"{_made_by(origin.trace, _IN_THE_DATA if tensor.origin == 'input' else _FROM_OUTSIDE)}{_cast(tensor)}",
         evidence=(
             f"{bad_elements(tensor)} ({tensor.dtype}): {tensor.num_nan} NaN, {tensor.num_posinf + tensor.num_neginf} inf.",
             f"{op.op} at {op.source} is the first operator that uses it; no recorded operator produced it.",
@@ -116,6 +125,14 @@ def _of_batch(origin: Origin, tensor: TensorNote) -> Finding:
     )
     fqn = _outermost(origin) if tensor.origin == "input" else place(op)
     return replace(make_finding_at(origin, statement), fqn=fqn, op=None, phase=_phase(op))
+
+
+def _made_by(trace: Trace, made: str) -> str:
+    """Where a value comes from that no recorded operator has made: known where enough was recorded."""
+    if operators_were_seen(trace):
+        return f"{made}, so no dtype of the model can help."
+    where = "in a compiled function, say" if compiled_outside(trace) else "in a module call that was not measured, say"
+    return f"No recorded operator has made it. {_MAYBE_COMPILED}: {where}."
 
 
 def _cast(tensor: TensorNote) -> str:
@@ -186,7 +203,7 @@ def judge_by_module(trace: Trace, incident: Incident) -> Finding:
     statement = Statement(
         id=_finding_id(trace, site),
         confidence=Confidence.POSSIBLE,
-        summary=f"{short(fqn)} is where {site.dtype} first stops being finite, in step {sample.step} ({incident.phase}).",
+        summary=f"{_first_seen(trace, site, fqn)} is where {site.dtype} first stops being finite, in step {sample.step} ({incident.phase}).",
         cause=f"The first inf or NaN was seen {_where(trace, site)}; {NO_OPS}.",
         evidence=(
             (
@@ -208,9 +225,9 @@ def judge_by_module(trace: Trace, incident: Incident) -> Finding:
 def _of_the_input(trace: Trace, incident: Incident, sample: Sample, site: Site) -> Finding:
     statement = Statement(
         id="nonfinite-input",
-        confidence=Confidence.LIKELY,
+        confidence=Confidence.LIKELY if operators_were_seen(trace) else Confidence.POSSIBLE,
         summary=f"The model's input is already not finite, in step {sample.step}.",
-        cause="The data holds NaN or inf before the model computes anything, so no dtype of the model can help.",
+        cause=_made_by(trace, _IN_THE_DATA),
         evidence=(
             f"{short(site.fqn)} is the first module to output it: {sample.num_nan} NaN and {sample.num_inf} inf.",
             "The outermost module was called with a tensor that is not finite.",
@@ -236,9 +253,7 @@ def _outside(trace: Trace, incident: Incident) -> Finding:
         id="domain-error",
         confidence=Confidence.POSSIBLE,
         summary=f"Code outside of all modules rejected a value that is not finite, in step {incident.step} ({incident.phase}).",
-        cause=f"Everything that modules returned was finite; {NO_OPS}."
-        if _have_returned(trace)
-        else f"{NO_OPS.capitalize()}.",
+        cause=f"{_capital(modules_were_finite(trace))}; {NO_OPS}.",
         evidence=how_the_run_ended(trace),
     )
     return make_finding(statement, phase=incident.phase, step=incident.step)
@@ -258,7 +273,7 @@ def _read(trace: Trace, value: Reached) -> Finding:
         id="domain-error",
         confidence=Confidence.POSSIBLE,
         summary=f"A value that is not finite {value.got} in step {seen.step} ({seen.phase}).",
-        cause=f"The value was computed outside of all modules; {made}",
+        cause=f"The value was computed outside of all modules{_or_compiled(trace)}; {made}",
         evidence=how_the_run_ended(trace),
     )
     return make_finding(statement, phase=seen.phase, step=seen.step, op=op, source=source or value.source)
@@ -286,14 +301,22 @@ def _fqn(site: Site, *, came_in: bool) -> str | None:
     return module_of(site.fqn) if came_in else site.fqn
 
 
-def _have_returned(trace: Trace) -> bool:
-    """Whether something was measured that a module returned."""
-    return any(site.kind == "output" for site in trace.sites.values())
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _or_compiled(trace: Trace) -> str:
+    return f", or is {_NOT_COMPILED}, which was not measured" if compiled_outside(trace) else ""
+
+
+def _first_seen(trace: Trace, site: Site, fqn: str | None) -> str:
+    """Where a value was first seen: what was computed before it, outside of all modules or in compiled code, is not known apart."""
+    return "The loss" if site.kind == "loss" and compiled_outside(trace) else short(fqn)
 
 
 def _where(trace: Trace, site: Site) -> str:
     if site.kind == "loss":
-        return f"in the loss{', and everything that modules returned was finite' if _have_returned(trace) else ''}"
+        return f"in the loss, and {modules_were_finite(trace)}"
     return f"at {short(site.fqn)}"
 
 
