@@ -26,7 +26,8 @@ def modules_were_finite(trace: Trace) -> str:
     """What is known of all modules where the first value that is not finite is none of theirs."""
     covered = trace.last(Coverage)
     if covered is None:
-        return "everything measured of what modules returned was finite"
+        returned = any(site.kind == "output" for site in trace.sites.values())
+        return "everything measured of what modules returned was finite" if returned else "no module call was measured"
     calls, measured = covered.module_calls + covered.module_calls_skipped, covered.module_calls_measured
     unseen = ", nor was what compiled functions compute" if covered.compiled_outside else ""
     if not measured:

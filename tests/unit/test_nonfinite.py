@@ -429,4 +429,4 @@ def test_modules_are_spoken_of_only_where_there_are_some() -> None:
     alone = TraceBuilder().sample("", 0.0, nan=1, kind="loss", dtype="float32")
     behind = TraceBuilder().sample("net", 1.0, dtype="float32").sample("", 0.0, nan=1, kind="loss", dtype="float32")
     assert "modules" not in only(alone).cause
-    assert "everything that modules returned was finite" in only(behind).cause
+    assert "everything measured of what modules returned was finite" in only(behind).cause
