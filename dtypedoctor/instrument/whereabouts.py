@@ -66,6 +66,10 @@ OUTSIDE = -1
 _NOWHERE = OpPlace(root=OUTSIDE, fqn="", source=None, function=None, autocast=None)
 
 
+MAX_LEVELS = 4
+"""Nodes that one operator is taken to have made: one, and one for each transformation around it that differentiates."""
+
+
 class Whereabouts:
     """Knows the place of the operator that is running.
 
@@ -76,6 +80,7 @@ class Whereabouts:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._origins: dict[int, OpPlace] = {}
+        self._next: int | None = None
         self._noted: set[int] = set()
 
     def here(self, frame: FrameType, device: str) -> OpPlace:
@@ -91,9 +96,17 @@ class Whereabouts:
         place = OpPlace(root=root, fqn=fqn, source=source, function=function, autocast=autocast)
         if context is not None:
             self._origins.setdefault(sequence_number(context), place)  # a node too
-        # an operator's node is made just before the operator itself is dispatched, and takes the number before the next
-        self._origins.setdefault(next_sequence_number() - 1, place)
+        self._made_nodes(place)
         return place
+
+    def _made_nodes(self, place: OpPlace) -> None:
+        """An operator's node is made just before the operator itself is dispatched, and takes the number before the next. In transformations that
+        differentiate (``torch.func.grad``) it has a node in each, the outermost last."""
+        number, known = next_sequence_number(), self._next
+        self._next = number
+        first = number - 1 if known is None else max(known, number - MAX_LEVELS)
+        for made in range(min(first, number - 1), number):
+            self._origins.setdefault(made, place)
 
     def _module(self) -> tuple[int, str]:
         stack = self._session.position.stack

@@ -79,6 +79,43 @@ def test_an_overflow_in_the_backward_pass_is_found_at_the_forward_line_that_it_d
     assert finding.source.startswith("test_optrace.py:")
 
 
+class Root(nn.Module):
+    """The root of a sum of squares, of which 0 has no derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = self.lin(x).square().sum(-1)
+        return squares.sqrt()
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["once", "twice"])
+def test_a_gradient_of_a_transformation_belongs_to_the_forward_line_that_it_differentiates(
+    nested: bool, tmp_path: Path
+) -> None:
+    """Inside of ``torch.func.grad`` an operator has a node for each transformation, and one for the parameters' own gradients."""
+    net = Root()
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(net, parameters, (torch.zeros(2, 4),)).sum()
+
+    def work(_: object) -> None:
+        parameters = dict(net.named_parameters())
+        if nested:
+            torch.func.grad(lambda p: torch.func.grad(loss)(p)["lin.weight"].sum())(parameters)
+        else:
+            torch.func.grad(loss)(parameters)
+
+    trace = watched(tmp_path, work, OpWindow(call=1, step=0, until="backward"))
+    born = next(op for op in trace.all(Op) if op.op == "aten.div.Tensor" and op.phase == "backward")
+    line = Root.forward.__code__.co_firstlineno + 2
+    assert (born.root, born.fqn) == (0, "")
+    assert born.source is not None
+    assert born.source.endswith(f"test_optrace.py:{line}")
+
+
 def test_a_whole_step_is_looked_at_from_the_end_of_the_one_before(tmp_path: Path) -> None:
     """No module is called in it; the step that a loss scaler skips ends as the others do."""
     weight = torch.nn.Parameter(torch.ones(2))
