@@ -263,7 +263,7 @@ def _complaints(run: Run) -> Iterator[Caught]:
             yield caught
 
 
-def _is_same(one: Caught, other: Caught) -> bool:
+def _is_same(one: Caught, other: Raised | Caught) -> bool:
     return (one.type, one.message) == (other.type, other.message)
 
 

@@ -32,6 +32,7 @@ from dtypedoctor.trace.events import (
     NotWatched,
     Op,
     ParameterNote,
+    Sample,
     ScalerState,
     Site,
 )
@@ -242,13 +243,17 @@ def _at_most(trace: Trace) -> str:
     last = max(trace.samples, key=lambda sample: sample.n, default=None)
     if trace.cursor is None or last is None or last.n < trace.cursor.n:
         return f", and at most the work of {where} is missing" if where else ", and no module had been entered"
-    site = trace.sites[last.site]
-    name = "" if site.kind == "loss" else f" {one_line(indexed(site.fqn) or site.cls)}"
-    of = f"{_KINDS.get(site.kind, 'the output of')}{name} in {trace.moment(last.step)} ({site.phase})"
     untaken = (
         ", and gradients of parameters, which are measured when an optimizer takes them" if _untaken(trace) else ""
     )
-    return f", the last of them {of}; at most what followed it is missing{untaken}"
+    return f", the last of them {_measured_at(trace, last)}; at most what followed it is missing{untaken}"
+
+
+def _measured_at(trace: Trace, sample: Sample) -> str:
+    """A measurement in words, with its step and phase."""
+    site = trace.sites[sample.site]
+    name = "" if site.kind == "loss" else f" {one_line(indexed(site.fqn) or site.cls)}"
+    return f"{_KINDS.get(site.kind, 'the output of')}{name} in {trace.moment(sample.step)} ({site.phase})"
 
 
 def _untaken(trace: Trace) -> bool:

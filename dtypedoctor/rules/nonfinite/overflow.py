@@ -286,9 +286,8 @@ def _added_up(origin: Origin) -> str | None:
     add to.
     """
     op, seen = origin.op, origin.incident
-    if not op.inplace or place(op) is not None or seen.kind not in ("grad", "accumulated"):
-        return None
-    if seen.kind == "accumulated" and _passes(origin) < 2:
+    is_gradient = seen.kind == "grad" or (seen.kind == "accumulated" and _passes(origin) > 1)
+    if not op.inplace or place(op) is not None or not is_gradient:
         return None
     sites = [origin.trace.sites[sample.site] for sample in seen.samples]
     named = (s.fqn for s in sites if s.kind == seen.kind and s.shape == origin.result.shape)
