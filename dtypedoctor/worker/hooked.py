@@ -123,6 +123,13 @@ class _Process:
         """In a process of its own: nothing of it comes into the program's."""
         import subprocess
 
+        if not os.path.isdir(self._job):
+            print(
+                f"dtypedoctor: the program deleted the folder with the records of this run ({self._job}), so nothing is known of it: "
+                "set DTYPEDOCTOR_RUNS to a folder that it does not delete",
+                file=sys.stderr,
+            )
+            return
         self._tell(failed=self._error is not None)
         failures = _failures(self._error)
         if failures:

@@ -128,6 +128,16 @@ def test_programs_that_a_program_starts_belong_to_its_job(enabled: Light) -> Non
     assert "Python programs that were started" not in json.dumps(report["coverage"])
 
 
+def test_a_program_that_deletes_its_records_is_told_so(enabled: Light) -> None:
+    """In one sentence, instead of a traceback; its status and its output stay its own."""
+    (enabled.folder / "cleaning.py").write_text("import shutil, torch\nshutil.rmtree('runs')\nprint('done')\n")
+    done = enabled("cleaning.py", DTYPEDOCTOR="1")
+    assert (done.code, done.out) == (0, "done\n")
+    assert done.err.count("\n") == 1
+    assert "the program deleted the folder with the records of this run" in done.err
+    assert not (enabled.folder / "runs").exists()
+
+
 def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither overwritten nor removed; and a folder that cannot be written is named, with what to do instead."""
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
