@@ -215,9 +215,8 @@ def noted(run: Run, findings: Sequence[Finding]) -> Iterator[str]:
     explained = failed is None or not failed.caught or any(one.severity is Severity.ERROR for one in findings)
     for caught in run.trace.all(Caught):
         same = failed is not None and (failed.type, failed.message) == (caught.type, caught.message)
-        if any(_is_same(caught, one) for one in ended):  # nobody caught it
-            continue
-        if _is_complaint(caught) and not (same and explained) and not caught.ending:
+        nobody_caught_it = caught.ending or any(_is_same(caught, one) for one in ended)
+        if _is_complaint(caught) and not nobody_caught_it and not (same and explained):
             yield _said_of(caught, run.trace, _NOT_EXPLAINED if same else _WENT_ON)
 
 
@@ -231,6 +230,14 @@ _WENT_ON = "and continued, so it does not count as a failure"
 _NOT_EXPLAINED = (
     "and nothing that raised it succeeded later; no rule explains it, so let it end the program to see where"
 )
+
+
+def _not_caught(trace: Trace) -> Iterator[Raised | Caught]:
+    """What the run failed with, and what ended a thread of it."""
+    failed = trace.last(Raised)
+    if failed is not None:
+        yield failed
+    yield from (caught for caught in trace.all(Caught) if caught.thread)
 
 
 def said_of_caught(findings: tuple[Finding, ...], trace: Trace) -> tuple[Finding, ...]:

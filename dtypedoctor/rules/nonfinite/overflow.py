@@ -286,12 +286,16 @@ def _added_up(origin: Origin) -> str | None:
     add to.
     """
     op, seen = origin.op, origin.incident
-    is_gradient = seen.kind == "grad" or (seen.kind == "accumulated" and _passes(origin) > 1)
-    if not op.inplace or place(op) is not None or not is_gradient:
+    if not op.inplace or place(op) is not None or not _may_be_sum(origin):
         return None
     sites = [origin.trace.sites[sample.site] for sample in seen.samples]
     named = (s.fqn for s in sites if s.kind == seen.kind and s.shape == origin.result.shape)
     return next((name for name in named if not name.startswith(NAMELESS)), None)
+
+
+def _may_be_sum(origin: Origin) -> bool:
+    kind = origin.incident.kind
+    return kind == "grad" or (kind == "accumulated" and _passes(origin) > 1)
 
 
 def _passes(origin: Origin) -> int:
