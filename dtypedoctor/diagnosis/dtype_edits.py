@@ -24,7 +24,7 @@ from dtypedoctor.diagnosis.scene import (
 )
 from dtypedoctor.diagnosis.wording import class_of
 from dtypedoctor.dtypes import DTYPES
-from dtypedoctor.trace.events import Op, ParameterNote, TensorNote
+from dtypedoctor.trace.events import Flow, Op, ParameterNote, TensorNote
 
 
 def cast_operand(scene: Scene) -> Changes | None:
@@ -309,15 +309,28 @@ def _is_factory(node: ast.AST) -> bool:
 
 
 def cast_where_set(scene: Scene) -> Changes | None:
-    """Casts the odd parameter or buffer to the dtype that it meets, on the line that gave it its own."""
-    return _set_to(scene, scene.other)
+    """Casts the odd parameter or buffer to the dtype that it meets, on the line that gave it its own; not where its module is given its dtype as well."""
+    return _set_to(scene, scene.other) if not _would_refuse_its_input(scene) else None
+
+
+def _would_refuse_its_input(scene: Scene) -> bool:
+    """Whether the module of the odd parameter was called with tensors of that dtype alone, which nothing casts: in another dtype it would raise before."""
+    first = next((note for note in _odd_notes(scene) if not note.buffer), None)
+    if first is None:
+        return False
+    owner = first.name.rpartition(".")[0]
+    calls = [
+        flow for flow in scene.trace.all(Flow) if flow.fqn == owner and flow.phase == "forward" and not flow.autocast
+    ]
+    given = {dtype for flow in calls for dtype in flow.inputs if dtype in DTYPES}
+    return given == {first.dtype}
 
 
 def cast_met_weights(scene: Scene) -> Changes | None:
-    """Casts the weights that the odd operand meets, where they alone have another dtype than most weights have."""
+    """Casts the weights that the odd operand meets, where they alone have another dtype than most weights have, or the odd one's module needs its own."""
     names = [_name_in(link) for link in scene.finding.met[-1:]]
     notes = [note for name in names for note in _alike(scene, name)]
-    if scene.finding.dtype != scene.most_weights:
+    if scene.finding.dtype != scene.most_weights and not _would_refuse_its_input(scene):
         return None
     return _set_notes(scene, notes, scene.finding.dtype)
 

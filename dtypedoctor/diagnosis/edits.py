@@ -128,7 +128,7 @@ INSTEAD = {
     "autocast-around": "Call the model under autocast, which casts what meets in a product.",
     "cast-head-input": "Cast the input of {module} to {dtype}, in which its weights are trained.",
     "cast-weights-where-set": "Cast the {dtype} weights to {other}, the dtype of what they meet, on the line that made them {dtype}.",
-    "cast-met-weights": "Cast the weights that meet it to {dtype}, the dtype of most weights, on the line that gave them another one.",
+    "cast-met-weights": "Cast the weights that meet it to {dtype}, on the line that gave them another dtype.",
     "weights-to-float32": "Keep the weights in float32, on the line that gave them half precision: the autocast region casts them where it computes.",
     "region-on-device": "Name the device that the tensors are on in `torch.autocast`.",
 }

@@ -16,7 +16,7 @@ from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Link, Severity
 from dtypedoctor.diagnosis.scene import Scene
 from dtypedoctor.report.advice import _text, diff_of
-from dtypedoctor.trace.events import Observed, ParameterNote, Raised
+from dtypedoctor.trace.events import Flow, Observed, ParameterNote, Raised
 from dtypedoctor.trace.records.execution import Unscaled
 
 FINDING = Finding(
@@ -440,6 +440,30 @@ def test_weights_that_alone_differ_are_cast_and_not_what_meets_them(tmp_path: Pa
     read = program(tmp_path, "net.b.float()", None, odd, *others, dtype="bfloat16", met=(met,))
     assert edited(read, "cast-met-weights") == "net.b.to(torch.bfloat16)"
     assert edited(program(tmp_path, "net.b.float()", None, odd, dtype="bfloat16", met=(met,)), "cast-met-weights") == ""
+
+
+def test_weights_that_are_given_their_own_dtype_keep_it(tmp_path: Path) -> None:
+    """In the dtype that their output meets, their own input would be refused: the weights that they feed are cast in their place."""
+    text = "a = nn.Linear(2, 2)\nb = nn.Linear(2, 2).half()"
+    odd = parameter("a.weight", "float32", (2, 2, 4, 19), set_at=f"{tmp_path}/train.py:2")
+    met = parameter("b.weight", "float16", (3, 3, 4, 26), set_at=f"{tmp_path}/train.py:3")
+    link = Link(
+        op="load-dtype: a.weight (nn.Linear())", fqn="a", dtype_in=None, dtype_out="float32", source="train.py:2"
+    )
+    other = Link(
+        op="load-dtype: b.weight (nn.Linear().half())", fqn="b", dtype_in=None, dtype_out="float16", source="train.py:3"
+    )
+    for given, cast_odd, cast_met in (
+        ("float32", "", "a = nn.Linear(2, 2)\nb = nn.Linear(2, 2).to(torch.float32)"),
+        ("float16", "a = nn.Linear(2, 2).to(torch.float16)\nb = nn.Linear(2, 2).half()", ""),
+    ):
+        called = Flow(
+            n=1, step=1, call=1, phase="forward", root=0, fqn="a", cls="Linear", inputs=[given], outputs=["float32"]
+        )
+        builder = TraceBuilder().add(called, parameter("c.weight", "float16"))
+        read = program(tmp_path, text, builder, odd, met, provenance=(link,), met=(other,))
+        assert edited(read, "cast-where-set") == cast_odd
+        assert edited(read, "cast-met-weights") == cast_met
 
 
 @pytest.mark.parametrize("name", ["head-dtype-mismatch", "attention-dtype-mismatch", "norm-promotes-to-float32"])

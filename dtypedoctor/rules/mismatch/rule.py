@@ -69,9 +69,9 @@ OPERAND_DTYPE_MISMATCH = FindingSpec(
     family=DTYPE_MISMATCH,
     references=("https://github.com/unslothai/unsloth/issues/4970",),
     ablations=("autocast-off", *OF_ANY_FINDING),
-    do_this="Give all operands of `{op}` in {module} one dtype: cast the {dtype} one to {other}.",
+    do_this="Give all operands of `{op}` one dtype: cast the {dtype} one to {other}.",
     instead=_cast_to_what_is_expected,
-    edits=("make-in-dtype", "cast-head-input", "cast-where-set", "cast-operand", "autocast-around"),
+    edits=("make-in-dtype", "cast-head-input", "cast-where-set", "cast-met-weights", "cast-operand", "autocast-around"),
 )
 AUTOCAST_BYPASS = FindingSpec(
     id="autocast-bypass",
