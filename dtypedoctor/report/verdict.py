@@ -246,7 +246,8 @@ def _at_most(trace: Trace) -> str:
     untaken = (
         ", and gradients of parameters, which are measured when an optimizer takes them" if _untaken(trace) else ""
     )
-    return f", the last of them {_measured_at(trace, last)}; at most what followed it is missing{untaken}"
+    entered = f"; the module entered last was {where}, which may have returned" if where else ""
+    return f", the last of them {_measured_at(trace, last)}; at most what followed it is missing{untaken}{entered}"
 
 
 def _measured_at(trace: Trace, sample: Sample) -> str:

@@ -182,12 +182,14 @@ def test_a_training_goes_on_when_its_files_may_not_grow(tmp_path: Path) -> None:
 
 
 def test_a_training_goes_on_when_its_run_directory_is_removed(tmp_path: Path) -> None:
-    """Somebody cleans up in the middle of a run; there is no trace that could be used then."""
+    """Somebody cleans up in the middle of a run; there is no trace that could be used then, and the report, which is in its place, says why."""
     remove = f"import shutil; shutil.rmtree({str(tmp_path / 'run')!r})"
     finished = forked("exec", "--out", tmp_path / "run", training(tmp_path, middle=remove))
-    goes_on(finished, 40, code=3)
-    assert "cannot write the report to" in finished.err
-    assert not (tmp_path / "run").exists()
+    assert "trained 40" in finished.out
+    assert "Traceback" not in finished.err
+    assert finished.code == 3
+    assert "The program deleted the folder with the records of this run" in " ".join(finished.err.split())
+    assert report_of(tmp_path / "run")["status"] == "unknown"
 
 
 def test_two_runs_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:

@@ -156,10 +156,17 @@ def case_of(trace: Trace) -> Case | None:
     return Case(trace, raised, op, Provenance(graph, Census(trace)))
 
 
+INTEGERS = frozenset({"uint8", "int8"})
+"""The dtypes of packed weights."""
+
+
 def _is_rejected_all_the_same(op: Op, graph: OpGraph) -> bool:
-    """Whether the op raises the same with operands of one dtype: a shape, an index or a device is wrong, whatever the dtypes are."""
+    """Whether the op raises the same with operands of one dtype: a shape, an index or a device is wrong, whatever the dtypes are.
+
+    Packed weights have a wrong shape first of all, and no other dtype changes that.
+    """
     replay = graph.replay(op, "equal-dtypes")
-    if replay is None or not replay.note or op.error is None:
+    if replay is None or not replay.note or op.error is None or any(tensor.dtype in INTEGERS for tensor in op.inputs):
         return False
     return replay.note.splitlines()[0] == op.error[: len(replay.note)]
 

@@ -9,7 +9,7 @@ from dtypedoctor.diagnosis.ops import graph_of, overload_free
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.diagnosis.wording import listed, place, short
 from dtypedoctor.rules import Statement, make_finding
-from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, op_name, settled_by
+from dtypedoctor.rules.mismatch.case import INTEGERS, Case, Operand, Verdict, op_name, settled_by
 from dtypedoctor.rules.mismatch.census import Census, owner_of
 from dtypedoctor.rules.mismatch.dtype_origin import (
     CASTS,
@@ -170,9 +170,6 @@ def _is_misread(provenance: Provenance, op: Op, index: int) -> bool:
             return False
         op, index = maker, 0
     return False
-
-
-INTEGERS = frozenset({"uint8", "int8"})
 
 
 def packed_weight_used_as_dense(case: Case) -> Verdict | None:
