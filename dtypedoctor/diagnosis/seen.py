@@ -18,8 +18,7 @@ def operators_were_seen(trace: Trace) -> bool:
     covered = trace.last(Coverage)
     if covered is None:
         return True
-    calls, measured = covered.module_calls + covered.module_calls_skipped, covered.module_calls_measured
-    return not covered.compiled_outside and measured >= ENOUGH * calls
+    return not covered.compiled_outside and covered.module_calls_measured >= ENOUGH * _calls(covered)
 
 
 def modules_were_finite(trace: Trace) -> str:
@@ -28,10 +27,15 @@ def modules_were_finite(trace: Trace) -> str:
     if covered is None:
         returned = any(site.kind == "output" for site in trace.sites.values())
         return "everything measured of what modules returned was finite" if returned else "no module call was measured"
-    calls, measured = covered.module_calls + covered.module_calls_skipped, covered.module_calls_measured
+    calls, measured = _calls(covered), covered.module_calls_measured
     unseen = ", nor was what compiled functions compute" if covered.compiled_outside else ""
     if not measured:
         return f"what modules returned was not measured{unseen}" if calls or unseen else "no module was called"
     if unseen or measured < calls:
         return f"what was measured of the modules ({measured:,} of {calls:,} calls) was finite{unseen and '; what compiled functions compute was not measured'}"
     return "everything that modules returned was finite"
+
+
+def _calls(covered: Coverage) -> int:
+    """How many module calls ran, also those that were left out by a budget."""
+    return covered.module_calls + covered.module_calls_skipped

@@ -447,17 +447,17 @@ def _finiteness(measured: Measured) -> str:
 
 def _as_far_as_known(trace: Trace, measured: Measured) -> str:
     steps = _of_several(trace)
-    done = (
-        f"{counted(steps.done, 'step')} of {steps.optimizers} optimizers"
-        if steps is not None
-        else counted(trace.steps_done, "step")
-    )
+    done = _in_words(steps) if steps is not None else counted(trace.steps_done, "step")
     return f"{done} completed, {_finiteness(measured)}"
 
 
 def _of_several(trace: Trace) -> OptimizerSteps | None:
     """The steps of several optimizers; None where there is only one, or where the end of the program did not tell them."""
     return next((seen.what for seen in trace.observed(OptimizerSteps)), None)
+
+
+def _in_words(steps: OptimizerSteps) -> str:
+    return f"{counted(steps.done, 'step')} of {steps.optimizers} optimizers"
 
 
 def _ended(run: Run) -> str:
@@ -481,7 +481,7 @@ def _done(treatment: Treatment) -> str:
         return f"{before.steps_completed}/{before.steps_planned} steps completed"
     steps = _of_several(treatment.before.trace)
     if steps is not None:
-        skipped, done = steps.skipped, f"{counted(steps.done, 'step')} of {steps.optimizers} optimizers"
+        skipped, done = steps.skipped, _in_words(steps)
     else:
         skipped = len({state.step for state in treatment.before.trace.all(ScalerState) if state.skipped})
         done = counted(before.steps_completed - skipped, "optimizer step")

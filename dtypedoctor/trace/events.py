@@ -264,7 +264,7 @@ class Raised:
     spans: list[list[int]] = field(default_factory=list)
     """For each frame the first and last line and first and last column (bytes) of what it was doing; empty where Python does not know them."""
     caught: bool = False
-    """Whether the program went on. Such a record is made of :class:`Caught` by whoever judges a run, and never written."""
+    """Whether the program went on. Such a record is made from a :class:`Caught` when a run is judged, and never written."""
     thread: bool = False
     """Whether it ended a thread of a program that went on; else that caught it."""
 

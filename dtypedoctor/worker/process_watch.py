@@ -315,8 +315,8 @@ def follow_test_runners(tell: Told) -> Callable[[], None]:
 def follow_threads(tell: Told) -> Callable[[], None]:
     """Has ``tell`` called with each exception that ends a thread, in that thread; returns what ends that.
 
-    Whoever has set ``threading.excepthook`` is called as before, which stays what it is, and the traceback is then without this package's frames. Where the
-    interpreter has another way of calling it, nothing is told.
+    ``threading.excepthook`` is called as before and stays what it is; the traceback that it gets is without this package's frames. Where the interpreter
+    has another way of calling it, nothing is told.
     """
     is_over = False
 
