@@ -36,6 +36,15 @@ from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 LOST: dict[str, str] = {}
 """Private names that this torch has not, by what goes unwatched for it."""
 
+NEWEST_TESTED = (2, 15)
+"""The newest minor release of torch that the whole suite has passed with; the package itself sets no upper bound."""
+
+
+def untested_release(version: str = str(torch.__version__)) -> str | None:
+    """Return the release of torch (``2.16``) if it is newer than any that was tested, else None."""
+    release = tuple(map(int, version.split(".")[:2]))
+    return ".".join(map(str, release)) if release > NEWEST_TESTED else None
+
 
 def _optional(path: str, lost: str | None, otherwise: Any = None) -> Any:
     """What stands at ``path`` below torch; ``otherwise`` where it is gone, which is told as ``lost`` (None: nothing is lost)."""

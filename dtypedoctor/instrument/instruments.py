@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import LOST
+from dtypedoctor._torch_private import LOST, NEWEST_TESTED, untested_release
 from dtypedoctor.instrument.bad_values import OPERATOR_CAPSULES, BadValues, KeptOperators, ends_of
 from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.collectives import Collectives, Row
@@ -177,6 +177,9 @@ class Instruments:
         self.phases.start()
         self.phases.follow_generate()
         if self.watching:
+            if release := untested_release():
+                newest = ".".join(map(str, NEWEST_TESTED))
+                self.guard.tell(f"torch {release}", f"newer than {newest}, the newest that dtypedoctor was tested with")
             for what, name in LOST.items():
                 self.guard.tell(what, f"this torch has no {name}")
             self.modules.start()

@@ -232,3 +232,11 @@ def test_a_lost_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private, "LOST", {})
     assert private._optional("_C._gone", "the moon", 3) == 3
     assert private.LOST == {"the moon": "_C._gone"}
+
+
+@pytest.mark.parametrize(
+    ("version", "release"), [("2.13.0+cpu", None), ("2.15.0", None), ("2.16.0.dev20270101", "2.16"), ("3.0.0a0", "3.0")]
+)
+def test_a_torch_newer_than_any_that_was_tested_is_told_apart(version: str, release: str | None) -> None:
+    """Only minor releases count: nightlies and release candidates of a tested one are not told."""
+    assert private.untested_release(version) == release
