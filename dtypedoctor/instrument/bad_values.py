@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dtypedoctor._torch_private import memory_key
 from dtypedoctor.instrument.frames import Line, line_of, own_statement
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.operators import Arguments, has_out, is_inplace, scalars, tensors_of
+from dtypedoctor.instrument.operators import Arguments, address_of, has_out, is_inplace, scalars, tensors_of
 from dtypedoctor.instrument.replay import note_replay, replay_wider
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Extent, extent_of, measurable, real_of
@@ -407,7 +407,7 @@ class BadValues:
             bad = ran.used.get(place)
             extent = extent_of(kept[place]) if place < len(kept) else None
             known = bad.id if bad is not None else 0
-            number = known or numbers.setdefault(_address(tensor), self._new_id())
+            number = known or numbers.setdefault(address_of(tensor), self._new_id())
             note = _note(tensor, extent, number)
             if extent is None and bad is not None and bad.says is None:
                 note = _unmeasured(note, bad)
@@ -457,13 +457,6 @@ def _line_of_program() -> str | None:
 
 def _memory(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
-
-
-def _address(tensor: Tensor) -> int:
-    try:
-        return memory_key(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)
 
 
 def _note(tensor: Tensor, extent: Extent | None, number: int) -> TensorNote:

@@ -176,23 +176,26 @@ def for_wider(func: Any, arguments: Arguments) -> Arguments:
 
 
 def keep_written(func: Any, arguments: Arguments) -> Arguments:
-    """The arguments with a copy of everything that the call writes to, so that it can be made again later."""
-    names = _written_names(func)
-    if not names:
+    """Copies what the call writes to, so that it can be made again later: in ``b.mul_(b)`` both operands are written to."""
+    memories = {address_of(tensor) for tensor in written(func, arguments)}
+    if not memories:
         return arguments
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [copied(item) for item in value]
+        return value.clone() if isinstance(value, Tensor) and address_of(value) in memories else value
+
     args, kwargs = arguments
-    positions = [argument.name for argument in schema_of(func).arguments]
-    kept = tuple(
-        _copied(value) if i < len(positions) and positions[i] in names else value for i, value in enumerate(args)
-    )
-    return kept, {name: _copied(value) if name in names else value for name, value in kwargs.items()}
+    return tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}
 
 
-def _copied(value: Any) -> Any:
-    """A copy of a tensor, or of those in a list; anything else as it is."""
-    if isinstance(value, (list, tuple)):
-        return [_copied(one) for one in value]
-    return value.clone() if isinstance(value, Tensor) else value
+def address_of(tensor: Tensor) -> int:
+    """Numbers the memory of a tensor, as long as it lives; sparse tensors and some wrappers have none of their own."""
+    try:
+        return memory_key(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
 
 
 def scalars(arguments: Arguments) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import field, fields
 from dtypedoctor.analysis import How, analysis_of, ended_at, ending_of
 from dtypedoctor.diagnosis.distributed import not_recorded, size_of
 from dtypedoctor.diagnosis.incidents import GRADIENTS, looks_like_a_mask
-from dtypedoctor.diagnosis.ops import asked_for
+from dtypedoctor.diagnosis.ops import all_finite, asked_for, has_nan, nonfinite
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.seen import ENOUGH
 from dtypedoctor.diagnosis.window import doubt_in_words
@@ -37,7 +37,7 @@ from dtypedoctor.trace.events import (
     Site,
 )
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.execution import OptimizerSteps
+from dtypedoctor.trace.records.execution import NonfiniteReached, OptimizerSteps
 from dtypedoctor.trials.capsules import is_replay
 from dtypedoctor.trials.results import Treatment
 from dtypedoctor.trials.runs import ranks_of
@@ -54,7 +54,8 @@ class Measured:
     Attributes:
         counts: for each kind of thing how many were measured, and how many ran.
         skipped: how many of those that ran were left out on purpose: ``--every-n-steps`` or ``--overhead-budget`` asks for that.
-        bad: the first value that is not finite, in words, whether it matters or not; empty where everything measured is finite.
+        bad: the first value that is not finite and that the code does not ask for, in words, whether it matters or not.
+        asked_for: where all such values are asked for, as in a mask, the first of them in words. Everything measured is finite where both are empty.
         matters: the first one that reaches a loss, gradient, parameter or result, and that no op trace shows to be meant so, in
             words; empty where there is none.
         swallowed: an output of a module that was finite in float16 before and then was not, although no loss shows it, in words; empty where there
@@ -64,6 +65,7 @@ class Measured:
     counts: Mapping[str, tuple[int, int]]
     skipped: Mapping[str, int] = field(default_factory=dict)
     bad: str = ""
+    asked_for: str = ""
     matters: str = ""
     swallowed: str = ""
 
@@ -106,6 +108,7 @@ def measured_in(traces: Sequence[Trace], diagnosed: Trace | None = None) -> Meas
         counts={name: (total[f"{name}_measured"], total[name] + total[f"{name}_skipped"]) for name in MEASURED},
         skipped={name: total[f"{name}_skipped"] for name in MEASURED},
         bad=next(filter(None, map(_first_bad, seen)), ""),
+        asked_for=next(filter(None, map(_first_asked_for, seen)), ""),
         matters=next(filter(None, map(_first_that_matters, judged)), ""),
         swallowed=next(filter(None, (_first_swallowed(trace) for trace in traces if trace.steps_done)), ""),
     )
@@ -122,7 +125,7 @@ def _counts(trace: Trace) -> dict[str, int]:
 
 
 def _first_bad(trace: Trace) -> str:
-    """The first value that is not finite and was not asked for by name; a gradient that a loss scaler has made so is one too."""
+    """Names the first record that is not finite and that the code does not ask for; a gradient that a loss scaler has made so is one too."""
     analysis = analysis_of(trace)
     if analysis.first_bad is not None:
         sample, site = analysis.first_bad
@@ -133,19 +136,32 @@ def _first_bad(trace: Trace) -> str:
         return f"{what}{name} in {trace.moment(sample.step)}"
     for metric in analysis.nonfinite_metrics:
         return f"{metric.nonfinite[0]} in step {metric.step}"
+    recorded: set[int] = set()
     for op in trace.all(Op):
-        if (
-            op.sentinel
-            and all(t.finite for t in op.inputs)
-            and not all(t.finite for t in op.outputs)
-            and not asked_for(op)
-        ):
+        # What an earlier record has made is named there, unless the code asks for it: then the first that computes NaN of it is.
+        foreign = any(not t.finite and t.id not in recorded for t in op.inputs)
+        makes = not asked_for(op) and nonfinite(op.outputs) and (all_finite(op.inputs) or _makes_nan(op))
+        if foreign or makes:
             return f"{op.op} at {one_line(op.source or 'an unknown line', 80)}"
+        recorded.update(t.id for t in op.outputs)
     folded = trace.folded
     steps = (
         [t.first_nonfinite for t in (*folded.sites.values(), *folded.metrics.values())] if folded is not None else []
     )
     return next((f"a value of step {step}" for step in sorted(s for s in steps if s is not None)), "")
+
+
+def _makes_nan(op: Op) -> bool:
+    return any(map(has_nan, op.outputs)) and not any(map(has_nan, op.inputs))
+
+
+def _first_asked_for(trace: Trace) -> str:
+    """Names the first operator with inf or NaN among its operands and results; masks are made so on purpose."""
+    for op in trace.all(Op):
+        if nonfinite((*op.inputs, *op.outputs)):
+            return f"{op.op} at {one_line(op.source or 'an unknown line', 80)}"
+    reached = next(iter(trace.observed(NonfiniteReached)), None)
+    return f"read at {one_line(reached.what.source or 'an unknown line', 80)}" if reached is not None else ""
 
 
 def _first_that_matters(trace: Trace) -> str:
@@ -387,7 +403,9 @@ def _healthy(treatment: Treatment, measured: Measured, noted: Finding | None) ->
         return f"Nothing found before the script ended without Python's shutdown: {known}."
     also = f" Note: {noted.summary}" if noted is not None else ""
     still = _standstill(trace)
-    verdict = f"Nothing found{' that is wrong' if also else ''}: {_done(treatment)}, {_finiteness(measured)}{still}."
+    verdict = (
+        f"Nothing found{' that is wrong' if also else ''}: {_done(treatment)}, {_finiteness(measured, noted)}{still}."
+    )
     return f"{verdict}{_unchecked(trace.all(NotWatched))}{also}"
 
 
@@ -437,12 +455,18 @@ def _nothing_ran(trace: Trace) -> str:
     return what + (f"; {elsewhere} not measured" if elsewhere else "")
 
 
-def _finiteness(measured: Measured) -> str:
+def _finiteness(measured: Measured, noted: Finding | None = None) -> str:
     """What may be said of the values: the one place that says that they are finite."""
-    if not measured.bad:
-        thinned = ", ".join(measured.left_out())
-        return f"everything measured ({thinned}) is finite" if thinned else "everything measured is finite"
-    return f"inf or NaN ({measured.bad}) reaches no loss, used gradient or parameter"
+    if measured.bad:
+        unexplained = "" if noted is not None else ", and no rule explains it"
+        return f"inf or NaN ({measured.bad}) reaches no loss, used gradient or parameter{unexplained}"
+    thinned = ", ".join(measured.left_out())
+    everything = f"everything measured{thinned and f' ({thinned})'} is finite"
+    return (
+        f"{everything} but inf or NaN that the code asks for ({measured.asked_for})"
+        if measured.asked_for
+        else everything
+    )
 
 
 def _as_far_as_known(trace: Trace, measured: Measured) -> str:

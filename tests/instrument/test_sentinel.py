@@ -116,6 +116,18 @@ def test_a_program_computes_the_same_and_its_tensors_stay_as_they_are(tmp_path: 
     assert all(torch.equal(one, other) for one, other in zip(alone, beside, strict=True))
 
 
+def test_an_operator_that_writes_to_what_it_reads_is_recorded_with_what_it_was_given(tmp_path: Path) -> None:
+    """In ``b.mul_(b)`` both operands hold the result by the time that it is known to be infinite."""
+
+    def work(_: Instruments) -> None:
+        b = torch.full((4,), 300.0).half()
+        b.mul_(b).clamp_(max=100)
+
+    made = next(op for op in watched(tmp_path, work).all(Op) if op.op == "aten.mul_.Tensor")
+    assert [operand.absmax for operand in made.inputs] == [300.0, 300.0]
+    assert made.outputs[0].num_posinf == 4
+
+
 def test_a_value_dies_when_the_program_lets_go_of_it(tmp_path: Path) -> None:
     """Neither a tensor that is finite nor one that is not lives longer than without the sentinel, and no graph does."""
     import weakref

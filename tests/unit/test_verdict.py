@@ -272,6 +272,30 @@ def test_nan_that_was_made_outside_of_modules_and_replaced_is_not_called_finite(
 
 
 @pytest.mark.parametrize(
+    ("scalars", "given", "says"),
+    [
+        (["-inf"], 0, "is finite but inf or NaN that the code asks for (aten.masked_fill.Scalar at model.py:7)"),
+        (
+            ["-inf"],
+            1,
+            "inf or NaN (aten.masked_fill.Scalar at model.py:7) reaches no loss, used gradient or parameter, and no",
+        ),
+        (["0.5"], 0, "inf or NaN (aten.masked_fill.Scalar at model.py:7) reaches no loss"),
+    ],
+    ids=["a mask", "data", "computed"],
+)
+def test_everything_is_finite_only_where_no_record_holds_inf(scalars: list[str], given: int, says: str) -> None:
+    """A mask is named as one; what comes in with the data, and what was computed, is named as unexplained."""
+    trace = TraceBuilder()
+    operands, results = [tensor(1, inf=given)], [tensor(2, inf=3)]
+    trace.op("aten.masked_fill.Scalar", "", operands, results, sentinel=True, root=-1, scalars=scalars)
+    trace.op("aten._softmax.default", "", results, [tensor(3)], sentinel=True, root=-1)
+    report = report_on(trace.add(Coverage(operators=2, operators_measured=2)).build())
+    assert report.status is Status.HEALTHY
+    assert says in report.headline
+
+
+@pytest.mark.parametrize(
     ("before", "skipped", "status"),
     [(1.0, False, Status.UNKNOWN), (None, False, Status.HEALTHY), (1.0, True, Status.HEALTHY)],
     ids=["finite before", "infinite from the beginning", "in a step that is skipped"],
