@@ -24,6 +24,7 @@ from dtypedoctor.instrument.in_place import InPlaceReplays
 from dtypedoctor.instrument.naming import CodePlaces
 from dtypedoctor.instrument.operators import Arguments
 from dtypedoctor.instrument.optrace import OpTrace, OpWindow, OpWindows
+from dtypedoctor.instrument.parameter_ends import ParameterJourneys
 from dtypedoctor.instrument.phases import Exports, Phases, Threads
 from dtypedoctor.instrument.places import When
 from dtypedoctor.instrument.readable import Arrivals, values_of
@@ -94,6 +95,7 @@ class Instruments:
         self._unscale = UnscaleLog(session, self.arrivals)
         self._scaler = ScalerLog(session, self.arrivals)
         self._samples = OptimizerSamples(session, self._sample_of_step)
+        self._journeys = ParameterJourneys(session, self._samples.named)
         self._leaves = LeafGradients(session)
         self._gradients = 0
         self.collectives = Collectives(session, self._sample_collective)
@@ -202,6 +204,7 @@ class Instruments:
             self._stopped = True
             self.sentinel.stop()
             self._measure_gradients(self._samples.gradients_left() if self.modules.whole else [])
+            self._journeys.stop()
             self.silent.stop()
             self._dtype_lines.stop()
             self.collectives.stop()
@@ -303,6 +306,8 @@ class Instruments:
     def _before_step(self, optimizer: Optimizer) -> None:
         self.collectives.settle()
         self._leaves.claim()
+        if self.watching:
+            self._journeys.before_step(optimizer)
         if self.watching and (period := self.modules.period) > 0:
             self._samples.before_step(optimizer, period, self.modules.turn)
             self.modules.flush()
@@ -313,6 +318,7 @@ class Instruments:
     def _after_step(self, optimizer: Optimizer) -> None:
         self._windows.after_step()
         if self.watching:
+            self._journeys.after_step(optimizer)
             self._samples.after_step(optimizer, sentinel=not self.modules.whole)
             self.modules.flush()
             self.names.glance_at_parameters()

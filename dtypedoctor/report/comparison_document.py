@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import attrgetter
+from statistics import mean
 
-from dtypedoctor.diagnosis.wording import module_name
+from dtypedoctor.diagnosis.wording import module_name, percent
 from dtypedoctor.dtypes import short_name
 from dtypedoctor.report.document import (
     Block,
@@ -29,6 +30,7 @@ from dtypedoctor.trials.comparison import (
     Side,
     TraceComparison,
     Verdict,
+    relative_error,
 )
 
 SCHEMA = 1
@@ -50,7 +52,13 @@ def comparison_document(found: TraceComparison) -> Document:
         about="Two runs, compared by dtypedoctor.",
         sections=tuple(section for make in _SECTIONS if (section := make(found)).blocks),
         checks=(Check(name="comparison", outcome=Outcome.PASSED if good else Outcome.FAILED, message=said, text=said),),
-        data=lambda: {"schema": SCHEMA, "kind": "comparison", "headline": said, **plain(found)},
+        data=lambda: {
+            "schema": SCHEMA,
+            "kind": "comparison",
+            "headline": said,
+            **plain(found),
+            "tolerance_grows": found.tolerance_ceiling > found.tolerance,
+        },
     )
 
 
@@ -261,7 +269,8 @@ def headline(found: TraceComparison) -> str:
     """The outcome in one or two sentences, the verdict first."""
     why = reasons(found)
     if found.verdict is Verdict.EQUAL:
-        return f"EQUAL: {counted(found.compared, 'measurement')} in both runs {_agreement(found)}.{_extras(found)}"
+        said = f"{counted(found.compared, 'measurement')} in both runs {_agreement(found)}"
+        return f"EQUAL: {said}.{_extras(found)}{_findings_of_one(found)}"
     if found.verdict is Verdict.INCOMPLETE:
         nothing = not found.compared and not _shared_numbers(found)
         return f"NOTHING COMPARED: {why[0]}" if nothing else f"INCOMPLETE: what both have agrees, but {why[0]}"
@@ -331,6 +340,16 @@ def _extras(found: TraceComparison) -> str:
     return f" Ignored: {words} of outputs that only one run's modules return." if extras else ""
 
 
+def _findings_of_one(found: TraceComparison) -> str:
+    """What the runs are diagnosed with, where that is not the same."""
+    a, b = ({name for name, _ in side.findings} for side in (found.a, found.b))
+    alone = [(side, sorted(names)) for side, names in (("A", a - b), ("B", b - a)) if names]
+    return "".join(
+        f" Only {side} has the {'finding' if len(names) == 1 else 'findings'} {', '.join(names)}."
+        for side, names in alone
+    )
+
+
 def _shared_numbers(found: TraceComparison) -> bool:
     return any(len(metric.steps) > len(metric.lone) for metric in found.metrics)
 
@@ -346,9 +365,32 @@ def _divergences(found: TraceComparison) -> Iterator[str]:
     first = found.first
     if first is not None and first.difference in (Difference.ONLY_A, Difference.ONLY_B):
         yield f"{_place(first)} is called once more in one run than in the other, in {_when(first)}"
+    yield from _different_ends(found)
     yield from _different_numbers(found)
     if found.tolerance == 0 and found.parameters_equal is False:
         yield "the trained parameters are not bitwise equal"
+
+
+def _different_ends(found: TraceComparison) -> Iterator[str]:
+    """Parameters that training takes elsewhere, or that it moves in one run only."""
+    for side in ("A", "B"):
+        still = [one for one in found.parameters if one.stands_still == side]
+        if still:
+            moved_a, moved_b = (
+                percent(mean(end.moved for end in ends))
+                for ends in ([one.a for one in still], [one.b for one in still])
+            )
+            yield (
+                f"training does not move {counted(len(still), 'parameter')} in {side}: after {counted(still[0].steps, 'step')} {moved_a} of "
+                f"the elements in A and {moved_b} in B are not what they were before the first"
+            )
+    apart = [one for one in found.parameters if one.beyond and not one.stands_still]
+    if apart:
+        worst = max(apart, key=lambda one: relative_error(one.a.distance, one.b.distance))
+        yield (
+            f"training takes {counted(len(apart), 'parameter')} to another distance from the start, {module_name(worst.fqn)} to "
+            f"{number(worst.a.distance)} in A and {number(worst.b.distance)} in B"
+        )
 
 
 def _different_numbers(found: TraceComparison) -> Iterator[str]:
@@ -407,12 +449,40 @@ def _surplus(found: TraceComparison) -> Iterator[str]:
         yield f"only one run reports its numbers for {_steps(tuple(steps))}"
 
 
+def _findings(found: TraceComparison) -> Section:
+    rows = [(name, id, summary) for name, side in (("A", found.a), ("B", found.b)) for id, summary in side.findings]
+    return _section("Findings", header=("run", "finding", "summary"), rows=tuple(rows))
+
+
+def _ends(found: TraceComparison) -> Section:
+    """How far training has moved the parameters, those first that it moves in one run only."""
+    rows = sorted(found.parameters, key=lambda one: (not one.stands_still, not one.beyond, one.fqn))
+    rows = [one for one in rows if one.beyond] or rows
+    return _section(
+        "Parameters at the end, of some elements of each",
+        header=("parameter", "moved in A", "in B", "distance in A", "in B"),
+        rows=tuple(
+            (
+                module_name(one.fqn),
+                percent(one.a.moved),
+                percent(one.b.moved),
+                number(one.a.distance),
+                number(one.b.distance),
+            )
+            for one in rows[:_MOST_ROWS]
+        ),
+        notes=_rest(rows, "parameters"),
+    )
+
+
 _SECTIONS: tuple[Callable[[TraceComparison], Section], ...] = (
     _runs,
     _why,
+    _findings,
     _first,
     _first_nonfinite,
     _drift,
+    _ends,
     _numbers,
     _logprobs,
     _missing,

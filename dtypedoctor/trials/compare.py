@@ -9,18 +9,22 @@ from dataclasses import field, replace
 from math import hypot
 from typing import Any, NamedTuple, TypeVar
 
-from dtypedoctor.analysis import How, ending_of
+from dtypedoctor.analysis import How, analysis_of, ending_of
+from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.runner.run import SavedRun
 from dtypedoctor.trace.events import Metric, ProbeLogProbs, Resources, Sample, Site
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.records.execution import ParameterEnds
 from dtypedoctor.trials.alignment import ALIGNED, Alignment, Lone, Pair, Stream, align, lane_of, missing
 from dtypedoctor.trials.comparison import (
     Difference,
     Divergence,
+    End,
     LogProbDrift,
     Measured,
     MetricDrift,
     ModuleDrift,
+    ParameterDrift,
     Setting,
     Side,
     Tolerance,
@@ -28,6 +32,7 @@ from dtypedoctor.trials.comparison import (
     Verdict,
     default_tolerance,
     drift,
+    parameter_drift,
     relative_error,
 )
 from dtypedoctor.values import dataclass
@@ -350,7 +355,7 @@ def compare_runs(a: SavedRun, b: SavedRun, tolerance: float | None = None) -> Tr
     ours, theirs = a.run.trace, b.run.trace
     limit = default_tolerance(ours, theirs)
     if tolerance is not None:
-        limit = Tolerance(base=tolerance, grows=False, reason="as given")
+        limit = Tolerance(base=tolerance, ceiling=0.0, reason="as given")
     alignment = align(ours, theirs)
     found = drifts(ours, theirs, alignment, limit)
     lone = Counter(one.side for one in alignment.lone)
@@ -359,7 +364,7 @@ def compare_runs(a: SavedRun, b: SavedRun, tolerance: float | None = None) -> Tr
         a=describe(a),
         b=describe(b),
         tolerance=limit.base,
-        tolerance_grows=limit.grows,
+        tolerance_ceiling=limit.ceiling,
         tolerance_reason=limit.reason,
         compared=found.compared,
         equal=found.equal,
@@ -368,6 +373,7 @@ def compare_runs(a: SavedRun, b: SavedRun, tolerance: float | None = None) -> Tr
         lone_b=lone["B"],
         ends_differ=end_of(a) != end_of(b),
         parameters_equal=_parameters_equal(ours, theirs),
+        parameters=compare_parameters(ours, theirs, limit),
         first=found.first,
         first_nonfinite=found.first_nonfinite,
         modules=found.modules,
@@ -401,10 +407,32 @@ def _diverged(found: TraceComparison) -> bool:
     return (
         found.first is not None
         or found.ends_differ
+        or any(parameter.beyond for parameter in found.parameters)
         or any(metric.beyond for metric in found.metrics)
         or any(probe.error > found.tolerance_at(probe.step) or probe.unmatched for probe in found.logprobs)
         or (found.tolerance == 0 and found.parameters_equal is False)
     )
+
+
+def compare_parameters(a: Trace, b: Trace, tolerance: Tolerance) -> tuple[ParameterDrift, ...]:
+    """One value for each parameter that both runs have trained with equally many steps of an optimizer."""
+    ours, theirs = _ends(a), _ends(b)
+    return tuple(
+        parameter_drift(key[1], key[2], ours[key], theirs[key], tolerance.at(key[2])) for key in ours if key in theirs
+    )
+
+
+def _ends(trace: Trace) -> dict[tuple[int, str, int], End]:
+    """Where parameters have ended, by the number of their optimizer, their name, and the optimizer's steps."""
+    ends = {}
+    for number, record in enumerate(seen.what for seen in trace.observed(ParameterEnds)):
+        rows = zip(
+            record.names, record.dtypes, record.sampled, record.moved, record.distance, record.norm, strict=False
+        )
+        for name, dtype, sampled, moved, distance, norm in rows:
+            if sampled and dtype in DTYPES:
+                ends[number, name, record.steps] = End(dtype=dtype, moved=moved / sampled, distance=distance, norm=norm)
+    return ends
 
 
 def _parameters_equal(a: Trace, b: Trace) -> bool | None:
@@ -436,6 +464,7 @@ def describe(saved: SavedRun) -> Side:
         ended=ending_of(saved.run).words,
         device="+".join(sorted({site.device for site in sites.values()})),
         dtypes=_commonest_first(site.dtype for site in outputs),
+        findings=tuple((finding.id, finding.summary) for finding in analysis_of(trace).failures),
         damage=_damage(trace),
     )
 

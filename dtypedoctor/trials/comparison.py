@@ -19,9 +19,6 @@ It is the absolute tolerance of ``torch.testing.assert_close`` for these dtypes.
 _SUMS = 2
 """Standard deviations of the rounding error of a sum that two orders of adding it may be apart."""
 
-_LARGEST = 0.25
-"""More than this is no agreement, whatever the dtype."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
@@ -29,17 +26,17 @@ class Tolerance:
 
     Attributes:
         base: in the first training step.
-        grows: whether it grows in proportion to the number of the step: each step adds its own rounding to the weights.
+        ceiling: it grows up to this in proportion to the number of the step: each step adds its own rounding to the weights. 0 where it does not grow.
         reason: why it is that, in words.
     """
 
     base: float
-    grows: bool
+    ceiling: float
     reason: str
 
     def at(self, step: int) -> float:
         """The largest relative error that counts as equal in training step ``step``, counted from 1."""
-        return min(self.base * max(step, 1), max(_LARGEST, self.base)) if self.grows else self.base
+        return max(self.base, min(self.base * step, self.ceiling))
 
 
 def relative_error(a: float, b: float) -> float:
@@ -59,6 +56,7 @@ def default_tolerance(a: Trace, b: Trace) -> Tolerance:
     Values are rounded to the coarsest floating-point dtype that a module of either run returns; :data:`EPSILONS` of its
     epsilons are accepted. Sums are accumulated in float32 (in float64 where that is the coarsest). In another order, or on another
     kind of processor, a sum of n terms differs by about sqrt(n) epsilons, and a value goes through as many sums as there are modules.
+    Two runs that share less than half of the coarsest dtype's digits do not agree, however many steps they have made.
     """
     sites = [site for trace in (a, b) for site in trace.sites.values() if site.kind == "output"]
     found = {site.dtype for site in sites}
@@ -71,9 +69,12 @@ def default_tolerance(a: Trace, b: Trace) -> Tolerance:
         reason = f"{EPSILONS} times the epsilon of {coarsest.name}"
     else:
         reason = f"what {summed.name} rounding does to sums of up to {terms:,} terms in {depth:,} modules"
-    return Tolerance(
-        base=min(max(stored, added), _LARGEST), grows=True, reason=f"{reason}, times the number of the step"
+    half = sqrt(coarsest.epsilon)
+    base = min(max(stored, added), max(stored, half))
+    times = (
+        f", times the number of the step up to {half:.2g}, half of the digits of {coarsest.name}" if base < half else ""
     )
+    return Tolerance(base=base, ceiling=half, reason=f"{reason}{times}")
 
 
 def _terms(site: Site) -> int:
@@ -122,6 +123,7 @@ class Side:
         modules: number of modules whose outputs were measured.
         steps_completed: training steps done.
         ended: how it ended, in words.
+        findings: id and summary of each finding that is more than a note.
         device: device type of the tensors, several joined by ``+``; empty without tensors.
         dtypes: dtypes of module outputs, commonest first.
         damage: what could not be read of the trace.
@@ -136,6 +138,7 @@ class Side:
     ended: str
     device: str
     dtypes: tuple[str, ...]
+    findings: tuple[tuple[str, str], ...] = ()
     damage: tuple[str, ...] = ()
 
 
@@ -272,6 +275,58 @@ class LogProbDrift:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """Where one run has taken a trained parameter, by some of its elements.
+
+    Attributes:
+        dtype: of the parameter.
+        moved: share of the elements that are not what they were before the first step.
+        distance: the norm of their changes.
+        norm: of their values at the end.
+    """
+
+    dtype: str
+    moved: float
+    distance: float
+    norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterDrift:
+    """How far apart two runs of equally many steps have taken a parameter.
+
+    Attributes:
+        stands_still: ``A`` or ``B`` where most of the elements that the other run moves have stayed in that one; else empty.
+        beyond: whether that is so, or the distances differ by more than the tolerance and what rounding adds to them.
+    """
+
+    fqn: str
+    steps: int
+    a: End
+    b: End
+    stands_still: str
+    beyond: bool
+
+
+def parameter_drift(fqn: str, steps: int, a: End, b: End, tolerance: float) -> ParameterDrift:
+    """Compares two ends of a parameter after ``steps`` steps."""
+    slow, fast = sorted((a, b), key=lambda end: end.moved)
+    near, far = sorted((a.distance, b.distance))
+    # values that are rounded at random in each step move further than exact ones, and fewer of them move: they do not stand still
+    still = slow.moved < fast.moved / 2 and slow.distance < (1 - tolerance) * fast.distance
+    spacing = max(DTYPES[end.dtype].epsilon for end in (a, b))
+    rounding = sqrt(steps) * spacing / 2 * max(a.norm, b.norm) if tolerance else 0.0
+    return ParameterDrift(
+        fqn=fqn,
+        steps=steps,
+        a=a,
+        b=b,
+        stands_still=("A" if slow is a else "B") if still else "",
+        beyond=still or far - near > tolerance * far + rounding,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """Something that is not the same for both runs; None where one has no such thing."""
 
@@ -286,11 +341,12 @@ class TraceComparison:
 
     Attributes:
         tolerance: largest relative error that counts as equal in the first training step.
-        tolerance_grows: whether it is that times the number of the step.
+        tolerance_ceiling: it is that times the number of the step, up to this.
         tolerance_reason: why it is that, where nobody gave it.
         compared: measurements in both; ``equal`` of them in every digit that a trace keeps, ``beyond`` outside the tolerance.
         lone_a, lone_b: measurements that one trace holds alone.
         ends_differ: whether one completed and the other did not, or they raised differently.
+        parameters: those that both runs have trained with equally many steps.
         parameters_equal: whether the trained parameters are bitwise equal at the end; None where a trace does not say.
         first: where they first differ, in execution order.
         first_nonfinite: where the first NaN or inf is that the other does not have.
@@ -302,7 +358,7 @@ class TraceComparison:
     a: Side
     b: Side
     tolerance: float
-    tolerance_grows: bool
+    tolerance_ceiling: float
     tolerance_reason: str
     compared: int
     equal: int
@@ -311,6 +367,7 @@ class TraceComparison:
     lone_b: int
     ends_differ: bool
     parameters_equal: bool | None
+    parameters: tuple[ParameterDrift, ...]
     first: Divergence | None
     first_nonfinite: Divergence | None
     modules: tuple[ModuleDrift, ...]
@@ -322,7 +379,7 @@ class TraceComparison:
 
     def tolerance_at(self, step: int) -> float:
         """Largest relative error that counts as equal in training step ``step``."""
-        return Tolerance(base=self.tolerance, grows=self.tolerance_grows, reason=self.tolerance_reason).at(step)
+        return Tolerance(base=self.tolerance, ceiling=self.tolerance_ceiling, reason=self.tolerance_reason).at(step)
 
     def surplus(self, side: str) -> int:
         """Measurements that ``side`` (``A`` or ``B``) holds alone although the other has measured the same tensor."""

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import TraceBuilder
 
-from dtypedoctor.trace.events import Environment, Header, Metric, ProbeLogProbs, Raised, Resources
+from dtypedoctor.trace.events import Environment, Header, Metric, Observed, ProbeLogProbs, Raised, Resources
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.records.execution import ParameterEnds
 from dtypedoctor.trials.comparison import Difference, Verdict
 
 
@@ -397,3 +398,39 @@ def test_every_measurement_is_accounted_for_and_the_sides_can_be_swapped(
         other.lone_b,
     )
     assert (one.verdict is Verdict.EQUAL) == (bool(rows_a) and not one.lone_a and not one.lone_b and not one.beyond)
+
+
+def taught(*, moved: int, distance: float, dtype: str = "float32") -> Trace:
+    """A run of 100 steps that has moved ``moved`` of 64 elements of one parameter; its outputs are those of any other."""
+    ends = ParameterEnds(
+        steps=100, names=["w"], dtypes=[dtype], sampled=[64], moved=[moved], distance=[distance], norm=[1.0]
+    )
+    trace = three_modules(dtype=dtype)
+    return trace.add(Observed(n=trace.n(), step=100, call=1, phase="optimizer", what=ends)).build()
+
+
+@pytest.mark.parametrize(
+    ("moved", "distance", "stands_still", "verdict"),
+    [
+        (2, 1e-5, "B", Verdict.DIVERGED),
+        (0, 0.0, "B", Verdict.DIVERGED),
+        (20, 1.2e-2, "", Verdict.EQUAL),
+        (64, 1.1e-2, "", Verdict.EQUAL),
+        (64, 0.4, "", Verdict.DIVERGED),
+    ],
+)
+def test_runs_that_train_a_parameter_elsewhere_have_diverged(
+    moved: int, distance: float, stands_still: str, verdict: Verdict
+) -> None:
+    """A bfloat16 run whose weights stand still is not equal to one that trains them; one that rounds at random, or coarsely, is."""
+    exact, coarse = taught(moved=64, distance=1e-2), taught(moved=moved, distance=distance, dtype="bfloat16")
+    comparison = compared(exact, coarse, None)
+    assert comparison.verdict is verdict
+    assert [parameter.stands_still for parameter in comparison.parameters] == [stands_still]
+
+
+def test_two_runs_that_share_less_than_half_of_the_digits_do_not_agree_after_many_steps() -> None:
+    """The tolerance grows with the steps up to the square root of the coarsest dtype's epsilon."""
+    comparison = compared(trained(error=0.0, step=999).build(), trained(error=1e-3, step=999).build(), None)
+    assert comparison.verdict is Verdict.DIVERGED
+    assert comparison.tolerance_at(10**6) == pytest.approx(2.0**-11.5)

@@ -362,6 +362,31 @@ class ReplayNote:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterEnds:
+    """How far an optimizer's parameters have moved from where they started, by some elements of each; the lists go together.
+
+    Attributes:
+        steps: how many steps it had taken then.
+        names: dotted names of the parameters.
+        dtypes: theirs.
+        sampled: elements that were compared.
+        moved: how many of them are not what they were before the first step.
+        distance: the norm of their changes.
+        norm: of their values at the end.
+    """
+
+    KIND: ClassVar[str] = "parameter-ends"
+
+    steps: int
+    names: list[str]
+    dtypes: list[str]
+    sampled: list[int]
+    moved: list[int]
+    distance: list[float]
+    norm: list[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SteppedBy:
     """An optimizer that has made steps, told once something is not finite.
 

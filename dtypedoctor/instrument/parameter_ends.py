@@ -1,0 +1,113 @@
+"""Where training takes the parameters: how far each has moved from its start, so that two runs can be compared by what they have trained."""
+
+import math
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.readable import held_values
+from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.statistics import Rooted, measurable
+from dtypedoctor.trace.records.execution import ParameterEnds
+from dtypedoctor.values import dataclass
+
+SAMPLED = 64
+"""Elements of a parameter that are followed."""
+MOST_PARAMETERS = 512
+"""Parameters of an optimizer that are followed, spread over all that it has."""
+MOST_OPTIMIZERS = 16
+
+
+@dataclass(slots=True)
+class _Journey:
+    """The followed elements of an optimizer's parameters before its first step and after its last, or the last that was a power of two."""
+
+    names: list[str]
+    dtypes: list[str]
+    starts: list[Tensor]
+    ends: list[Tensor]
+    steps: int = 0
+    """Steps taken; ``ended`` of them when ``ends`` were copied."""
+    ended: int = 0
+
+
+class ParameterJourneys:
+    """Copies a few elements of each trained parameter before the first step, and tells at the end how far they have moved.
+
+    They are copied after steps 1, 2, 4, 8 … as well, since an optimizer may be gone when the program ends. Nothing is read from a device before the end.
+
+    Args:
+        session: where the records go.
+        named: names the parameters that an optimizer trains and that can be read.
+    """
+
+    def __init__(self, session: Session, named: Callable[[Optimizer], Sequence[Rooted]]) -> None:
+        self._session = session
+        self._named = named
+        self._journeys: list[_Journey] = []
+        self._alive: WeakKeyDictionary[Optimizer, tuple[_Journey, Sequence[Rooted]]] = WeakKeyDictionary()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to take a step."""
+        if optimizer in self._alive or len(self._journeys) == MOST_OPTIMIZERS:
+            return
+        named = self._named(optimizer)
+        followed = [one for one in named[:: -(-len(named) // MOST_PARAMETERS) or 1] if one[2].is_floating_point()]
+        names, dtypes = [one[1] for one in followed], [dtype_name(one[2]) for one in followed]
+        journey = _Journey(names, dtypes, _copies(followed), [])
+        self._journeys.append(journey)
+        self._alive[optimizer] = journey, followed
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has taken a step."""
+        if optimizer not in self._alive:
+            return
+        journey, followed = self._alive[optimizer]
+        journey.steps += 1
+        if journey.steps & (journey.steps - 1) == 0:
+            journey.ends, journey.ended = _copies(followed), journey.steps
+
+    def stop(self) -> None:
+        """The program is over: writes a :class:`ParameterEnds` for each optimizer that has taken a step."""
+        for journey, followed in self._alive.values():
+            if journey.steps:
+                journey.ends, journey.ended = _copies(followed), journey.steps
+        for journey in self._journeys:
+            if journey.ended:
+                self._session.emit(_ends_of(journey), phase="optimizer")
+        self._journeys.clear()
+
+
+def _copies(named: Sequence[Rooted]) -> list[Tensor]:
+    """Some elements of each parameter as float32; none of one that cannot be read now, such as a freed shard."""
+    copies = []
+    for _, _, parameter in named:
+        values = parameter if measurable(parameter) else held_values(parameter)
+        if values is None or not values.is_contiguous():
+            copies.append(torch.empty(0))
+            continue
+        flat = values.detach().view(-1)
+        copies.append(flat[:: -(-flat.numel() // SAMPLED) or 1].to(torch.float32, copy=True))
+    return copies
+
+
+def _ends_of(journey: _Journey) -> ParameterEnds:
+    """The record of a journey, without parameters that could not be read or are not finite."""
+    record = ParameterEnds(steps=journey.ended, names=[], dtypes=[], sampled=[], moved=[], distance=[], norm=[])
+    for name, dtype, start, end in zip(journey.names, journey.dtypes, journey.starts, journey.ends, strict=True):
+        if not start.numel() or start.shape != end.shape:
+            continue
+        before, now = start.double().cpu(), end.double().cpu()
+        distance, norm = float((now - before).norm()), float(now.norm())
+        if math.isfinite(distance) and math.isfinite(norm):
+            record.names.append(name)
+            record.dtypes.append(dtype)
+            record.sampled.append(now.numel())
+            record.moved.append(int((now != before).sum()))
+            record.distance.append(float(f"{distance:.4g}"))
+            record.norm.append(float(f"{norm:.4g}"))
+    return record
