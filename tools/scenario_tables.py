@@ -12,7 +12,7 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dtypedoctor.scenario.model import FixName, Name, Scenario
+from dtypedoctor.scenario.model import FixName, Name, ReleaseBound, Scenario
 
 
 def key_tables() -> dict[str, str]:
@@ -72,7 +72,7 @@ def _link(part: type[BaseModel]) -> str:
 
 
 _WORDS: dict[Any, str] = {str: "text", int: "an integer", float: "a number", bool: "`true` or `false`"}
-_PLURALS: dict[Any, str] = {str: "texts", Name: "names", FixName: "names"}
+_PLURALS: dict[Any, str] = {str: "texts", ReleaseBound: "releases with a bound", Name: "names", FixName: "names"}
 
 
 def _limits(field: FieldInfo) -> str:

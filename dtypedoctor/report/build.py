@@ -21,10 +21,11 @@ from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.to_json import render_json
 from dtypedoctor.report.to_markdown import render_markdown
 from dtypedoctor.report.verdict import measured_in, missing_end, verdict
+from dtypedoctor.scenario.model import Expectation
 from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE, NotWatched
 from dtypedoctor.trace.records.execution import HeldInput
 from dtypedoctor.trials.capsules import is_replay, same_verdict
-from dtypedoctor.trials.judge import expectation_on, is_met
+from dtypedoctor.trials.judge import expectation_on, is_met, unseen_release
 from dtypedoctor.trials.results import Treatment
 from dtypedoctor.trials.runs import ranks_of
 
@@ -52,8 +53,7 @@ def build_report(
     )
     scenario = treatment.scenario
     expect = expectation_on(scenario.expect, str(treatment.before.trace.environment.get("device", "")))
-    judged = bool(expect.findings) and treatment.complete
-    met, sentence = is_met(expect, treatment.findings, treatment.trials)
+    met, sentence = _judged(expect, treatment)
     primary = treatment.findings[0] if treatment.findings else None
     measured = measured_in([run.trace for run in treatment.before.processes], treatment.diagnosed)
     status, headline = verdict(treatment, measured)
@@ -79,11 +79,20 @@ def build_report(
         scenario=scenario.model_dump(mode="json", exclude_defaults=True),
         files=files,
         command=command,
-        expectation=sentence if judged else "",
-        expectation_met=met if judged else None,
+        expectation=sentence,
+        expectation_met=met,
         next_command=next_command,
         rerun=f"Rerun with {treatment.rerun}." if treatment.rerun else "",
     )
+
+
+def _judged(expect: Expectation, treatment: Treatment) -> tuple[bool | None, str]:
+    """Whether the scenario came out as it says, and the sentence; None where that is not judged."""
+    if unseen := unseen_release(expect, treatment.before.trace.environment.get("versions") or {}):
+        return None, unseen
+    if not expect.findings or not treatment.complete:
+        return None, ""
+    return is_met(expect, treatment.findings, treatment.trials)
 
 
 SHORT_SCRIPT = 150

@@ -49,7 +49,8 @@ class MatrixRow:
         findings: ids of all findings, the root cause first.
         output_error: relative output error of the baseline against float32, where measured.
         cured_by, not_cured_by, not_tried: fixes by outcome; ``unsafe`` names those that cast silently.
-        as_expected: whether the scenario showed what it says it shows; a healthy one says that nothing is found.
+        as_expected: whether the scenario showed what it says it shows; a healthy one says that nothing is found. None where
+            it was seen with other releases of its libraries than these.
         exit: what ``dtypedoctor run`` would exit with for it alone.
         seconds: wall-clock time of all its runs.
         report: path of its report, relative to the matrix.
@@ -70,7 +71,7 @@ class MatrixRow:
     not_cured_by: tuple[str, ...] = ()
     not_tried: tuple[str, ...] = ()
     unsafe: tuple[str, ...] = ()
-    as_expected: bool
+    as_expected: bool | None
     exit: int
     seconds: float = 0.0
     report: str | None = None
@@ -146,9 +147,12 @@ def matrix_exit(rows: Sequence[MatrixRow]) -> int:
     return next((int(code) for code in _GRAVEST_FIRST if int(code) in codes), int(ExitCode.OK))
 
 
+_EXPECTED = {True: "as expected", False: "UNEXPECTED", None: "not judged"}
+
+
 def in_one_line(row: MatrixRow) -> str:
     """The row as a line of progress."""
-    verdict = "as expected" if row.as_expected else "UNEXPECTED"
+    verdict = _EXPECTED[row.as_expected]
     found = row.finding or ("could not run" if row.status == "refused" else "no finding")
     return f"{row.scenario}: {verdict} ({found}, {row.seconds:.1f} s)"
 
@@ -173,8 +177,10 @@ def read_matrix_json(text: str) -> list[MatrixRow]:
         raise UsageError("not a matrix of dtypedoctor", "Run the scenarios again.") from error
 
 
-def _as_expected(report: Report) -> bool:
-    return report.expectation_met if report.expectation_met is not None else report.status is Status.HEALTHY
+def _as_expected(report: Report) -> bool | None:
+    if report.expectation or report.expectation_met is not None:
+        return report.expectation_met
+    return report.status is Status.HEALTHY
 
 
 def _remedies(report: Report, outcome: Outcome) -> tuple[str, ...]:
@@ -190,10 +196,10 @@ def matrix_document(rows: Sequence[MatrixRow], reports: Sequence[Report], *, exi
         exit_code: of the whole command.
     """
     ran = [row for row in rows if row.status != NOT_RUN]
-    met = sum(row.as_expected for row in ran)
+    met = sum(row.as_expected is True for row in ran)
     left = f"; {len(rows) - len(ran)} not run (interrupted)" if len(ran) < len(rows) else ""
     seconds = duration(sum(row.seconds for row in rows))
-    attention = sorted(zip(rows, reports, strict=True), key=lambda pair: pair[0].as_expected)
+    attention = sorted(zip(rows, reports, strict=True), key=lambda pair: pair[0].as_expected is not False)
     notes = [Paragraph(_UNSAFE, Look.DIM)] if any(row.unsafe for row in rows) else []
     return Document(
         name="scenarios",
@@ -222,7 +228,11 @@ def _cells(row: MatrixRow) -> tuple[Line, ...]:
     found = f"{row.finding}, {'proven' if row.proven else row.confidence}" if row.finding else "none"
     tried = "fixed" if row.cured_by else "not fixed" if row.not_cured_by else "no fix tried"
     after = tried if row.finding else ABSENT
-    expected = Words("yes", Look.GOOD) if row.as_expected else Words("NO", Look.BAD)
+    expected = (
+        Words("yes", Look.GOOD)
+        if row.as_expected
+        else Words("NO" if row.as_expected is False else "not judged", Look.BAD)
+    )
     return (named(row.scenario), _before(row), found, after, expected)
 
 
@@ -266,7 +276,7 @@ def _facts(row: MatrixRow, report: Report) -> Iterator[tuple[str, Line]]:
 def _data(rows: Sequence[MatrixRow], exit_code: int) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
-        "as_expected": all(row.as_expected for row in rows),
+        "as_expected": all(row.as_expected is not False for row in rows),
         "exit": exit_code,
         "seconds": sum(row.seconds for row in rows),
         "rows": [asdict(row) for row in rows],

@@ -259,6 +259,9 @@ class Reference(Strict):
     compile: bool = Field(default=True, description="Compile the models that the scenario compiles.")
 
 
+ReleaseBound = Annotated[str, Field(pattern=r"^[a-z0-9_]+(<|>=)[0-9]+(\.[0-9]+)*$", max_length=100)]
+
+
 class Expectation(Strict):
     """What the scenario is there to show; `run` exits 0 only if it comes true."""
 
@@ -267,6 +270,10 @@ class Expectation(Strict):
     not_cured_by: list[Name] = Field(default_factory=list, description="Fixes that are tried and do not work.")
     only_on: Literal["cpu", "cuda"] | None = Field(
         default=None, description="The device on which this holds; elsewhere nothing is expected to go wrong."
+    )
+    seen_with: list[ReleaseBound] = Field(
+        default_factory=list,
+        description="Releases of libraries with which this was seen, as `transformers<5.24`; with others the run is reported and not judged.",
     )
 
 

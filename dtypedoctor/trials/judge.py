@@ -1,5 +1,6 @@
 """Decides whether a remedy has fixed a run, whether a scenario showed what it says it shows, and what fixes and ablations prove."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -213,6 +214,23 @@ def expectation_on(expect: Expectation, device: str) -> Expectation:
     """What is expected on ``device`` (``cpu``, ``cuda:0``): nothing, if the expectation is for another one."""
     elsewhere = expect.only_on is not None and not device.startswith(expect.only_on)
     return Expectation() if elsewhere else expect
+
+
+def unseen_release(expect: Expectation, versions: Mapping[str, str]) -> str:
+    """Return the installed release, and the bound, with which the expectation was never seen to hold; empty if there is none.
+
+    Libraries change what a scenario shows: what was seen with one release is no claim about another.
+    """
+    for bound in expect.seen_with:
+        name, relation, limit = re.split("(<|>=)", bound)
+        installed = versions.get(name)
+        if installed is not None and (_release(installed) < _release(limit)) != (relation == "<"):
+            return f"{name} {installed} is installed, this was seen with {bound}."
+    return ""
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def is_met(expect: Expectation, findings: Sequence[Finding], trials: Sequence[Trial]) -> tuple[bool, str]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dtypedoctor.scenario.model import OVERHEAD_BUDGET, FixName, Model, Name, Scenario, Script
+from dtypedoctor.scenario.model import OVERHEAD_BUDGET, FixName, Model, Name, ReleaseBound, Scenario, Script
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.just("\n"), max_size=40) | st.sampled_from(
     [
@@ -99,6 +99,8 @@ def _values(wanted: Any, limits: dict[str, Any]) -> st.SearchStrategy[Any]:
     origin, arguments = get_origin(wanted), get_args(wanted)
     if limits.get("pattern") == BUDGET:
         return st.from_regex(BUDGET.replace("$", ""), fullmatch=True)
+    if wanted is ReleaseBound:
+        return st.from_regex(r"[a-z]{1,8}(<|>=)[0-9](\.[0-9])?", fullmatch=True)
     if wanted in (Name, FixName) or "pattern" in limits:
         return NAMES
     if origin is Annotated:

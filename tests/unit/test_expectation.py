@@ -6,7 +6,7 @@ import pytest
 
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.scenario.model import Expectation
-from dtypedoctor.trials.judge import expectation_on, is_met
+from dtypedoctor.trials.judge import expectation_on, is_met, unseen_release
 from dtypedoctor.trials.results import Outcome, Trial
 
 EXPECTED = Expectation(findings=["root", "consequence"], cured_by=["cure"], not_cured_by=["cast"])
@@ -68,3 +68,20 @@ def test_an_expectation_for_another_device_expects_nothing() -> None:
     assert expectation_on(EXPECTED, "cpu") == EXPECTED
     assert is_met(Expectation(), [], []) == (True, "healthy.")
     assert is_met(Expectation(), FOUND, [])[0] is False
+
+
+@pytest.mark.parametrize(
+    ("installed", "sentence"),
+    [
+        ("5.23.1", ""),
+        ("5.9", ""),
+        ("5.24.0", "transformers 5.24.0 is installed, this was seen with transformers<5.24."),
+        ("6.0.0rc1", "transformers 6.0.0rc1 is installed, this was seen with transformers<5.24."),
+        (None, ""),
+    ],
+)
+def test_an_expectation_is_not_judged_with_releases_it_was_not_seen_with(installed: str | None, sentence: str) -> None:
+    """A library that changes is no mistake of the scenario; one that is not installed is told otherwise."""
+    expect = Expectation(seen_with=["transformers<5.24", "torch>=2.9"])
+    versions = {"torch": "2.13.0+cpu"} | ({"transformers": installed} if installed else {})
+    assert unseen_release(expect, versions) == sentence

@@ -68,6 +68,15 @@ def test_a_healthy_scenario_is_as_expected_without_an_expectation() -> None:
     assert (row.finding, row.findings, row.cured_by, row.as_expected) == (None, (), (), True)
 
 
+def test_a_scenario_that_is_not_judged_is_neither_as_expected_nor_unexpected() -> None:
+    """Its finding is told, its exit code stays, and the other scenarios of the command are judged by themselves."""
+    report = replace(overflow(), expectation="transformers 6.0 is installed.", expectation_met=None)
+    row = row_of(report, exit_code=10, seconds=1.0, path="x/report.json")
+    assert row.as_expected is None
+    assert ": not judged (" in in_one_line(row)
+    assert json.loads(render_matrix_json([row], exit_code=10))["as_expected"] is True
+
+
 def test_an_expectation_that_was_not_met_is_not_as_expected() -> None:
     """Whatever the status is."""
     row = row_of(replace(healthy(), expectation_met=False), exit_code=10, seconds=1.0, path="x/report.json")
