@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Generator, Sequence
 from compileall import compile_dir
 from pathlib import Path
@@ -116,10 +117,19 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
         pytest.fail(f"it starts dtypedoctor, so mark it as slow: {started}")
 
 
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the long runs, whatever else is selected, unless they are asked for by their marker."""
-    if "soak" in config.getoption("markexpr"):
-        return
-    long = [item for item in items if item.get_closest_marker("soak") is not None]
-    config.hook.pytest_deselected(items=long)
-    items[:] = [item for item in items if item not in long]
+    """Leaves out what is marked ``release`` unless ``-m`` names that marker or is empty; of ``release(all_but=N)`` the first N cases always run."""
+    cases = Counter[str]()
+    for item in items:
+        marker = item.get_closest_marker("release")
+        if marker is not None and "all_but" in marker.kwargs:
+            name = item.nodeid.partition("[")[0]
+            cases[name] += 1
+            if cases[name] <= marker.kwargs["all_but"]:
+                item.own_markers.remove(marker)
+    expression = config.getoption("markexpr")
+    if expression and "release" not in expression:
+        left_out = [item for item in items if item.get_closest_marker("release") is not None]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker("release") is None]

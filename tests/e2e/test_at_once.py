@@ -118,6 +118,7 @@ def test_a_slip_is_refused_before_a_process_imports_torch(
     assert not list(folder.glob("runs/*"))
 
 
+@pytest.mark.release
 def test_a_run_knows_how_long_the_last_one_of_its_kind_took(tmp_path: Path) -> None:
     """From the run directory beside it. Another dtype is another kind, and elsewhere nothing is known."""
     step = {"model": {"name": "builtin:gemma4-tiny", "dtype": "float32"}, "workload": {"kind": "forward"}}

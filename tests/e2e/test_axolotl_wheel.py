@@ -8,6 +8,8 @@ from released_wheels import released
 
 from dtypedoctor.plugins import Correction, registered
 
+pytestmark = pytest.mark.release
+
 PROGRAM = Path(__file__).parents[2] / "scenarios" / "real" / "programs" / "axolotl_compiled.py"
 CORRECTION = "axolotl-compiled-dequantize"
 WITH_THE_DEFECT, WITHOUT = "0.17.0", "0.18.0"
@@ -57,7 +59,6 @@ def test_the_last_release_is_quiet(tmp_path: Path) -> None:
     assert "dequantize takes (W, quant_state), this correction was written for (W, quant_state, out)" in trial["reason"]
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(
     ("version", "difference"),
     [

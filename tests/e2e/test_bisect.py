@@ -106,6 +106,7 @@ def test_the_verdict_table_of_gemma4_separates_the_modes(gemma: tuple[Finished, 
     assert verdicts["float32 throughout"]["absmax"] > 65504
 
 
+@pytest.mark.release
 def test_a_deep_model_is_compiled_layer_by_layer_and_the_layer_is_named(bisect: Callable[..., Finished]) -> None:
     """Twelve layers that are alike are compiled once; what each returns is measured."""
     torch.manual_seed(0)
@@ -150,6 +151,7 @@ def test_every_format_tells_the_answer(gemma: tuple[Finished, Path]) -> None:
     assert in_this_process("report", gemma[1]).out.count("verdict of each mode") == 1
 
 
+@pytest.mark.release
 def test_the_reproduction_of_gemma4_fails_as_it_says(gemma: tuple[Finished, Path], tmp_path: Path) -> None:
     """With torch and transformers alone."""
     assert_reproduction_fails_as_it_says(gemma[1], tmp_path / "elsewhere")
@@ -174,7 +176,7 @@ def _killed_after(probes: int, directory: Path, *arguments: str, by: signal.Sign
     return process
 
 
-@pytest.mark.soak
+@pytest.mark.release
 def test_a_killed_bisection_goes_on_and_repeats_no_run(tmp_path: Path) -> None:
     """Of four corrections the MLP's alone is needed, and that is found across a SIGKILL in the middle."""
     directory = tmp_path / "run"
@@ -193,6 +195,7 @@ def test_a_killed_bisection_goes_on_and_repeats_no_run(tmp_path: Path) -> None:
     assert " (known)" in resumed.err
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_with_the_best_answer_so_far(tmp_path: Path, by: signal.Signals) -> None:
     """Exit 10, a report that says so, and the command that goes on: after Ctrl-C, and after what ``timeout`` and job schedulers send."""
@@ -208,6 +211,7 @@ def test_a_signal_ends_with_the_best_answer_so_far(tmp_path: Path, by: signal.Si
     assert any("blocks.6" in name for name in found["culprits"])
 
 
+@pytest.mark.release
 def test_scattered_culprits_are_found_and_nothing_else(bisect: Callable[..., Finished], tmp_path: Path) -> None:
     """Two of four blocks; the reproduction shows one of them, and fails as it says."""
     finished = bisect("--model", "bisect_factories:two", "--workload", "forward", "--out", "run")
@@ -222,6 +226,7 @@ def test_scattered_culprits_are_found_and_nothing_else(bisect: Callable[..., Fin
     assert_reproduction_fails_as_it_says(tmp_path / "run", tmp_path / "elsewhere")
 
 
+@pytest.mark.release
 def test_an_operation_of_the_model_itself_is_found_and_shown(bisect: Callable[..., Finished], tmp_path: Path) -> None:
     """It is no submodule, and its output is a plain namespace."""
     finished = bisect("--model", "bisect_factories:head", "--workload", "forward", "--out", "run")
@@ -232,6 +237,7 @@ def test_an_operation_of_the_model_itself_is_found_and_shown(bisect: Callable[..
     assert_reproduction_fails_as_it_says(tmp_path / "run", tmp_path / "elsewhere")
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("model", "code", "end", "says"),
     [
@@ -258,6 +264,7 @@ def test_what_has_no_culprit_says_why(
     assert found["probes"] <= 2
 
 
+@pytest.mark.release
 def test_what_no_bisection_can_look_for_counts_all_the_same(bisect: Callable[..., Finished], tmp_path: Path) -> None:
     """A training whose updates are lost in bfloat16 has right outputs, and does not end with 0."""
     given = ("--dtype", "bfloat16", "--workload", "train", "--out", "run")
@@ -267,6 +274,7 @@ def test_what_no_bisection_can_look_for_counts_all_the_same(bisect: Callable[...
     assert report_of(tmp_path / "run")["bisection"]["end"] == "healthy"
 
 
+@pytest.mark.release
 def test_a_failure_that_does_not_come_every_time_is_said(bisect: Callable[..., Finished], tmp_path: Path) -> None:
     """The untreated run is taken twice and comes out differently."""
     finished = bisect("--model", "bisect_factories:moody", "--workload", "forward", "--out", "run")

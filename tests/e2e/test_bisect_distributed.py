@@ -17,6 +17,8 @@ from test_bisect import assert_reproduction_fails_as_it_says, lines_of
 from dtypedoctor.trace.ranks import rank_directories
 from dtypedoctor.trace.reader import read_trace
 
+pytestmark = pytest.mark.release
+
 HERE = Path(__file__).parent
 SCALES = {"gate_proj": 3000, "up_proj": 3000, "down_proj": 0.0001}
 LLAMA = {
@@ -118,7 +120,6 @@ def test_an_interrupted_bisection_of_a_sharded_model_goes_on_to_the_answer_of_on
     assert sorted(report_of(single)["bisection"]["culprits"]) == OVERFLOWING
 
 
-@pytest.mark.soak
 def test_a_policy_of_shards_is_bisected_with_float32_weights(tmp_path: Path) -> None:
     """The reference computes in float32, the culprit gets a unit of its own, and a script shows it in one process."""
     finished, out = bisected(tmp_path, factory("one", "float32"), strategy="fsdp", param_dtype="float16")

@@ -55,6 +55,7 @@ def caught(text: str, folder: Path) -> Capsule | NoCapsule | None:
     return treat_forked(path, folder, ONE_RUN).capsule
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("in_place", ["", "fails"], ids=["fork", "in-place"])
 @pytest.mark.parametrize(
     ("text", "cls", "kind"),
@@ -87,6 +88,7 @@ def test_the_main_program_stays_behind(tmp_path: Path) -> None:
     assert "manual_seed" not in source
 
 
+@pytest.mark.release
 def test_a_capsule_over_the_limit_draws_weights_anew_or_says_why_not(tmp_path: Path) -> None:
     """Nothing is written that is larger than was allowed."""
     path = tmp_path / "script.py"
@@ -147,6 +149,7 @@ model(torch.full((4, 4), 1000.0).half())
 """
 
 
+@pytest.mark.release
 def test_a_replay_names_the_parts_that_must_run_in_float32(tmp_path: Path) -> None:
     """Of the four parts of the module only its own product of queries and keys overflows."""
     capsule = caught(ATTENTION, tmp_path)
@@ -171,6 +174,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.release
 def test_the_rank_that_fails_leaves_its_call_beside_the_report(tmp_path: Path) -> None:
     """Where `dtypedoctor replay RUN` looks for it; what the report names next is the user's own command, with the edit that it shows."""
     (tmp_path / "script.py").write_text(CLASSES + RANKS, encoding="utf-8")
@@ -194,6 +198,7 @@ def test_a_capsule_that_cannot_be_read_is_refused(text: str, tmp_path: Path) -> 
 TOKEN = "hf_" + "aBcDeFgHiJ" * 3 + "kLmN"
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("in_place", ["", "fails"], ids=["fork", "in-place"])
 def test_a_capsule_holds_no_secret_of_the_script(in_place: str, tmp_path: Path) -> None:
     """The class that fails names a token; the capsule has the class, and nothing else of the call lies about."""
@@ -208,6 +213,7 @@ def test_a_capsule_holds_no_secret_of_the_script(in_place: str, tmp_path: Path) 
     assert list((tmp_path / "run" / "before").glob("capsule-*")) == []
 
 
+@pytest.mark.release
 def test_a_capsule_of_the_process_itself_keeps_the_limit(tmp_path: Path) -> None:
     """It is made before anybody knows what it is for; one that is too large is not kept, and the report says so."""
     text = OVERFLOW.replace("4,), GAIN", "1000000,), GAIN").replace("Linear(4, 4)", "Linear(4, 1000000)")
@@ -273,6 +279,7 @@ nn.Conv2d(3, 8, 3).to(torch.bfloat16)(torch.ones(2, 3, 9, 9))
 """
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -308,6 +315,7 @@ print(distance(table, torch.zeros(4).half()))
 REJECTED_OUTSIDE = "import torch\ntorch.ones(5, 4) @ torch.ones(4, 3).half()\n"
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("text", "op", "said"),
     [
@@ -335,6 +343,7 @@ def test_an_operator_outside_of_modules_is_kept(text: str, op: str, said: str, t
     assert len((tmp_path / "alone" / "repro.py").read_text().splitlines()) < 100
 
 
+@pytest.mark.release
 def test_a_healthy_run_leaves_no_operator_behind(tmp_path: Path) -> None:
     """An infinity that is looked at and dropped is no failure."""
     text = "import torch\nx = torch.tensor([1e5]).half().float().clamp(max=1.0)\nprint(torch.nn.Linear(1, 1)(x))\n"

@@ -48,6 +48,7 @@ def test_a_repeated_run_is_equal_to_the_last_digit(runs: Path) -> None:
     assert "bitwise equal" in finished.out
 
 
+@pytest.mark.release
 def test_two_implementations_of_attention_agree_and_their_further_outputs_are_named(runs: Path) -> None:
     """Eager attention returns its weights besides; in float32 everything else agrees within some roundings, whose number depends on the CPU."""
     finished = compare(runs, "sdpa", "eager", "--tolerance", "1e-3")

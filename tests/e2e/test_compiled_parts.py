@@ -50,6 +50,7 @@ WAYS = {
 }
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("way", WAYS)
 def test_an_overflow_in_compiled_code_has_the_place_that_it_has_in_eager_mode(
@@ -67,6 +68,7 @@ def test_an_overflow_in_compiled_code_has_the_place_that_it_has_in_eager_mode(
     assert "<lambda>" not in finished.err
 
 
+@pytest.mark.release
 def test_what_a_compiled_function_computes_is_not_outside_of_all_modules(tmp_path: Path) -> None:
     """It may be a module's: the origin is in compiled code, and what was not measured is listed, also where nothing is found."""
     function = "model = torch.compile(lambda x: tower(x), backend='eager')"
@@ -84,6 +86,7 @@ def test_what_a_compiled_function_computes_is_not_outside_of_all_modules(tmp_pat
     assert "the inside of compiled functions that were called outside of modules" in " ".join(good.err.split())
 
 
+@pytest.mark.release
 def test_a_bad_loss_is_not_blamed_on_what_was_not_measured(tmp_path: Path) -> None:
     """Where compiled code shows no operator, nothing is said of modules or of the data that was not seen."""
     function = """model = torch.compile(lambda x: tower(x), backend=lambda graph, _: hidden(graph.forward))"""

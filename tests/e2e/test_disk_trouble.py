@@ -97,6 +97,7 @@ with (checkpoints / "filler").open("wb", buffering=0) as filler:
 """
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("ending", "said"),
     [
@@ -124,6 +125,7 @@ def test_a_run_that_is_over_and_what_it_saved_outlive_a_replay_that_cannot_be_ma
     assert (out / "exp" / "stdout.txt" / "checkpoint.pt").is_file()
 
 
+@pytest.mark.release
 def test_a_bisection_whose_disk_fills_up_keeps_everything_and_goes_on_later(small_disk: Path) -> None:
     """The first run's diagnosis is reported; once there is room again, --resume repeats none of the runs that are whole."""
     subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
@@ -192,6 +194,7 @@ def test_a_training_goes_on_when_its_run_directory_is_removed(tmp_path: Path) ->
     assert report_of(tmp_path / "run")["status"] == "unknown"
 
 
+@pytest.mark.release
 def test_two_runs_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
     """Into two directories both go well; into one the second is refused, and the first is whole."""
     script = training(tmp_path)
@@ -205,6 +208,7 @@ def test_two_runs_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
     assert report_of(tmp_path / "one")["status"] == report_of(tmp_path / "two")["status"] == "healthy"
 
 
+@pytest.mark.release
 def test_a_clock_that_jumps_changes_nothing(tmp_path: Path) -> None:
     """The time of day stands in the header only: order comes from numbers, durations from a clock that cannot jump."""
     jump = "import random, time; time.time = lambda: random.choice((0.0, 2**31 - 1.0, 4e9)); time.time_ns = lambda: 0"

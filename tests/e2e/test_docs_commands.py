@@ -110,6 +110,7 @@ def test_the_example_for_programs_runs(example: str, code: str, place: Path) -> 
     assert "float16-overflow" in done.out
 
 
+@pytest.mark.release
 def test_some_commands_are_really_executed() -> None:
     """At least one of each verb that starts no run."""
     assert {command.arguments[0] for command in CHEAP} == STARTS_NO_RUN

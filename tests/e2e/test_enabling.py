@@ -108,6 +108,7 @@ def test_a_script_records_itself(enabled: Light) -> None:
     assert sorted(path.name for path in (run / "before").glob("*-*")) == []
 
 
+@pytest.mark.release
 def test_all_ranks_of_a_launcher_make_one_report(enabled: Light) -> None:
     """torchrun, which imports torch itself, is the first process; the report is about the rank that failed."""
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", "1")
@@ -119,6 +120,7 @@ def test_all_ranks_of_a_launcher_make_one_report(enabled: Light) -> None:
     assert {"rank-1"} <= recorded <= {"rank-0", "rank-1"}  # torchrun may end rank 0 before that has imported torch
 
 
+@pytest.mark.release
 def test_programs_that_a_program_starts_belong_to_its_job(enabled: Light) -> None:
     """One report with what failed in the child, and none that says the child was not measured."""
     assert enabled("parent.py", DTYPEDOCTOR="1").code == 0
@@ -128,6 +130,7 @@ def test_programs_that_a_program_starts_belong_to_its_job(enabled: Light) -> Non
     assert "Python programs that were started" not in json.dumps(report["coverage"])
 
 
+@pytest.mark.release
 def test_a_program_that_deletes_its_records_is_told_so(enabled: Light) -> None:
     """In one sentence, instead of a traceback; its status and its output stay its own."""
     (enabled.folder / "cleaning.py").write_text("import shutil, torch\nshutil.rmtree('runs')\nprint('done')\n")

@@ -105,6 +105,7 @@ def children_of(pid: int) -> list[int]:
     return list(map(int, found.split()))
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_while_torch_is_imported_ends_what_imports_it(number: signal.Signals, tmp_path: Path) -> None:
     """The server of workers would see only after its imports that nobody is there any more."""

@@ -123,6 +123,7 @@ def test_a_healthy_script_exits_with_zero(tmp_path: Path) -> None:
     assert [p.name for p in out.iterdir() if p.is_dir()] == ["before"]
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("module", "source"),
     [
@@ -146,6 +147,7 @@ def test_a_script_sees_what_python_would_show_it(module: bool, source: str, tmp_
     assert finished.out == alone.stdout
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("source", ["raise KeyError('lost')", "def f():\n    f2()\ndef f2():\n    1 / 0\nf()", "x = ("])
 def test_an_uncaught_exception_prints_what_python_prints(source: str, tmp_path: Path) -> None:
     """The same traceback, without a frame of the doctor's; its own exit status on request."""
@@ -181,6 +183,7 @@ def test_an_exception_below_a_module_shows_no_frame_of_the_doctor(tmp_path: Path
     assert "dtypedoctor" not in traceback
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     ("source", "status"),
     [
@@ -216,6 +219,7 @@ def test_a_script_that_never_calls_a_module_gets_a_truthful_report(tmp_path: Pat
     assert any("has not imported torch" in line for line in report["coverage"])
 
 
+@pytest.mark.release
 def test_megabytes_of_output_pass_through_and_are_kept(tmp_path: Path) -> None:
     """Both streams, without a deadlock, byte for byte."""
     source = """
@@ -233,6 +237,7 @@ def test_megabytes_of_output_pass_through_and_are_kept(tmp_path: Path) -> None:
     assert (out / "before" / "stdout.txt").read_text() == alone.stdout
 
 
+@pytest.mark.release
 def test_a_forked_child_is_left_alone_and_told_of(tmp_path: Path) -> None:
     """It leaves with its own status, its NaN is not the script's, and the trace is whole."""
     source = """
@@ -253,6 +258,7 @@ def test_a_forked_child_is_left_alone_and_told_of(tmp_path: Path) -> None:
     assert any("1 forked process" in line for line in report["coverage"])
 
 
+@pytest.mark.release
 def test_classes_of_the_main_module_pickle(tmp_path: Path) -> None:
     """They are found again under __main__."""
     source = """
@@ -320,6 +326,7 @@ def test_a_hang_inside_of_a_module_is_told_with_the_module(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_goes_to_the_script_and_the_report_is_written(number: int, tmp_path: Path) -> None:
     """Ctrl-C as KeyboardInterrupt; the script ends as it does alone."""
@@ -350,6 +357,7 @@ def test_a_signal_goes_to_the_script_and_the_report_is_written(number: int, tmp_
     assert report["findings"] == []
 
 
+@pytest.mark.release
 def test_a_rerun_that_is_interrupted_is_not_taken_for_an_answer(tmp_path: Path) -> None:
     """Ctrl-C in the run without instrumentation: the finding stands, and nothing is claimed of what instrumentation changes."""
     source = OVERFLOWING.replace(
@@ -412,6 +420,7 @@ def until(terminal: int, wanted: bytes) -> bytes:
     return seen
 
 
+@pytest.mark.release
 def test_a_correction_is_switched_on_from_outside_and_proven(tmp_path: Path) -> None:
     """--try cures a script's own copy of Gemma-4's MLP without changing the script; the other remedies were not tried."""
     source = """
@@ -478,6 +487,7 @@ SAVING = """
 """
 
 
+@pytest.mark.release
 def test_a_checkpoint_that_the_script_itself_writes_is_not_one_that_it_has_loaded(tmp_path: Path) -> None:
     """``--output_dir out`` names a folder that is not there before the run; the second time it is, and is checked."""
     (tmp_path / "saved").mkdir()

@@ -68,6 +68,7 @@ def certificate(folder: Path, model: str, more: str = "") -> Observer:
     return treat_forked(path, folder, Plan(closer=False, only=frozenset())).observer
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("model", MODELS)
 def test_losses_gradients_and_parameters_are_bitwise_equal_without_the_watch(model: str, tmp_path: Path) -> None:
     """Random numbers of three libraries included; the reason says what was compared."""

@@ -79,6 +79,7 @@ def trial_of(treatment: Treatment, condition: str) -> Trial:
     return next(trial for trial in treatment.trials if trial.remedy == condition)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("source", "condition", "finding", "bearing", "effects"),
     [
@@ -103,6 +104,7 @@ def test_a_script_under_another_condition_says_whether_the_failure_needs_it(
     assert f"{condition}, which took effect" in first.evidence[-1]
 
 
+@pytest.mark.release
 def test_a_condition_that_makes_no_difference_is_not_tried(tmp_path: Path) -> None:
     """The script has nothing of any of them: that it fails all the same says nothing."""
     source = """

@@ -131,6 +131,7 @@ ONE_OF_EACH_KIND = ("script", "archive", "text", "standard input")
 CASES = [(form, "") for form in FORMS] + [(form, "1") for form in ONE_OF_EACH_KIND]
 
 
+@pytest.mark.release(all_but=6)
 @pytest.mark.parametrize(("form", "safe"), CASES, ids=[form + (", safe path" if safe else "") for form, safe in CASES])
 def test_a_program_of_any_form_sees_what_python_shows_it(form: str, safe: str, folder: Path, tmp_path: Path) -> None:
     """Arguments, paths, all of ``__main__``, its source, pickles, spawned children, what is printed, and the exit status."""
@@ -157,6 +158,7 @@ print(sys.argv, repr(sys.stdin.read()), big(torch.ones(2, 4).half()).isfinite().
 """
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("form", ["-", "-c", "archive"])
 def test_the_command_line_takes_every_form_and_runs_it_again(form: str, tmp_path: Path) -> None:
     """A program that overflows is found to; the run without instrumentation has the same program and arguments."""

@@ -58,6 +58,7 @@ def test_torchrun_in_front_of_the_script(folder: Path) -> None:
     assert words in dtypedoctor("report", "run", "--format", "md", cwd=folder).out
 
 
+@pytest.mark.release
 def test_accelerate_in_front_of_a_healthy_script(folder: Path) -> None:
     """It runs as accelerate alone has it run, is measured, and nothing is found; no word of ranks where there is one process."""
     command = ("accelerate", "launch", "--cpu", "--num_processes", "1", "train.py", "7", "--more")
@@ -77,6 +78,7 @@ def test_a_launcher_that_does_not_come_to_the_script_is_refused(folder: Path) ->
     assert not (folder / "run").exists()
 
 
+@pytest.mark.release
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_deepspeed_in_front_of_the_script(folder: Path) -> None:
     """Its launcher starts each rank with ``--local_rank=N`` before the script's own arguments."""
@@ -88,6 +90,7 @@ def test_deepspeed_in_front_of_the_script(folder: Path) -> None:
     assert done.code == 10
 
 
+@pytest.mark.release
 def test_what_a_launcher_adds_reaches_the_script(folder: Path) -> None:
     """A rank as deepspeed and torch.distributed.launch start it: the local rank stands before this package's own arguments."""
     (folder / "before").mkdir()
@@ -122,6 +125,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
+@pytest.mark.release
 def test_a_rank_that_fails_before_it_comes_to_the_script_is_reported(folder: Path) -> None:
     """The other one has run to its end and is finite, but the job has failed: that is said of the rank, which left no trace."""
     (folder / "sitecustomize.py").write_text(FAILING_START)
@@ -146,6 +150,7 @@ raise SystemExit("not finite")
 """
 
 
+@pytest.mark.release
 def test_a_rank_that_torchrun_ends_is_recorded_as_ended_by_it(folder: Path) -> None:
     """Its trace has an end, but not with a status of its own; the rank that failed by itself leads."""
     with (folder / "train.py").open("a") as script:

@@ -63,6 +63,7 @@ SCALED = """
 """
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("fix", ["bfloat16", "keep-float32:model[1],model[2]"])
 def test_a_model_that_the_script_builds_can_be_changed_from_outside(
     tmp_path: Path, fix: str, monkeypatch: pytest.MonkeyPatch
@@ -75,6 +76,7 @@ def test_a_model_that_the_script_builds_can_be_changed_from_outside(
     assert record.id in ("bfloat16-weights", "keep-float32")
 
 
+@pytest.mark.release
 def test_a_correction_that_fits_no_model_of_the_script_is_not_called_tried(tmp_path: Path) -> None:
     """It ran again, but nothing was installed: a healthy or a failing end would prove nothing."""
     trial = trials(tmp_path, "Square", CORRECTION)[CORRECTION]
@@ -100,6 +102,7 @@ GEMMA = """
 """
 
 
+@pytest.mark.release
 def test_a_correction_cures_the_librarys_own_module_in_a_script(tmp_path: Path) -> None:
     """It was called in the run that it cured, and held what would have overflowed."""
     path = tmp_path / "work.py"

@@ -63,6 +63,7 @@ def state(pid: int) -> str:
         return ""
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("options", [[], ["--nproc-per-node", "2"]], ids=["alone", "ranks"])
 def test_every_signal_that_a_script_can_catch_reaches_it(options: list[str], tmp_path: Path) -> None:
     """Of SLURM, of launchers, of the terminal, real-time ones; in every rank where there are several."""
@@ -82,6 +83,7 @@ def test_every_signal_that_a_script_can_catch_reaches_it(options: list[str], tmp
     assert report_of(tmp_path / "run")["status"] == "unknown"
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("options", [[], ["--nproc-per-node", "2"]], ids=["alone", "ranks"])
 def test_a_killed_doctor_leaves_nothing_running(options: list[str], tmp_path: Path) -> None:
     """SIGKILL, which it can tell nobody of: the script ends, every rank, and what these have started, sessions of its own included."""
@@ -112,6 +114,7 @@ def test_the_script_stops_and_goes_on_with_its_doctor(tmp_path: Path) -> None:
     assert report_of(tmp_path / "run")["before"]["ended"] == "completed"
 
 
+@pytest.mark.release
 def test_nothing_is_run_again_once_somebody_asked_for_the_end(tmp_path: Path) -> None:
     """The script heeds SIGTERM in its own time and ends with status 0; its overflow is replayed, and the script not started again."""
     source = """
@@ -203,6 +206,7 @@ def test_a_second_ctrl_c_in_the_middle_of_the_first_says_nothing_more() -> None:
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
 
 
+@pytest.mark.release(all_but=3)
 @PAUSES
 @pytest.mark.parametrize("imported", IMPORTED)
 def test_ctrl_c_ends_a_command_that_has_hardly_begun_with_one_line(
@@ -216,6 +220,7 @@ def test_ctrl_c_ends_a_command_that_has_hardly_begun_with_one_line(
     assert said[0].startswith("error: interrupted")
 
 
+@pytest.mark.release(all_but=1)
 @PAUSES
 @pytest.mark.parametrize("imported", ["worker", "trace.events", "trace.model"])
 def test_ctrl_c_before_a_script_has_begun_shows_no_traceback(

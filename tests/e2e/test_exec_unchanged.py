@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import pytest
 from command import Finished, dtypedoctor, report_of
 from patience import PATIENCE
 
@@ -219,6 +220,7 @@ def test_a_traceback_that_the_script_prints_itself_is_the_one_that_it_would_have
     assert watched.out.startswith(bare.stdout)
 
 
+@pytest.mark.release
 def test_a_failure_that_vanishes_when_it_is_watched_is_reported_so(tmp_path: Path) -> None:
     """A script that fails only where nobody has put global hooks."""
     source = """
@@ -238,6 +240,7 @@ def test_a_failure_that_vanishes_when_it_is_watched_is_reported_so(tmp_path: Pat
     assert "Instrumentation CHANGED the run" in (tmp_path / "run" / "report.md").read_text()
 
 
+@pytest.mark.release
 def test_a_failure_that_a_second_run_would_not_have_is_proven_from_one(tmp_path: Path) -> None:
     """The script is not started again; nor does the report claim a certificate that it has not."""
     source = """
@@ -297,6 +300,7 @@ def json_extension() -> Any:
     return _json.__file__
 
 
+@pytest.mark.release
 def test_a_script_may_watch_itself(tmp_path: Path) -> None:
     """`watch()` inside of exec: both reports are written, and both name the module."""
     source = """

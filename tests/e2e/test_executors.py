@@ -125,6 +125,7 @@ def raylet_of(node: Any) -> int:
     return int(node.all_processes["raylet"][0].process.pid)
 
 
+@pytest.mark.release
 def test_a_scenario_whose_node_is_killed_runs_on_the_other_one(cluster: Any, project: Path) -> None:
     """The report is complete and no secret has come along; ``--resume`` then finds nothing left to do."""
     one, nodes = cluster
@@ -204,6 +205,7 @@ def runs_of(directory: Path) -> list[str]:
     return [event["place"] for event in events if event["event"] == "run"]
 
 
+@pytest.mark.release
 def test_a_bisection_goes_on_with_ray_and_a_lost_node_is_no_failing_probe(cluster: Any, bisected: Path) -> None:
     """It runs what is missing and nothing else, the probe of the killed node again on the other one, and finds what was found here."""
     one, nodes = cluster
@@ -231,6 +233,7 @@ def test_a_bisection_goes_on_with_ray_and_a_lost_node_is_no_failing_probe(cluste
     assert sorted(runs_of(copy)[before:]) == sorted(lost)
 
 
+@pytest.mark.release
 def test_a_bisection_goes_on_with_submitit(bisected: Path) -> None:
     """The same without a cluster, by what starts jobs of Slurm."""
     pytest.importorskip("submitit", reason="needs the extra dtypedoctor[slurm]")
@@ -263,6 +266,7 @@ def submitit(tmp_path: Path) -> Iterator[Executor]:
         yield executor
 
 
+@pytest.mark.release
 def test_a_scenario_runs_as_a_job_of_submitit(project: Path) -> None:
     """With the files that it names; nothing that was sent stays behind."""
     pytest.importorskip("submitit", reason="needs the extra dtypedoctor[slurm]")
@@ -275,6 +279,7 @@ def test_a_scenario_runs_as_a_job_of_submitit(project: Path) -> None:
     assert not list((project / "out" / "jobs").glob("**/*.pkl"))
 
 
+@pytest.mark.release
 def test_a_probe_runs_as_a_job_and_leaves_its_trace_here(
     submitit: Executor, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +295,7 @@ def test_a_probe_runs_as_a_job_and_leaves_its_trace_here(
     assert json.loads((project / "run" / "request.json").read_text()) == json.loads(request.model_dump_json())
 
 
+@pytest.mark.release
 def test_a_job_of_submitit_that_is_killed_is_submitted_again(
     submitit: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

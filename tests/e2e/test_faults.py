@@ -29,7 +29,7 @@ def test_a_training_that_is_ended_anyhow_loses_at_most_the_module_that_was_execu
     assert wrong(tmp_path, SOME, seed=11) == {}
 
 
-@pytest.mark.soak
+@pytest.mark.release
 @pytest.mark.timeout(3000)
 def test_the_same_of_hundreds_of_trainings(tmp_path: Path) -> None:
     """More than 200 ends, all ways alike; ``python tests/e2e/fault_table.py`` prints the table of docs/reliability.md."""

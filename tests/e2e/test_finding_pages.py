@@ -132,6 +132,7 @@ def test_an_example_is_a_short_script_that_ends_with_an_assertion(subtests: pyte
                 assert isinstance(ast.parse(block.code).body[-1], ast.Assert)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("finding", IDS)
 def test_the_example_shows_the_failure(finding: str, endings: dict[str, Ended]) -> None:
     """The assertions of the script hold, so what the page says does happen."""

@@ -72,6 +72,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("begin", "end"), RESUMES.values(), ids=RESUMES)
 def test_a_script_that_continues_is_not_continued(begin: str, end: str, tmp_path: Path) -> None:
     """Its files are those of one run; the finding is the first run's, and the report says why there is no second."""
@@ -88,6 +89,7 @@ def test_a_script_that_continues_is_not_continued(begin: str, end: str, tmp_path
     assert "written during its first run" in str(report["coverage"])
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("begin", "end"), REPLACES.values(), ids=REPLACES)
 def test_a_script_that_begins_anew_is_run_again(begin: str, end: str, tmp_path: Path) -> None:
     """The run without instrumentation is not kept from the files that it begins anew."""

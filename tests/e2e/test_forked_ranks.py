@@ -78,6 +78,7 @@ def comparable(directory: Path) -> list[str]:
     return found
 
 
+@pytest.mark.release
 def test_forks_say_what_processes_of_torchrun_say(tmp_path: Path) -> None:
     """Each record of each rank in each run, and the findings."""
     forks, ours = diagnosed(tmp_path / "forks", LLAMA)
@@ -95,6 +96,7 @@ def test_forks_say_what_processes_of_torchrun_say(tmp_path: Path) -> None:
     assert found[0]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("name", "code", "words"),
     [("killed", -signal.SIGKILL, "was killed by SIGKILL"), ("raising", 1, "no room on rank 1")],
@@ -114,6 +116,7 @@ def test_a_rank_that_fails_ends_the_others(name: str, code: int, words: str, tmp
     assert becomes(lambda: not processes_with(out))
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(("name", "code"), [("terminated", -signal.SIGTERM), ("gone", 0)])
 def test_a_rank_that_ends_without_a_word_is_told_of_as_what_it_is(name: str, code: int, tmp_path: Path) -> None:
     """It was not ended by anybody's launcher."""
@@ -123,6 +126,7 @@ def test_a_rank_that_ends_without_a_word_is_told_of_as_what_it_is(name: str, cod
     assert (ended["code"], ended.get("ended_by_launcher", 0)) == (code, 0)
 
 
+@pytest.mark.release
 def test_a_job_that_takes_too_long_is_ended_whole(tmp_path: Path) -> None:
     """One rank never returns, and the other one waits for it."""
     finished, out = diagnosed(tmp_path, factory("stuck"), time_limit=6)
@@ -132,6 +136,7 @@ def test_a_job_that_takes_too_long_is_ended_whole(tmp_path: Path) -> None:
     assert becomes(lambda: not processes_with(out))
 
 
+@pytest.mark.release
 def test_a_second_stage_has_a_group_of_its_own(tmp_path: Path) -> None:
     """Of a scenario with two, each with a model: the second one is run, and its failure found."""
     small = {"name": "builtin:llama-tiny", "dtype": "float32", "options": {"hidden": 32, "intermediate": 64}}
@@ -145,6 +150,7 @@ def test_a_second_stage_has_a_group_of_its_own(tmp_path: Path) -> None:
     assert "stopped at its time limit" not in finished.out
 
 
+@pytest.mark.release
 def test_a_step_that_would_go_on_with_a_sharded_model_is_rejected(tmp_path: Path) -> None:
     """The group that has sharded it is gone by then."""
     work = {"kind": "forward", "sequence_length": 8}
@@ -153,6 +159,7 @@ def test_a_step_that_would_go_on_with_a_sharded_model_is_rejected(tmp_path: Path
     assert "give it a `model`" in " ".join(finished.err.split())
 
 
+@pytest.mark.release
 def test_what_a_rank_has_started_ends_with_it(tmp_path: Path) -> None:
     """Exit handlers, which would end a daemon of multiprocessing, are not run."""
     finished, out = diagnosed(tmp_path, factory("accompanied"))
@@ -160,6 +167,7 @@ def test_what_a_rank_has_started_ends_with_it(tmp_path: Path) -> None:
     assert becomes(lambda: not processes_with(out))
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("how", ["--resident-workers", "--fresh-workers"])
 def test_a_run_of_ranks_that_is_asked_to_end_ends(how: str, tmp_path: Path) -> None:
     """With one line, and nothing of it goes on or is left in the folder for temporary files."""
@@ -184,6 +192,7 @@ def test_a_folder_for_temporary_files_with_a_long_path_is_rejected(tmp_path: Pat
     assert "Set TMPDIR to a folder with a shorter path." in finished.err
 
 
+@pytest.mark.release
 def test_no_rank_outlives_the_doctor(tmp_path: Path) -> None:
     """It is killed, so that it cannot say anything to anybody."""
     out = tmp_path / "run"
@@ -194,6 +203,7 @@ def test_no_rank_outlives_the_doctor(tmp_path: Path) -> None:
     assert becomes(lambda: not processes_with(out))
 
 
+@pytest.mark.release
 def test_a_factory_makes_the_model_of_each_rank(tmp_path: Path) -> None:
     """It may make another one on each, so it is not called before there are ranks."""
     finished, out = diagnosed(tmp_path, factory("by_rank"))
@@ -201,6 +211,7 @@ def test_a_factory_makes_the_model_of_each_rank(tmp_path: Path) -> None:
     assert "the weights of rank 1 are not here" in " ".join((finished.out + finished.err).split())
 
 
+@pytest.mark.release
 def test_meetings_leave_nothing(tmp_path: Path) -> None:
     """The file in which ranks meet is gone after each run, whatever the folder is called."""
     place = Path(tempfile.mkdtemp(suffix=" #1 %20 ?é"))

@@ -86,6 +86,7 @@ def test_states_that_agree_with_the_dtype_are_not_named(without_weights: Path) -
     assert finished.code == 0
 
 
+@pytest.mark.release
 def test_a_scenario_that_loads_such_a_checkpoint_reports_it_first(saved: Path, tmp_path: Path) -> None:
     """The finding is the files' own, whatever the installed transformers makes of them when it loads them."""
     file = scenario(tmp_path / "float16_states.yaml", saved)

@@ -80,6 +80,7 @@ def test_a_script_that_overflows_fails_the_job_at_its_line(tmp_path: Path) -> No
     assert step(tmp_path, "Pass on the exit code", ran.outputs).code == 10
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_scenarios_that_are_healthy_pass_the_job(tmp_path: Path) -> None:
     """A folder of them, as a matrix."""
@@ -133,6 +134,7 @@ def committed(folder: Path, files: dict[str, str]) -> None:
         subprocess.run(["git", *words], cwd=folder, check=True)
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_the_hook_checks_scenario_files(tmp_path: Path) -> None:
     """A real pre-commit takes it from a repository; a misspelt key fails the commit with its line, a file elsewhere is not looked at."""

@@ -188,6 +188,7 @@ def test_the_table_can_be_used_with_keys_alone(opened: webdriver.Chrome) -> None
     assert len([row for row in rows(opened) if row.get_attribute("tabindex") == "0"]) == 1
 
 
+@pytest.mark.release
 def test_lanes_and_runs_can_be_changed(opened: webdriver.Chrome) -> None:
     """The backward pass has magnitudes of its own, and the runs can change sides."""
     button(opened, "Backward").click()
@@ -199,6 +200,7 @@ def test_lanes_and_runs_can_be_changed(opened: webdriver.Chrome) -> None:
     assert "bf16" in selected(opened).text
 
 
+@pytest.mark.release
 def test_pointing_at_a_cell_tells_its_numbers(opened: webdriver.Chrome) -> None:
     """The tip and the chosen step follow the mouse and the click."""
     before = selected(opened).find_element(By.CSS_SELECTOR, ".heat svg")
@@ -220,6 +222,7 @@ def test_hostile_names_are_texts(opened: webdriver.Chrome) -> None:
     assert not opened.find_elements(By.CSS_SELECTOR, ".detail img, .detail b")
 
 
+@pytest.mark.release
 def test_light_and_dark(opened: webdriver.Chrome) -> None:
     """The page follows the system's colours, and its own button overrules them."""
     for scheme in ("light", "dark"):
@@ -235,6 +238,7 @@ def test_light_and_dark(opened: webdriver.Chrome) -> None:
 FAINT = (Path(__file__).parent / "faint_texts.js").read_text(encoding="utf-8")
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("typed", ["", "gate_proj"])
 def test_every_text_can_be_read(opened: webdriver.Chrome, scheme: str, typed: str) -> None:
@@ -250,6 +254,7 @@ def test_every_text_can_be_read(opened: webdriver.Chrome, scheme: str, typed: st
     assert measured["faint"] == []
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_focus_and_what_is_not_finite_stand_out(opened: webdriver.Chrome, scheme: str) -> None:
     """WCAG 2.2 asks for 3:1 beside what is no text."""
@@ -283,6 +288,7 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+@pytest.mark.release
 def test_a_phone_needs_no_sideways_scrolling(opened: webdriver.Chrome) -> None:
     """At 360 pixels nothing sticks out of the page, and the heat map is still there."""
     phone = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
@@ -293,6 +299,7 @@ def test_a_phone_needs_no_sideways_scrolling(opened: webdriver.Chrome) -> None:
     opened.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.release
 def test_what_is_folded_is_printed(opened: webdriver.Chrome) -> None:
     """A printed report has every part of it."""
     opened.execute_script("dispatchEvent(new Event('beforeprint'))")  # type: ignore[no-untyped-call]
@@ -300,6 +307,7 @@ def test_what_is_folded_is_printed(opened: webdriver.Chrome) -> None:
     opened.execute_script("dispatchEvent(new Event('afterprint'))")  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.release
 def test_a_large_model_opens(browser: webdriver.Chrome, tmp_path: Path) -> None:
     """Four hundred modules over fifty steps: at most 2 MB, and every module can be opened."""
     page = render(large_run(tmp_path / "large", Shape(modules=400, steps=50)))
@@ -356,6 +364,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return every_kind(tmp_path_factory.mktemp("kinds"))
 
 
+@pytest.mark.release(all_but=1)
 @needs_axe
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("columns", [390, 500, 1440])
@@ -369,6 +378,7 @@ def test_axe_finds_nothing(browser: webdriver.Chrome, kinds: list[Path], scheme:
             assert browser.execute_script("return document.documentElement.scrollWidth") <= columns, page  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.release
 @needs_axe
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_in_a_notebook(browser: webdriver.Chrome, tmp_path: Path, scheme: str) -> None:
@@ -393,6 +403,7 @@ def value_of(browser: webdriver.Chrome, fqn: str) -> str:
     return browser.find_element(By.ID, f"module-0:{fqn}").find_element(By.CSS_SELECTOR, ".value").text
 
 
+@pytest.mark.release
 def test_a_mismatch_is_seen_in_the_dtypes(browser: webdriver.Chrome, tmp_path: Path) -> None:
     """Without a click: the dtypes of each module, also of the one that raised and of those that were not called; a tip tells them in words."""
     browser.get(render(mismatched_run(tmp_path / "run")).as_uri())
@@ -413,6 +424,7 @@ def test_a_mismatch_is_seen_in_the_dtypes(browser: webdriver.Chrome, tmp_path: P
     assert browser.find_elements(By.CSS_SELECTOR, ".row .heat svg")
 
 
+@pytest.mark.release
 def test_the_origin_is_in_the_model_that_failed(browser: webdriver.Chrome, tmp_path: Path) -> None:
     """Of two models with the same names the finding blames the one that ran in its step, and so does the link in the verdict."""
     browser.get(render(mismatched_run(tmp_path / "run", root=1)).as_uri())
@@ -423,6 +435,7 @@ def test_the_origin_is_in_the_model_that_failed(browser: webdriver.Chrome, tmp_p
     assert selected(browser).get_attribute("id") == f"module-1:{PROMOTES}"
 
 
+@pytest.mark.release
 def test_a_phone_breaks_names_at_their_joints(browser: webdriver.Chrome, tmp_path: Path) -> None:
     """A long path goes on in the next line behind a slash or dot; what is copied is whole."""
     with emulated(browser, 390, "light"):
@@ -434,6 +447,7 @@ def test_a_phone_breaks_names_at_their_joints(browser: webdriver.Chrome, tmp_pat
         assert all(line.endswith(("/", "_", ".")) for line in lines[:-1]), lines
 
 
+@pytest.mark.release
 def test_what_is_copied_has_no_breaks(opened: webdriver.Chrome) -> None:
     """The command is shown in parts and copied whole, and on a phone the button covers nothing of it."""
     with emulated(opened, 390, "light"):
@@ -444,6 +458,7 @@ def test_what_is_copied_has_no_breaks(opened: webdriver.Chrome) -> None:
             assert button_of["y"] + button_of["height"] <= text["y"]
 
 
+@pytest.mark.release
 def test_a_number_is_not_broken_at_its_hyphen(opened: webdriver.Chrome) -> None:
     """In the panel of a module, where lines are short."""
     button(opened, "Backward").click()
@@ -466,6 +481,7 @@ return [...lines.values()];
 """The lines in which the text of an element is shown."""
 
 
+@pytest.mark.release
 def test_a_red_cell_says_that_it_is_finite(opened: webdriver.Chrome) -> None:
     """In the legend, and in the tip of the cell."""
     assert "near the max, finite" in opened.find_element(By.CSS_SELECTOR, ".scale").text
@@ -474,6 +490,7 @@ def test_a_red_cell_says_that_it_is_finite(opened: webdriver.Chrome) -> None:
     assert "near the max, finite" in opened.find_element(By.CSS_SELECTOR, ".tip").text
 
 
+@pytest.mark.release
 def test_a_healthy_run_shows_magnitudes_first(browser: webdriver.Chrome, tmp_path: Path) -> None:
     """Of its dtypes a note stands only where they differ, and no lost updates are offered where none were recorded."""
     browser.get(render(large_run(tmp_path / "run", Shape(modules=20, steps=3))).as_uri())
@@ -484,6 +501,7 @@ def test_a_healthy_run_shows_magnitudes_first(browser: webdriver.Chrome, tmp_pat
     assert not browser.find_elements(By.XPATH, "//button[normalize-space()='Lost updates']")
 
 
+@pytest.mark.release
 def test_a_stall_is_seen_in_percent_of_lost_updates(browser: webdriver.Chrome, tmp_path: Path) -> None:
     """At the last step that was checked, with a tip, with keys for the other steps, and the parameter's numbers beside it."""
     browser.get(render(stalled_run(tmp_path / "run")).as_uri())
@@ -527,6 +545,7 @@ def test_a_link_opens_at_what_it_names(browser: webdriver.Chrome, tmp_path: Path
     assert selected(browser).get_attribute("id") == f"module-0:{REJECTS}"
 
 
+@pytest.mark.release
 def test_a_link_opens_a_closed_part_of_a_large_tree(browser: webdriver.Chrome, tmp_path: Path) -> None:
     """Of a large model only the first levels are open; the containers of what is linked to are opened too."""
     page = render(large_run(tmp_path / "run", Shape(modules=400, steps=2)))

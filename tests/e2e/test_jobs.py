@@ -36,6 +36,7 @@ AVERAGED = """
 """
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("other", "status"), [("bfloat16", "findings"), ("float32", "worker-died")])
 def test_ranks_that_reduce_two_dtypes_are_told_with_both(other: str, status: str, tmp_path: Path) -> None:
     """Of one size the sum is wrong without a word; of another size the process is aborted in a thread of gloo."""
@@ -71,6 +72,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.release
 def test_ranks_that_a_script_spawns_are_compared(tmp_path: Path) -> None:
     """They have no number from a launcher; the process group knows it."""
     path, out = tmp_path / "work.py", tmp_path / "run"
@@ -95,6 +97,7 @@ UNEVEN = """
 """
 
 
+@pytest.mark.release
 def test_each_rank_that_raised_is_told_with_the_programs_own_line_and_torchrun_names_the_program(
     tmp_path: Path,
 ) -> None:

@@ -147,6 +147,7 @@ def test_a_script_is_diagnosed_and_its_call_replayed(light: Light) -> None:
         assert "float16-overflow" in shown.out
 
 
+@pytest.mark.release
 def test_a_block_is_watched(light: Light) -> None:
     """`watch()` finds what `exec` finds."""
     done = light("watched.py")
@@ -154,6 +155,7 @@ def test_a_block_is_watched(light: Light) -> None:
     assert done.out == "float16-overflow\n"
 
 
+@pytest.mark.release
 def test_a_scenario_of_a_factory_is_fixed(light: Light) -> None:
     """`run` builds, breaks, fixes and compares a model of plain torch."""
     done = light.dtypedoctor("run", "gated.yaml", "--allow-code", "--out", "gated")

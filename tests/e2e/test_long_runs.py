@@ -12,6 +12,8 @@ from command import dtypedoctor, report_of
 from dtypedoctor.trace.details import Sizes
 from dtypedoctor.trace.reader import read_trace
 
+pytestmark = pytest.mark.release
+
 SCRIPT = Path(__file__).with_name("long_training.py")
 MEGABYTE = 1 << 20
 BOUND = Sizes.head + (1 + Sizes.last + 2 * Sizes.around_events) * Sizes.file
@@ -94,7 +96,6 @@ def test_a_failure_in_a_thinned_step_is_proven_as_in_a_whole_one(tmp_path: Path)
     )
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_a_hundred_thousand_steps(tmp_path: Path) -> None:
     """No more memory than unwatched but for 50 MB, a bounded trace, read within seconds; what was folded is said."""

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from command import forked, report_of
 
 SCRIPT = """
@@ -32,6 +33,7 @@ def examined(folder: Path, text: str) -> tuple[dict[str, Any], str]:
     return report_of(folder / "run"), done.out
 
 
+@pytest.mark.release
 def test_where_a_part_is_frozen_only_what_trains_is_widened(tmp_path: Path) -> None:
     """The line to add and the region around the forward pass remove the finding; the frozen part stays as it is."""
     text = SCRIPT.format(frozen="net[0].requires_grad_(False)", forward="out = net(ids)")

@@ -8,6 +8,8 @@ from command import Finished, forked, in_this_process, report_of
 from released_wheels import released
 from torch.distributed.pipelining import microbatch
 
+pytestmark = pytest.mark.release
+
 PROGRAM = Path(__file__).parents[2] / "scenarios" / "real" / "programs" / "nemo_lora.py"
 VALUES = "nemo-keep-float32-values"
 MISSING = "cast_model_to_dtype has no `_restore_fp32_modules(model, fp32_keywords)`"
@@ -52,13 +54,6 @@ def test_the_release_with_its_own_fix_is_quiet(tmp_path: Path) -> None:
 LORA = "nemo-lora-input-dtype"
 OF_NEWER_TORCH = () if hasattr(microbatch, "BlockMask") else ("0.6.0", "0.7.0")
 """Releases that import this name, which torch 2.9 does not have there, although they say that 2.8 will do."""
-QUICK = "0.5.0" if OF_NEWER_TORCH else "0.7.0"
-"""The release of those below that the ordinary suite has time for."""
-
-
-def releases(*versions: str) -> list[object]:
-    """:data:`QUICK` in every run, the others with ``-m soak``."""
-    return [one if one == QUICK else pytest.param(one, marks=pytest.mark.soak) for one in versions]
 
 
 def on(version: str, verb: str, *options: str | Path) -> Finished:
@@ -69,7 +64,7 @@ def on(version: str, verb: str, *options: str | Path) -> Finished:
     return forked(verb, *options, **path)
 
 
-@pytest.mark.parametrize("version", releases("0.7.0", "0.3.0", "0.5.0", "0.6.0"))
+@pytest.mark.parametrize("version", ["0.3.0", "0.5.0", "0.6.0", "0.7.0"])
 def test_releases_that_the_lora_correction_was_not_written_on_are_found_and_corrected(
     version: str, tmp_path: Path
 ) -> None:
@@ -83,7 +78,6 @@ def test_releases_that_the_lora_correction_was_not_written_on_are_found_and_corr
     assert {trial["remedy"]: trial["outcome"] for trial in report["trials"]}[LORA] == "fixed"
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("version", ["0.1.2", "0.2.0"])
 def test_a_release_that_gives_the_head_no_lora_is_fixed_by_the_norms_alone(version: str, tmp_path: Path) -> None:
     """They leave the head of a causal model out, whatever the settings say."""
@@ -93,7 +87,6 @@ def test_a_release_that_gives_the_head_no_lora_is_fixed_by_the_norms_alone(versi
     assert (outcomes[LORA], outcomes["norm-output-cast"]) == ("not-fixed", "fixed")
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("version", ["0.1.2", "0.2.0", "0.3.0", "0.6.0", "0.7.0"])
 def test_releases_that_keep_float32_values_are_quiet(version: str, tmp_path: Path) -> None:
     """Before 0.4.0 there is no cast that could round them."""

@@ -81,6 +81,7 @@ def test_a_healthy_cell_keeps_its_value_and_its_names(cells: Sequence[Any], fold
     assert again["data"]["text/plain"] == "20"
 
 
+@pytest.mark.release
 def test_a_cell_that_raises_shows_the_finding_under_its_traceback(cells: Sequence[Any], folder: Path) -> None:
     """The error is the cell's own, without frames of the doctor; then the finding, with its operator; the kernel goes on."""
     kinds = [output.output_type for output in cells[2].outputs]
@@ -113,6 +114,7 @@ def test_a_finding_names_the_cell_and_the_line_and_the_edit_of_it(cells: Sequenc
     assert "ipykernel_launcher" not in page
 
 
+@pytest.mark.release
 def test_a_model_of_earlier_cells_gets_the_edit_its_cells_and_a_capsule(cells: Sequence[Any], folder: Path) -> None:
     """Where models are defined, cast and used in cells of their own, and torch is imported in another."""
     (shown,) = outputs(cells[11], "display_data")
@@ -131,6 +133,7 @@ def test_wrong_options_are_refused_without_a_traceback(cells: Sequence[Any]) -> 
     )
 
 
+@pytest.mark.release
 def test_a_cell_that_is_run_again_records_beside_the_first_time(cells: Sequence[Any], folder: Path) -> None:
     """A run is never overwritten, and running a cell again is what notebooks are for."""
     assert outputs(cells[5], "stream")[0]["text"].endswith("report in kept-2\n")

@@ -22,6 +22,7 @@ for step in range(3):
 """
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("step", ["optimizer.step()", "optimizer.zero_grad()"], ids=["after-a-step", "without-steps"])
 def test_an_average_in_another_dtype_is_found_at_its_line(step: str, tmp_path: Path) -> None:
     """It stands behind the backward pass, where the op trace of the call is over."""

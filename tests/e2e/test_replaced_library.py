@@ -14,6 +14,8 @@ from patience import PATIENCE
 
 import dtypedoctor as package
 
+pytestmark = pytest.mark.release
+
 REPLACING = """
 import builtins, inspect, io, json, os, random, sys, threading, time, traceback
 encode = json.JSONEncoder().encode

@@ -274,6 +274,7 @@ def test_a_replay_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.Monke
     assert treatment.before.exit.code == 0
 
 
+@pytest.mark.release
 def test_a_replay_that_hangs_after_the_failure_explains_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it was made for has been recorded by then."""
     monkeypatch.setattr(replays, "SHORTEST", 5.0)
@@ -291,6 +292,7 @@ def test_a_call_in_a_thread_is_replayed(tmp_path: Path) -> None:
     assert "bitwise identical" in treatment.replayed
 
 
+@pytest.mark.release
 def test_a_program_with_processes_of_its_own(tmp_path: Path) -> None:
     """Its child is waited for as ever, its data loader's worker is its own, and what overflows is found."""
     treatment = treat_forked(script(tmp_path, FORKS), tmp_path, ONE_RUN)
@@ -298,6 +300,7 @@ def test_a_program_with_processes_of_its_own(tmp_path: Path) -> None:
     assert treatment.findings[0].op == "aten.mul.Tensor"
 
 
+@pytest.mark.release
 def test_a_replay_has_as_many_threads_and_makes_the_same_bits(tmp_path: Path) -> None:
     """Sums are added up in the same order, so that the report can say so of the tensors that the call failed on."""
     treatment = treat_forked(script(tmp_path, THREADED), tmp_path, ONE_RUN)
@@ -307,6 +310,7 @@ def test_a_replay_has_as_many_threads_and_makes_the_same_bits(tmp_path: Path) ->
     assert not treatment.closer.trace.observed(ReplayNote)
 
 
+@pytest.mark.release
 def test_nothing_is_proven_by_a_replay_of_other_bits(tmp_path: Path) -> None:
     """It shows the operator, and the report says by how much it differs."""
     finding = treat_forked(script(tmp_path, NOISY), tmp_path, ONE_RUN).findings[0]
@@ -314,6 +318,7 @@ def test_nothing_is_proven_by_a_replay_of_other_bits(tmp_path: Path) -> None:
     assert "the replay differed" in finding.evidence[-1]
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("case", HEALTHY, ids=lambda case: case.name)
 def test_healthy_scripts_are_unchanged_by_standbys_and_replayed_exactly(case: Case, tmp_path: Path) -> None:
     """With a standby before every call: the same losses, parameters after each step, output and files; and replays of random calls do the same."""
@@ -361,6 +366,7 @@ def said_by(text: str, tmp_path: Path) -> list[str]:
     return [line for line in lines if not line.startswith("dtypedoctor: ")]
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("kind", CALLS)
 def test_each_kind_of_call_is_replayed_bitwise(kind: str, tmp_path: Path) -> None:
     """The second call overflows; the replay names the operator."""
@@ -369,6 +375,7 @@ def test_each_kind_of_call_is_replayed_bitwise(kind: str, tmp_path: Path) -> Non
     assert "bitwise identical where it fails" in treatment.replayed
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", ["busy-threads", "fork-hooks", "modules-in-a-thread", "shared-memory"])
 def test_programs_are_what_they_are_without_replays(name: str, tmp_path: Path) -> None:
     """Weights, optimizer, random states, output and files; ``python tests/e2e/forced_replays.py`` does it for all 46 programs."""

@@ -10,6 +10,8 @@ import pytest
 from patience import PATIENCE
 from run_directories import Shape, large_run
 
+pytestmark = pytest.mark.release
+
 MEGABYTES = 300
 
 MEASURE = """

@@ -75,6 +75,7 @@ def view_or_skip(folder: Path) -> None:
         pytest.skip(str(error))
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("begin", "end"), SCRIPTS.values(), ids=SCRIPTS)
 def test_a_rerun_repeats_the_first_run_and_leaves_its_files(begin: str, end: str, tmp_path: Path) -> None:
     """The folder is bitwise what one run leaves, and the rerun confirms the finding; the run directory lies in the folder."""
@@ -93,6 +94,7 @@ def test_a_rerun_repeats_the_first_run_and_leaves_its_files(begin: str, end: str
     assert "could not be made" not in str(report["coverage"])
 
 
+@pytest.mark.release
 def test_a_rerun_that_goes_another_way_is_in_the_headline(tmp_path: Path) -> None:
     """What lies outside of the working directory is not put back, so the script ends otherwise."""
     (tmp_path / "start.txt").write_text("1")
@@ -136,6 +138,7 @@ def test_without_a_view_and_a_terminal_no_other_run_is_made(tmp_path: Path) -> N
     assert "it may change files" in done.stderr
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("answer", "made"), [(b"n\n", False), (b"y\n", True)])
 def test_without_a_view_a_terminal_is_asked(answer: bytes, made: bool, tmp_path: Path) -> None:
     """It names what the first run has written below the working directory."""

@@ -12,6 +12,8 @@ import yaml
 from command import dtypedoctor, report_of
 from patience import PATIENCE
 
+pytestmark = pytest.mark.release
+
 MODEL = """
 import sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM

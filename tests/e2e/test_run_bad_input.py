@@ -96,6 +96,7 @@ def test_an_output_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     assert_refused(finished, directory, "cannot be created")
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("factory", "words"), [("killed", "SIGKILL"), ("crashes", "SIGSEGV"), ("hangs", "time limit")])
 def test_a_worker_that_dies_leaves_a_report_that_names_the_last_module(
     factory: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -114,6 +115,7 @@ def test_a_worker_that_dies_leaves_a_report_that_names_the_last_module(
     assert "model.layers.1.mlp" in report["headline"]
 
 
+@pytest.mark.release
 def test_a_correction_whose_target_does_not_match_is_not_tried_and_says_why(tmp_path: Path) -> None:
     """The correction raises in the worker; the table shows not-tried with the difference of the signatures."""
     model = {"name": "factories:renamed_mlp_input", "dtype": "float16"}

@@ -40,6 +40,7 @@ def written(folder: Path, begin: str) -> Path:
     return path
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("begin", FOLDERS.values(), ids=FOLDERS)
 def test_a_program_does_with_runs_what_it_would_alone(begin: str, tmp_path: Path) -> None:
     """It ends with status 0, its overflow is found and replayed, and the run lies beside what it left in ``runs``."""
@@ -53,6 +54,7 @@ def test_a_program_does_with_runs_what_it_would_alone(begin: str, tmp_path: Path
     assert not list(tmp_path.glob(".dtypedoctor-*"))
 
 
+@pytest.mark.release
 def test_another_run_of_a_program_that_makes_runs_finds_none_of_its_first(tmp_path: Path) -> None:
     """What the first run made in ``runs`` is not there in the second, and its own records are not lost."""
     begin = "os.makedirs('runs', exist_ok=True); assert not os.path.exists('runs/log'); open('runs/log', 'w').close()"

@@ -174,6 +174,7 @@ def make():
 """
 
 
+@pytest.mark.release
 def test_an_interrupted_matrix_says_what_is_known_and_goes_on(tmp_path: Path) -> None:
     """The finished scenario has its row and its report, the others say that they were not run; ``--resume`` runs these and no other."""
     waiting = HEALTHY.replace("builtin:llama-tiny", "waiting:make")
@@ -225,6 +226,7 @@ def test_only_a_directory_of_several_scenarios_is_resumed(tmp_path: Path) -> Non
     assert (neither.code, "pass either SCENARIO or --resume" in neither.err) == (2, True)
 
 
+@pytest.mark.release
 def test_several_scenarios_run_at_a_time(mixed: tuple[Finished, Path], tmp_path: Path) -> None:
     """With ``--jobs 2`` each in a process of its own; the rows are the same, a refused one among them."""
     _, one_by_one = mixed

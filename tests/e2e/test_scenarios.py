@@ -28,16 +28,14 @@ from dtypedoctor.scenario.model import Scenario
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 ALL = {path.stem: load_scenario(path) for path in sorted(SCENARIOS.glob("*.yaml"))}
 FAILING = {name: scenario for name, scenario in ALL.items() if scenario.expect.findings and not scenario.expect.only_on}
-NIGHTLY = {
-    "bnb4bit_grpo_decode": "bnb4bit_grpo_quant_state",
-    "custom_model_rmsnorm_fp32_all_lora": "custom_model_rmsnorm_fp32",
-    "gemma4_four_patches": "gemma4_grpo_fp16",
-    "nf4_dequant_compile_fullgraph": "nf4_dequant_compile",
-    "sequential_loads_fp16_bf16": "sequential_loads_bf16_fp16",
-    "sequential_loads_fp16_bf16_autocast": "sequential_loads_bf16_fp16_autocast",
-    "sequential_loads_single_dtype_fp16": "sequential_loads_single_dtype_bf16",
-}
-"""Variants of scenarios that are always run; only the long runs (``-m soak``) run them."""
+TICKETS = (
+    "bnb4bit_grpo_bf16",
+    "sequential_loads_bf16_fp16",
+    "custom_model_rmsnorm_fp32",
+    "gemma4_grpo_fp16",
+    "nf4_dequant_compile",
+)
+"""The scenario of each of the five public tickets: these run by default, their variants and controls before a release."""
 SILENT = ("sequential_loads_bf16_fp16_autocast", "sequential_loads_fp16_bf16_autocast", "quant_state_float32")
 FOLDERS = re.compile(
     "|".join(re.escape(str(folder)) for folder in {SCENARIOS.parent, Path(sys.prefix), Path.home()}) + "|/tmp/"
@@ -48,16 +46,14 @@ STRICT = [name for name, scenario in FAILING.items() if "strict" in scenario.exp
 
 def each(names: Iterable[str]) -> list[Any]:
     """Scenarios as parameters of a test."""
-    return [pytest.param(name, marks=pytest.mark.soak) if name in NIGHTLY else name for name in names]
+    return [name if name in TICKETS else pytest.param(name, marks=pytest.mark.release) for name in names]
 
 
 @pytest.fixture(scope="session")
-def chosen(pytestconfig: pytest.Config) -> list[str]:
-    """The scenarios that are run: the variants with ``-m soak``, all with ``-m "soak or not soak"``, else those without variants."""
-    marks = pytestconfig.getoption("markexpr")
-    if "soak" not in marks:
-        return [name for name in ALL if name not in NIGHTLY]
-    return list(ALL if "not soak" in marks else NIGHTLY)
+def chosen(request: pytest.FixtureRequest) -> list[str]:
+    """The scenarios that the selected tests are about."""
+    parameters = (item.callspec.params for item in request.session.items if hasattr(item, "callspec"))
+    return sorted(ALL.keys() & {"gemma4_grpo_fp16", *(str(values.get("name")) for values in parameters)})
 
 
 @pytest.fixture(scope="session")
@@ -99,13 +95,6 @@ def test_a_scenario_is_as_it_says(name: str, rows: dict[str, dict[str, Any]]) ->
     assert row["findings"][: len(expect.findings)] == expect.findings
     assert set(expect.cured_by) <= set(row["cured_by"])
     assert set(expect.not_cured_by) <= set(row["not_cured_by"])
-
-
-def test_a_variant_has_a_scenario_of_its_kind_that_is_always_run() -> None:
-    """Both have the same finding first, or none."""
-    assert set(NIGHTLY.values()) <= ALL.keys() - NIGHTLY.keys()
-    for name, kin in NIGHTLY.items():
-        assert ALL[name].expect.findings[:1] == ALL[kin].expect.findings[:1], name
 
 
 @pytest.mark.parametrize("name", each(ALL))
@@ -165,9 +154,10 @@ def test_a_cure_has_its_price_in_the_table(name: str, everything: tuple[Finished
 
 
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="with a CUDA device its streams are looked at")
-def test_streams_are_said_to_be_not_covered_where_there_are_none(everything: tuple[Finished, Path]) -> None:
+@pytest.mark.parametrize("name", each(["nf4_dequant_streams"]))
+def test_streams_are_said_to_be_not_covered_where_there_are_none(name: str, everything: tuple[Finished, Path]) -> None:
     """Once, although two workloads had launches to look at."""
-    report = report_of(everything[1] / "nf4_dequant_streams")
+    report = report_of(everything[1] / name)
     assert report["coverage"] == ["CUDA streams: there is no CUDA device here"]
     assert report["status"] == "healthy"
 
@@ -232,6 +222,7 @@ def _variant(scenario: Scenario) -> tuple[Any, ...]:
     return model.name, scenario.steps[0].workload.kind, model.quantization.kind
 
 
+@pytest.mark.release
 def test_the_variants_of_the_grpo_ticket_look_alike_and_are_told_apart(rows: dict[str, dict[str, Any]]) -> None:
     """The same model and trainer; finding, operator and phase together are different for each."""
     names = [name for name in FAILING if name.startswith("bnb4bit_grpo") and name in rows]

@@ -5,7 +5,7 @@ again. After a change of a script::
 
     python -m pytest -q tests/e2e/test_scripts_fail_as_written.py --rewrite-snapshot
 
-The soak runs (``-m soak``) run all of them.
+Before a release (``-m release``) all of them are run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from vouched import is_vouched_for, vouch, vouched
 from dtypedoctor.diagnosis.registry import finding_ids
 
 ALL = cases()
-TO_RUN = [pytest.param(case, marks=pytest.mark.soak) if is_vouched_for(case) else case for case in ALL]
-"""All scripts; those that are known to be as they say in the soak runs only."""
+TO_RUN = [pytest.param(case, marks=pytest.mark.release) if is_vouched_for(case) else case for case in ALL]
+"""All scripts; those that are known to be as they say only before a release."""
 COMPILED = [case for case in ALL if "torch.compile" in case.source]
 SHOWN = 0.9
 """Share of the findings that the corpus shows at least: some need a GPU, or a correction that was asked for, or are new."""

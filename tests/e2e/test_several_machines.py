@@ -117,6 +117,7 @@ def test_one_folder_gets_one_report_on_the_ranks_of_both_machines(tmp_path: Path
     assert files(tmp_path / "job") == left
 
 
+@pytest.mark.release
 def test_a_machine_that_is_killed_is_told_from_a_healthy_one(tmp_path: Path) -> None:
     """SIGKILL in the middle of a module takes dtypedoctor, agent and rank; the other machine reports what is known of its rank."""
     (tmp_path / "train.py").write_text(TRAINING)
@@ -141,6 +142,7 @@ def test_a_machine_that_is_killed_is_told_from_a_healthy_one(tmp_path: Path) -> 
     assert not (lost.parents[1] / "report.json").exists()
 
 
+@pytest.mark.release
 def test_what_two_machines_left_in_folders_of_their_own_is_joined_by_report(tmp_path: Path) -> None:
     """Each folder says which rank it lacks; together they say what rank 1 raised, with its operator; other folders do not belong to it."""
     ends = ran(tmp_path, ("a", "b"), C10D, "dtype")

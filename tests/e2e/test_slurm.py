@@ -150,7 +150,6 @@ def make():
 """
 
 
-@pytest.mark.soak
 def test_a_scenario_runs_elsewhere_when_its_node_loses_power(slurm: Slurm, tmp_path: Path) -> None:
     """No result tells that a machine is lost, and no accounts; Slurm starts nothing again by itself, so no job is left in the queue."""
     begun = tmp_path / "begun"

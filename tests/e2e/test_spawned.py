@@ -61,6 +61,7 @@ def spawning(folder: Path, way: str, bad: int) -> Path:
     return path
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("way", ["mp.spawn", "forkserver"])
 def test_training_in_spawned_processes_is_measured(way: str, tmp_path: Path) -> None:
     """A healthy one is healthy because its processes were measured, and prints what it prints alone."""
@@ -82,6 +83,7 @@ def test_an_overflow_in_a_spawned_process_is_found_there(tmp_path: Path) -> None
     assert "Seen in spawned process 2 of 2." in finding["evidence"]
 
 
+@pytest.mark.release
 def test_a_dtype_error_in_a_spawned_process_is_found_and_printed_as_ever(tmp_path: Path) -> None:
     """What multiprocessing prints of it names no frame of the doctor's."""
     path = spawning(tmp_path, "process", 2)

@@ -7,6 +7,8 @@ import torch
 from command import forked, report_of
 from released_wheels import released
 
+pytestmark = pytest.mark.release
+
 TRAINING = """
 import sys
 

@@ -211,6 +211,7 @@ WITH_BUFFERS = DDP.replace(
 """Broadcasts buffers before each forward."""
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("fault", "wanted"),
     [
@@ -241,6 +242,7 @@ def trained(tmp_path: Path, *arguments: str, **environment: str) -> tuple[dict[s
     return report_of(out), sorted(line for line in done.out.splitlines() if ": weights" in line), out
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
@@ -265,6 +267,7 @@ def test_a_failing_call_of_fsdp_is_replayed_while_its_parameters_are_unsharded(
     assert f"Same verdict as in the run: {wanted[0]}, {wanted[2]}" in " ".join(again.out.split()), again.out
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(("fault", "finding"), [("forward", "float16-overflow"), ("backward", "backward-overflow")])
 def test_a_failure_that_is_known_after_its_unit_was_resharded_is_replayed_with_copies(
     fault: str, finding: str, tmp_path: Path
@@ -278,6 +281,7 @@ def test_a_failure_that_is_known_after_its_unit_was_resharded_is_replayed_with_c
     assert (out / "capsule").is_dir()
 
 
+@pytest.mark.release
 def test_a_collective_of_the_failing_call_ends_its_replay_and_is_named(tmp_path: Path) -> None:
     """The call has an all_reduce of its own: nothing hangs, both ranks come to their end, and the report says why there is no op trace."""
     report, ended, _ = trained(tmp_path, "fsdp", "collective")
@@ -291,6 +295,7 @@ def without_dtypedoctor(*script: str) -> Finished:
     return python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script, OMP_NUM_THREADS="1")
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("arguments", [["fsdp"], ["ddp"], ["fsdp", "--recompute"]], ids=" ".join)
 def test_forced_replays_leave_the_results_of_all_ranks_bitwise_unchanged(arguments: list[str], tmp_path: Path) -> None:
     """Weights, optimizer states, losses and random states, although each call of each unit is made again, forward and backward."""
@@ -309,6 +314,7 @@ def test_forced_replays_leave_the_results_of_all_ranks_bitwise_unchanged(argumen
     assert len(forced) == 2
 
 
+@pytest.mark.release
 def test_a_replay_ends_at_a_collective_and_names_it(tmp_path: Path) -> None:
     """What comes after it needs what the other rank has sent; the replay says so and does not wait for it."""
     text = WITH_BUFFERS.replace("return self.down(", "dist.barrier()\n            return self.down(")
@@ -317,6 +323,7 @@ def test_a_replay_ends_at_a_collective_and_names_it(tmp_path: Path) -> None:
     assert any("the replay ended early: barrier needs the other ranks" in line for line in report_of(out)["coverage"])
 
 
+@pytest.mark.release
 def test_an_overflow_in_one_stage_of_a_pipeline_is_told_with_the_message_that_carried_it(tmp_path: Path) -> None:
     """There is no collective at all: the second stage gets infinities, and sends gradients that are not finite back."""
     finished, out = execute(tmp_path, PIPELINE, "--rerun", "--")
@@ -342,6 +349,7 @@ def test_a_killed_rank_is_named_with_its_last_module(tmp_path: Path) -> None:
     assert report["coverage"][1].startswith("rank 1: was killed by SIGKILL")
 
 
+@pytest.mark.release
 def test_a_rank_that_hangs_is_told_from_the_one_that_waits_for_it(tmp_path: Path) -> None:
     """Both are stopped at the time limit; the report is about the one that never entered the collective."""
     traces, late = tmp_path / "run" / "before", tmp_path / "late"
@@ -367,6 +375,7 @@ def test_a_rank_that_hangs_is_told_from_the_one_that_waits_for_it(tmp_path: Path
     assert "never entered the next one, in which others wait" in report["coverage"][1]
 
 
+@pytest.mark.release
 def test_a_sharded_scenario_with_a_precision_policy_is_healthy(tmp_path: Path) -> None:
     """FSDP2 in ``run``: local shards of parameters and gradients are measured, and what units gather and scatter."""
     path, out = written(tmp_path, FSDP, "sharded.yaml"), tmp_path / "run"
@@ -382,6 +391,7 @@ def test_a_sharded_scenario_with_a_precision_policy_is_healthy(tmp_path: Path) -
         assert any(site.kind == "param" and site.shape[0] == 16 for site in trace.sites.values())  # half of 32 rows
 
 
+@pytest.mark.release
 def test_a_trainer_of_trl_runs_in_several_processes_and_a_terminal_shows_how_far_it_is(tmp_path: Path) -> None:
     """It wraps the model itself; modules have the names that they have in one process, and rank 0 tells of its steps."""
     path, out = written(tmp_path, SFT, "tuned.yaml"), tmp_path / "run"
@@ -438,6 +448,7 @@ def _follow(terminal: int, shown: list[bytes], seen: Path) -> None:
                 seen.touch()
 
 
+@pytest.mark.release
 def test_a_mixed_shard_unit_is_found_before_fsdp_refuses_it(tmp_path: Path) -> None:
     """The call of fully_shard is enough, although it succeeds; FSDP2 itself complains in the first forward pass."""
     path, out = written(tmp_path, MIXED, "work.py"), tmp_path / "run"
@@ -448,6 +459,7 @@ def test_a_mixed_shard_unit_is_found_before_fsdp_refuses_it(tmp_path: Path) -> N
     assert "float32: 1.bias, 1.weight." in first["evidence"]
 
 
+@pytest.mark.release
 def test_a_job_that_torchrun_has_started_records_each_rank_by_itself(tmp_path: Path) -> None:
     """No collision, the script's own exit status, and one report about all ranks."""
     path, job = written(tmp_path, DDP, "work.py"), tmp_path / "job"

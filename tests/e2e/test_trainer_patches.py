@@ -14,6 +14,8 @@ from command import forked, in_this_process, report_of
 from dtypedoctor.corrections.contract import install_edits
 from dtypedoctor.plugins import Correction, registered
 
+pytestmark = pytest.mark.release
+
 PROGRAMS = Path(__file__).parents[2] / "scenarios" / "trainers" / "programs"
 ADAPTERS, SCORES = "trl-float32-adapters", "transformers-opt-float32-scores"
 CASES = {
@@ -85,7 +87,6 @@ def test_a_patch_applies_to_the_installed_release_as_it_is_printed(name: str, tm
     assert (tmp_path / "tests" / f"test_{name.replace('-', '_')}.py").is_file()
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "program"), [(name, program) for name, programs in CASES.items() for program in programs]
 )

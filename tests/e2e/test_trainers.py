@@ -9,6 +9,8 @@ from command import forked, report_of
 
 from dtypedoctor.scenario.loading import load_scenario
 
+pytestmark = pytest.mark.release
+
 FOLDER = Path(__file__).parents[2] / "scenarios" / "trainers"
 ALL = {
     name: load_scenario(FOLDER / f"{name}.yaml")

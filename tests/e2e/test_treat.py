@@ -121,6 +121,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.release
 def test_processes_that_the_script_starts_are_treated_or_named(tmp_path: Path) -> None:
     """Spawned, forked and started by their command line; one that takes nothing from its environment is named before the end."""
     script = package(tmp_path, "if WEIGHT_BUFFER is None:")
@@ -141,6 +142,7 @@ def test_processes_that_the_script_starts_are_treated_or_named(tmp_path: Path) -
     assert missed.startswith(f"dtypedoctor: not treated: {sys.executable} -I -c ")
 
 
+@pytest.mark.release
 def test_every_rank_of_torchrun_is_treated(tmp_path: Path) -> None:
     """The launcher itself imports no library, and does not say that the correction was not used."""
     script = package(tmp_path, "if WEIGHT_BUFFER is None:")
@@ -162,6 +164,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.release
 def test_why_a_correction_is_not_in_place_on_the_ranks_is_said_by_the_launcher(tmp_path: Path) -> None:
     """It calls no module itself. A model whose gradients are reduced keeps its dtypes."""
     script = tmp_path / "train.py"
@@ -184,6 +187,7 @@ print("other", other.stdout, other.stderr)
 """
 
 
+@pytest.mark.release
 def test_the_users_own_sitecustomize_runs_in_every_process_and_other_pythons_are_left_alone(tmp_path: Path) -> None:
     """Also where a process does not inherit all variables; an interpreter of another environment imports nothing of this package."""
     script = package(tmp_path, "if WEIGHT_BUFFER is None:")

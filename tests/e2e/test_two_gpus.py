@@ -124,6 +124,7 @@ def test_forked_ranks_say_over_nccl_what_those_of_torchrun_say(llama: Path, tmp_
         assert [one for one in ours if one not in theirs][:3] == [one for one in theirs if one not in ours][:3], name
 
 
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.parametrize("variables", [{}, IN_PLACE], ids=["forked", "in place"])
 def test_a_map_of_devices_changes_nothing_on_a_cpu(llama: Path, variables: dict[str, str], tmp_path: Path) -> None:

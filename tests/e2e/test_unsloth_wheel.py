@@ -11,6 +11,8 @@ from released_wheels import WHEELS, released
 from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.source_edits import AlreadyCorrectedError, TargetMismatchError, patched
 
+pytestmark = pytest.mark.release
+
 REAL = Path(__file__).parents[2] / "scenarios" / "real"
 STATES = REAL / "programs" / "unsloth_states.py"
 STATE_CORRECTION = "unsloth-state-of-input-dtype"

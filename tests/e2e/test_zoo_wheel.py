@@ -8,6 +8,8 @@ from command import forked, python, report_of
 from released_wheels import released
 from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention
 
+pytestmark = pytest.mark.release
+
 PROGRAMS = Path(__file__).parents[2] / "scenarios" / "real" / "programs"
 ALONE = {"OMP_NUM_THREADS": "1"}
 PRODUCT = "transformers-gemma4-mlp-product"

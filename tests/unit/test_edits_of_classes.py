@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from traces import TraceBuilder, tensor
 
 from dtypedoctor.diagnosis.edits import INSTEAD, edits_for
@@ -143,6 +142,8 @@ def test_a_divisor_that_was_seen_to_be_a_tensor_keeps_its_sign(operands: int, ne
     old = "y = a / (n + eps)"
     assert edited(program(tmp_path, old, builder, op="aten.div.Tensor"), "keep-in-domain") == new
     if new:
+        import torch
+
         given = {"a": torch.tensor([0.0, 1.0, 3.0]), "n": torch.tensor([0.0, -2.0, 1e-9]), "eps": 0.0, "torch": torch}
         results = []
         for text in (old, new):
@@ -205,6 +206,8 @@ def test_a_batch_with_nan_is_left_out_of_the_loop_that_trains(
 @pytest.mark.parametrize("made", ["x", "[x, 1]", "(x,)", "{'x': x, 'name': 'a'}", "UserDict(x=x)"])
 def test_a_batch_that_is_passed_on_whole_is_left_out_whatever_it_is(made: str, tmp_path: Path) -> None:
     """The edit, run: of two batches the one with NaN is not trained on, be they tensors, lists, tuples or mappings."""
+    import torch
+
     text = f"for batch in [{made} for x in (good, bad)]:\n    seen.append(batch)\n    net(batch).backward()"
     (tmp_path / "own").mkdir()
     after = edited(program(tmp_path / "own", text), "skip-batch")

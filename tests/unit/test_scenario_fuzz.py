@@ -165,7 +165,7 @@ def test_any_bytes_load_or_are_refused(content: bytes) -> None:
     ends_well(content)
 
 
-@pytest.mark.soak
+@pytest.mark.release
 @pytest.mark.timeout(3000)
 @given(mutated_bytes(), mutated_values(), ANY_BYTES)
 @MANY

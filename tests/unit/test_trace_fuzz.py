@@ -96,7 +96,7 @@ def test_a_mutated_trace_of_an_overflow_is_never_called_healthy(runs: dict[str, 
     ends_well(runs["overflowing"], seed, was_healthy=False)
 
 
-@pytest.mark.soak
+@pytest.mark.release
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("name", ["healthy", "overflowing"])
 def test_thousands_of_mutated_traces(runs: dict[str, Path], name: str) -> None:
