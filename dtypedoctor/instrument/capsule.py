@@ -368,7 +368,7 @@ def capsule_of(
     error = None
     if try_fixes is not None and failing.kind is Kind.RAISED:
         failing.passes_in_float32 = in_float32(call).error is None
-    if try_fixes is not None and failing.kind is Kind.SILENT:
+    if failing.kind is Kind.SILENT:
         error = relative_error(call)
     if failing.kind is not Kind.SILENT:
         call, cut = _cut(call, failing)
@@ -389,6 +389,7 @@ def capsule_of(
         "class": call.module.operator if isinstance(call.module, Operator) else type(call.module).__name__,
         "kind": str(wanted.kind),
         "error": failing.error,
+        "origin": failing.origin,
         "relative_error": error,
         "finding": wanted.finding,
         "call": described,
@@ -422,7 +423,8 @@ def _described(call: LiveCall, tensors: Tensors, sources: Sources) -> dict[str, 
         **described,
         "own": False,
         "state": _state(tensors, sources),
-        "training": call.module.training,
+        "training": call.training,
+        "default_dtype": str(call.settings.default_dtype).removeprefix("torch."),
         "grad": call.grad,
         "autocast": [[state.device, str(state.dtype).removeprefix("torch.")] for state in call.autocast],
         "calls": [],

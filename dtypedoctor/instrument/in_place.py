@@ -48,7 +48,14 @@ from dtypedoctor.instrument.untouched import CannotReplayError
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES
 from dtypedoctor.trace.records.execution import EAGER, HeldInput, ReplayedCall
-from dtypedoctor.trace.records.silent import ScaledBackward
+from dtypedoctor.trace.records.silent import (
+    Absorbed,
+    FloatToInt,
+    RoundedAngles,
+    RoundedPositions,
+    RouterChoice,
+    ScaledBackward,
+)
 from dtypedoctor.unpatched import perf_counter, to_json
 
 if TYPE_CHECKING:
@@ -64,8 +71,17 @@ CAPSULE_LIMIT = 64 << 20
 """Bytes that a capsule may take if nobody says otherwise."""
 IN_PLACE = "capsule-{call}-{kind}"
 """Name of the files of a capsule, beside the trace, until it is known whether it is of what is found."""
-_KINDS = {"raised": "raised", "value": "nonfinite", "gradient": "backward", "backward raised": "backward"}
+SILENT = "silent"
+_KINDS = {
+    "raised": "raised",
+    "value": "nonfinite",
+    "gradient": "backward",
+    "backward raised": "backward",
+    SILENT: "silent",
+}
 """How the call fails, by why it is replayed."""
+_OF_ONE_CALL = (Absorbed, FloatToInt, RouterChoice, RoundedPositions, RoundedAngles)
+"""What a look sees of which everything that the call returns may be finite."""
 MAX_REPLAYS = 12
 MAX_SECONDS = 60.0
 """Replays in one process, and the time after which no further one begins."""
@@ -153,6 +169,7 @@ class InPlaceReplays:
         self.written: dict[str, bool] = {}
         self.count = 0
         self.begun = False
+        self._silent: list[str] = []
         self._zeros = False
         self._scales = False
         self._every = 0
@@ -171,6 +188,7 @@ class InPlaceReplays:
         """
         self.begun, self._every, self._late, self._capsule_limit = True, force, late, capsule_limit
         modules, phases = self._modules, self._phases
+        self._session.seen_once = self._seen_silent
         modules.before_root.append(self._enter_root)
         modules.on_error.append(self._raised)
         modules.on_return.append(self._root_returned)
@@ -325,6 +343,15 @@ class InPlaceReplays:
             if self._sharded and kept.error is None and self._is_known_later(module):
                 self._copies.keep(kept, self._calls)
         self._look()
+        if kept is not None and kept.live.module is module and self._silent:
+            self._replay(kept, SILENT)
+        self._silent.clear()
+
+    def _seen_silent(self, record: Any, fqn: str | None) -> None:
+        """A look has seen something in the module ``fqn`` that no result shows: the call of the first is kept as a capsule."""
+        if isinstance(record, _OF_ONE_CALL) and fqn is not None and self._current is not None:
+            # What a router chooses is used in the module around it.
+            self._silent.append(fqn.rpartition(".")[0] if isinstance(record, RouterChoice) else fqn)
 
     def noticed(self, error: BaseException) -> None:
         """The program ends with ``error``, which may have been raised outside of all modules."""
@@ -472,6 +499,7 @@ class InPlaceReplays:
     def _replay_forward(self, found: Nonfinite) -> None:
         """Replays the call that holds a result that is not finite; of a job of several ranks not where it got such values itself."""
         for kept in [kept for kept in self._calls if kept.holds(found.call, found.fqn)]:
+            kept.bad.add(found.fqn)
             if not (self._modules.alone and kept.is_spoilt()) and not self._is_spoilt_since(kept):
                 self._replay_or_wait(kept, "value")
 
@@ -566,7 +594,7 @@ class InPlaceReplays:
             backward: also pull the upstream gradient through it.
             error: what the backward pass has raised.
         """
-        pass_ = why if why == ZEROS else "backward" if backward else "forward"
+        pass_ = why if why in (ZEROS, SILENT) else "backward" if backward else "forward"
         spent = why != "forced" and (self.count >= MAX_REPLAYS or self._spent > MAX_SECONDS)
         if spent or pass_ in kept.replayed:
             return False
@@ -574,8 +602,8 @@ class InPlaceReplays:
         self.count += 1
         began = perf_counter()
         ops = self._new_trace()
-        inner = InnerCalls(self._session, _KINDS[why], self._capsule_limit) if why in _KINDS else None
-        replay = RepeatedCall(self._session, kept, ops, inner, scaled=why == ZEROS)
+        inner = InnerCalls(self._session, _KINDS[why], self._capsule_limit, self._silent) if why in _KINDS else None
+        replay = RepeatedCall(self._session, kept, ops, inner, traced=why not in (ZEROS, SILENT), scaled=why == ZEROS)
         with kept.with_its_parameters(), self._aside(), self._modules.following(replay), self._phases.standing_aside():
             doubt = replay.run(kept.backward if backward else kept.number, backward=backward, error=error)
         self._spent += perf_counter() - began
@@ -585,13 +613,13 @@ class InPlaceReplays:
             return False
         if why == ZEROS:
             return self._tell_gradients(replay, doubt)
-        if replay.capsule is not None:
+        if replay.capsule is not None and self._is_same_failure(kept, why, replay, inner, doubt):
             self._write_capsule(kept, *replay.capsule)
         eager = replay.in_eager_mode() if why == "value" and why_opaque(kept.live.module) else None
         if eager is not None:
             self._session.emit(eager, fqn="", at=(kept.step, kept.call))
             why, doubt, replay.compared = EAGER, "", False
-        if why != "forced":
+        if why not in ("forced", SILENT):
             record = ReplayedCall(
                 why=why,
                 compared=replay.compared,
@@ -601,6 +629,18 @@ class InPlaceReplays:
             )
             self._session.emit(record, fqn=kept.live.fqn)
         return not doubt and (why != "gradient" or replay.is_bad)
+
+    def _is_same_failure(
+        self, kept: KeptCall, why: str, replay: RepeatedCall, inner: InnerCalls | None, doubt: str
+    ) -> bool:
+        """Whether a replay, which may have other results, has failed as the call did: else its capsule is one of another failure."""
+        if why == "value" and inner is not None and not (replay.compared and not doubt):
+            return replay.error is None and any(
+                is_inside(inner.began, fqn) or is_inside(fqn, inner.began) for fqn in kept.bad
+            )
+        if why == "gradient":
+            return replay.is_bad
+        return not doubt and (replay.compared or why != SILENT)
 
     def _write_capsule(self, kept: KeptCall, description: dict[str, Any], tensors: bytes) -> None:
         """Writes the first capsule of a kind and an outermost call beside the trace; one inside of a later unit has only got what is not finite."""
@@ -726,6 +766,11 @@ class _KeepGradient:
         """It has come back."""
         if gradient is not None:
             self._gradients.setdefault(self._index, gradient)
+
+
+def is_inside(fqn: str, outer: str) -> bool:
+    """Whether ``fqn`` names the module ``outer`` or one in it."""
+    return not outer or fqn == outer or fqn.startswith(f"{outer}.")
 
 
 def _comes_back(tensor: Tensor) -> bool:

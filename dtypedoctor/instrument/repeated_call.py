@@ -89,6 +89,7 @@ class KeptCall:
         made: what it has returned.
         error: type and message of what it has raised.
         replayed: what of it has been replayed, ``forward`` or ``backward``.
+        bad: modules in it whose result or input was the first that was not finite.
         old: a step has ended since, which may have been skipped.
         moved: an optimizer has stepped since.
         versions: a few of the parameters, and how often they had been written to.
@@ -106,6 +107,7 @@ class KeptCall:
     made: list[Made] = field(default_factory=list)
     error: tuple[str, str] | None = None
     replayed: set[str] = field(default_factory=set)
+    bad: set[str] = field(default_factory=set)
     old: bool = False
     moved: bool = False
     versions: "Versions" = ()
@@ -151,30 +153,33 @@ class RepeatedCall:
         kept: the call.
         ops: the op trace.
         inner: keeps the module calls inside, to leave a capsule; None where none is wanted.
-        scaled: instead of the op trace, compare the gradients with those of a multiplied upstream gradient.
+        traced: have the op trace on.
+        scaled: compare the gradients with those of a multiplied upstream gradient.
 
     Attributes:
         ops: the op trace.
         scale: what the upstream gradient was multiplied by.
         gradients: of the call's parameters, as they are and with the upstream gradient multiplied, by name.
         why_not: why the call could not be made again; empty where it was.
+        error: what the replay has raised.
         compared: whether its result could be compared with what the call itself had returned or raised.
         is_bad: whether a gradient that it has made is not finite.
         capsule: description and tensors of the smallest module call in it that fails; None where there is none.
     """
 
     def __init__(
-        self, session: Session, kept: KeptCall, ops: "OpTrace", inner: "InnerCalls | None", *, scaled: bool = False
-    ) -> None:
+        self, session: Session, kept: KeptCall, ops: "OpTrace", inner: "InnerCalls | None", *,
+        traced: bool = True, scaled: bool = False,
+    ) -> None:  # fmt: skip
         self._session = session
         self._kept = kept
         self._inner = inner
         self._reducing = False
         self._given: Given = lambda args, kwargs: (args, kwargs)
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self.capsule: tuple[dict[str, Any], bytes] | None = None
         self.ops = ops
-        self._scaled = scaled
+        self._traced, self._scaled = traced, scaled
         self.scale = SCALE
         self.gradients: dict[str, ScaledGradient] = {}
         self._result: list[Tensor] = []
@@ -220,7 +225,7 @@ class RepeatedCall:
                 self.why_not = memory.why_not
                 if self._inner is not None and not self.why_not:
                     self._reducing = True
-                    self.capsule = self._inner.smallest(self._error, self._kept.call)
+                    self.capsule = self._inner.smallest(self.error, self._kept.call)
         except CannotReplayError as why_not:
             self.why_not = str(why_not)
             return ""
@@ -235,7 +240,7 @@ class RepeatedCall:
             for one in self._kept.made
             if (tensor := one.tensor()) is not None and version_of(tensor) == one.version
         ]
-        if len(made) != len(self._result) or self._error is not None:
+        if len(made) != len(self._result) or self.error is not None:
             return None
         with self._session.position.mute():
             real, again = (measure(list(filter(measurable, tensors))) for tensors in (made, self._result))
@@ -253,7 +258,7 @@ class RepeatedCall:
         live = self._kept.live
         memo: dict[int, Any] = {}
         args, kwargs = mapped(live.args, as_leaf, memo), mapped(live.kwargs, as_leaf, memo)
-        if not self._scaled:
+        if self._traced:
             self.ops.open()
         try:
             self.ops.enter_root(args, kwargs)
@@ -262,12 +267,12 @@ class RepeatedCall:
                 passed, named = self._given(args, kwargs)
                 output = live.module(*passed, **named)
             self.ops.leave_root()
-            self._error = forward.error
-            if self._error is None and backward:
+            self.error = forward.error
+            if self.error is None and backward:
                 with contained() as pulled, self._differentiating():
                     self._pull(output, args, kwargs)
-                self._error = pulled.error
-            return type_and_message(self._error) if self._error is not None else None
+                self.error = pulled.error
+            return type_and_message(self.error) if self.error is not None else None
         finally:
             self.ops.close()
 
@@ -339,15 +344,21 @@ class InnerCalls:
         session: of the process.
         kind: how the call fails: ``raised``, ``nonfinite`` or ``backward``.
         limit: bytes that its capsule may take.
+        shown_by: of a call that fails silently, the modules that show it, the first one first.
+
+    Attributes:
+        began: dotted name of the first module that raised, or that returned something that is not finite.
     """
 
-    def __init__(self, session: Session, kind: str, limit: int) -> None:
+    def __init__(self, session: Session, kind: str, limit: int, shown_by: Sequence[str] = ()) -> None:
         self._session = session
         self._kind = kind
         self._limit = limit
+        self._shown_by = shown_by[0] if shown_by else None
         self._open: list[LiveCall] = []
         self._returned: list[LiveCall] = []
         self._found: list[LiveCall] = []
+        self.began = ""
 
     def entered(self, module: nn.Module) -> None:
         """A module is called."""
@@ -362,7 +373,11 @@ class InnerCalls:
 
     def raised(self, module: nn.Module) -> None:
         """The innermost call has raised."""
-        self._found = self._found or self._open[::-1]
+        self._fail()
+
+    def _fail(self) -> None:
+        if not self._found and self._open:
+            self._found, self.began = self._open[::-1], self._open[-1].fqn
 
     def left(self, module: nn.Module, output: Any) -> None:
         """A module has returned."""
@@ -371,12 +386,18 @@ class InnerCalls:
         while self._open[-1].module is not module:
             self._open.pop()
         with self._session.position.mute():
-            if self._kind == "nonfinite" and not self._found and not all(map(is_finite, tensors_of(output))):
-                self._found = self._open[::-1]
+            if not self._found and self._shows_it(output):
+                self._fail()
             call = self._open.pop()
             if self._kind == "backward":
                 call.keep_gradients(output)
                 self._returned.append(call)
+
+    def _shows_it(self, output: Any) -> bool:
+        """Whether the innermost open call, which returns ``output``, is the first that shows the failure."""
+        if self._kind == "silent":
+            return self._open[-1].fqn == self._shown_by
+        return self._kind == "nonfinite" and not all(map(is_finite, tensors_of(output)))
 
     def smallest(self, error: BaseException | None, number: int) -> tuple[dict[str, Any], bytes] | None:
         """The capsule of the innermost call that fails by itself; why there is none, and nothing, where it is too large; None where no call does.

@@ -473,6 +473,8 @@ class Session:
         self.coverage = Coverage()
         self.readings = Readings(lambda: self.position.step, meter)
         self._once: dict[str, set[Any]] = {}
+        self.seen_once: Callable[[Any, str | None], None] = lambda record, fqn: None
+        """Called with each record of :meth:`once`, and the module that it is about."""
 
     def emit(
         self, record: Any, *, fqn: str | None = None, phase: str | None = None, at: tuple[int, int] | None = None
@@ -497,3 +499,4 @@ class Session:
         if key not in written and len(written) < MAX_NOTES:
             written.add(key)
             self.emit(record, fqn=fqn)
+            self.seen_once(record, fqn)

@@ -9,7 +9,6 @@ printed or logged is swallowed, files that the program has open are cut back, an
 import io
 import logging
 import os
-import random
 import sys
 import threading
 from collections import OrderedDict, deque
@@ -44,6 +43,7 @@ from dtypedoctor.instrument.operators import (
     tensors_of,
     written,
 )
+from dtypedoctor.instrument.settings import RandomState
 from dtypedoctor.interruptions import contained
 from dtypedoctor.lasting import at_audit
 
@@ -244,10 +244,7 @@ def as_before(roots: Iterable[Any], thread: int, ours: Callable[[], object]) -> 
         objects.keep(vars(script), shallow=True)
     with ExitStack() as stack:
         stack.callback(objects.restore)
-        stack.callback(random.setstate, random.getstate())
-        numpy_random = getattr(sys.modules.get("numpy"), "random", None)
-        if numpy_random is not None:
-            stack.callback(numpy_random.set_state, numpy_random.get_state())
+        stack.callback(RandomState.now().restore)
         if torch.cuda.is_initialized() and torch.cuda.get_sync_debug_mode():  # setting it warns
             stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
             torch.cuda.set_sync_debug_mode("default")

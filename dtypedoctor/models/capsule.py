@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.capture import Operator
 from dtypedoctor.instrument.live_call import tensors_of
+from dtypedoctor.instrument.settings import Settings
 from dtypedoctor.interruptions import contained
 from dtypedoctor.replay.capsule import CAPSULE_TENSORS, Capsule, read_capsule
 from dtypedoctor.replay.script import CannotBeWrittenError, capsule_script
@@ -29,6 +30,7 @@ class Call:
         grad: whether gradients are enabled.
         gradients: by index among the tensors that are returned, the gradient that comes back.
         random: state of the CPU's generator; None where nothing is drawn.
+        settings: what torch is set to.
     """
 
     args: tuple[Any, ...]
@@ -36,6 +38,7 @@ class Call:
     grad: bool
     gradients: dict[int, Tensor]
     random: Tensor | None
+    settings: Settings
 
 
 class Enclosing(nn.Module):
@@ -104,7 +107,7 @@ def load_capsule(directory: Path, dtype: torch.dtype, device: torch.device) -> n
         raise UsageError(f"{directory}: the call cannot be rebuilt here: {words}", "Its libraries must be installed.")
     if capsule.operator is not None:
         module = _operator(capsule, arguments)
-    return _with_call(module, arguments, script, kept, capsule.fqn, set(capsule.description["requires_grad"]))
+    return _with_call(module, arguments, script, kept, capsule)
 
 
 def _operator(capsule: Capsule, arguments: Any) -> nn.Module:
@@ -131,19 +134,21 @@ def _converted(
 
 
 def _with_call(
-    module: nn.Module, arguments: Any, script: types.ModuleType, kept: dict[str, Tensor], fqn: str, trained: set[str]
+    module: nn.Module, arguments: Any, script: types.ModuleType, kept: dict[str, Tensor], capsule: Capsule
 ) -> nn.Module:
+    trained = set(capsule.description["requires_grad"])
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(f"weight.{name}" in trained or isinstance(module, Operator))
     gradients = {index: kept[key] for (_, index), key in script.__dict__.get("GRADIENTS", {}).items()}
     if isinstance(module, Operator) and module.backward is not None:
         gradients = {0: torch.ones_like(module.zero)}
-    model = Enclosing(fqn, module) if fqn else module
+    model = Enclosing(capsule.fqn, module) if capsule.fqn else module
     _calls[model] = Call(
         args=arguments[0],
         kwargs=arguments[1],
         grad=script.__dict__["GRAD"],
         gradients=gradients,
         random=kept.get("random"),
+        settings=Settings.now().with_default_dtype(capsule.description["call"].get("default_dtype", "float32")),
     )
     return model

@@ -20,7 +20,7 @@ from dtypedoctor.redaction.secrets import masked
 LONGEST = 2000
 """Characters of a message that are kept."""
 _READ = 20_000
-_ELIDED = "…"
+ELIDED = "…"
 _NAME = r"[A-Za-z_<][\w.:<>*/\[\]-]*"
 _HARMLESS = regex(
     rf"(?:torch\.Size)?[\[(]?\s*(?:[-+]?\d[\d.xe+-]*|None|{_NAME})(?:\s*(?:,|x|!=|==|and|or)\s*(?:[-+]?\d[\d.xe+-]*|None|{_NAME}))*,?\s*[\])]?"
@@ -124,7 +124,7 @@ def _quoted(match: re.Match[str]) -> str:
         _IDENTIFIER.fullmatch(inside) or _HARMLESS.fullmatch(inside) or not inside.strip()
     ):
         return match[0]
-    return match[1] + match[2][0] + _ELIDED + match[2][0]
+    return match[1] + match[2][0] + ELIDED + match[2][0]
 
 
 _MARKS = str.maketrans({"(": "\1", ")": "\2", "[": "\3", "]": "\4", "{": "\5", "}": "\6"})
@@ -134,12 +134,12 @@ _UNMARKS = {value: chr(key) for key, value in _MARKS.items()}
 def _bracketed(match: re.Match[str]) -> str:
     """A pair of brackets that holds no other: kept, and marked as done, or without its content."""
     before, opening, inside, closing = match[1] or "", match[2], match[3], match[4]
-    kept = inside if _is_harmless(before, opening, inside) else _ELIDED
+    kept = inside if _is_harmless(before, opening, inside) else ELIDED
     return before + (opening + kept + closing).translate(_MARKS)
 
 
 def _is_harmless(before: str, opening: str, inside: str) -> bool:
-    if not inside.strip() or inside == _ELIDED:
+    if not inside.strip() or inside == ELIDED:
         return True
     is_mapping = opening == "{" and ":" in inside
     if is_mapping:
@@ -263,7 +263,7 @@ def _filled(text: str, found: re.Match[str]) -> str:
         begin, end = found.span(number)
         hole = found[number]
         kept = len(hole) <= _LONGEST_HOLE and (_HARMLESS.fullmatch(hole) or _IDENTIFIER.fullmatch(hole))
-        parts += [text[at:begin], hole if kept or not hole else elided(hole) if len(elided(hole)) <= 3 else _ELIDED]
+        parts += [text[at:begin], hole if kept or not hole else elided(hole) if len(elided(hole)) <= 3 else ELIDED]
         at = end
     return "".join(parts) + text[at:]
 
@@ -273,5 +273,5 @@ def _without_locals(text: str, frames: list[FrameType]) -> str:
     for frame in frames:
         for value in list(frame.f_locals.values()):
             if type(value) is str and len(value) >= 12 and value in text and not _IDENTIFIER.fullmatch(value):
-                text = text.replace(value, _ELIDED)
+                text = text.replace(value, ELIDED)
     return text[:600]

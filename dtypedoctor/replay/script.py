@@ -119,6 +119,7 @@ def script_text(capture: Mapping[str, Any], claim: Claim, *, configs: bool, carr
         "grad": bool(capture["grad"] or claim.check == "backward"),
         "random": "random" if carried.random else None,
         "autocast": [tuple(region) for region in capture["autocast"]],
+        "default": capture.get("default_dtype", "float32"),
         "module": _module(capture, own=own, configs=configs),
         "arguments": _arguments(capture, configs=configs),
         "kept": _kept(carried),
@@ -151,6 +152,7 @@ def _needless(capture: Mapping[str, Any], claim: Claim, carried: Carried, *, own
         "compared": claim.check != "dtype",
         "output": claim.check != "dtype" or own,
         "autocast": bool(capture["autocast"]),
+        "default": capture.get("default_dtype", "float32") != "float32",
         "buffers": any(recipe["buffers"] for recipe in recipes),
         "children": any(recipe["children"] for recipe in recipes),
     }
@@ -512,6 +514,7 @@ from safetensors.torch import load_file  # @safetensors
 {source}GRAD = {grad!r}
 LIMIT = {limit!r}  # of the relative error @accuracy
 AUTOCAST = {autocast!r}  # @autocast
+DEFAULT_DTYPE = getattr(torch, {default!r})  # of the forward pass @default
 RANDOM = {random!r}  # the tensor that holds the state of the random generator @random
 DEVICE = "cpu"  # @device
 CAST = {{}}  # dtypes that stand for others, while the call is made in float32
@@ -690,6 +693,7 @@ def attempt(wide):
     torch.set_rng_state(T.pop(RANDOM))  # @random
     LEFT.clear()  # @own
     RETURNED[:] = [(name, result(T)) for name, result in CALLS]  # @own
+    torch.set_default_dtype(torch.float32 if wide else DEFAULT_DTYPE)  # @default
     left, raised = [], None  # @local
     left, raised = LEFT, None  # @own
     with torch.set_grad_enabled(GRAD):  # @plain
@@ -705,6 +709,7 @@ def attempt(wide):
             pass  # @own
         except Exception as error:
             raised = error
+    torch.set_default_dtype(torch.float32)  # @default
     if raised is None:  # @backward
         try:  # @backward
             return gradients(T, left), None  # @backward

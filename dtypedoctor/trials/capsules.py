@@ -15,6 +15,7 @@ from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file
 from dtypedoctor.patterns import regex
+from dtypedoctor.redaction.messages import ELIDED
 from dtypedoctor.redaction.redact import redact, short_paths, without_process_secrets
 from dtypedoctor.redaction.secrets import SECRET
 from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, MODEL, Capsule, NoCapsule, read_capsule
@@ -28,6 +29,9 @@ from dtypedoctor.unpatched import to_json
 __all__ = ["caught_in", "is_replay", "same_verdict", "scenario_of"]
 
 DIRECTORY = "capsule"
+_NUMBER = regex(r"\d+")
+_COMPARED = 80
+"""Letters of two messages that are compared; of what a program fills in the recorded one has nothing."""
 SECONDS = 120.0
 """How long catching and reducing a call may take."""
 _FINITE = frozenset({
@@ -129,6 +133,7 @@ def _wanted(run: Run, finding: Finding, limit: int, *, in_place: bool = False) -
         "kind": kind,
         "limit": limit,
         "finding": _finding(run, finding),
+        "raised": None if raised is None else f"{raised.type}: {raised.message}",
         "fixes": list(dict.fromkeys([*finding.remedies, *_FIXES_OF_ANY_CALL])),
     }
     return wanted, window
@@ -186,7 +191,7 @@ def _caught(run: Run, wanted: dict[str, Any], window: Window, seconds: float) ->
             "windows": [],
             "seconds": int(seconds),
             "raised": [raised.type, raised.call] if raised is not None else [],
-            "capsule": wanted,
+            "capsule": {key: value for key, value in wanted.items() if key != "raised"},
         }
         if not go_on(waiting, scratch, told, seconds):
             return NoCapsule(why=f"catching the call took more than {seconds:.0f} s")
@@ -205,7 +210,7 @@ def _made_in_place(made: Sequence[Path], wanted: dict[str, Any], directory: Path
             inside = f"{wanted['finding']['fqn'] or ''}.".startswith(
                 f"{description['fqn']}." if description["fqn"] else ""
             )
-            if description["kind"] != wanted["kind"] or not inside:
+            if description["kind"] != wanted["kind"] or not inside or not _is_of(description, wanted["raised"]):
                 continue
             if "why" in description:
                 return NoCapsule(why=str(description["why"]))
@@ -221,6 +226,14 @@ def _made_in_place(made: Sequence[Path], wanted: dict[str, Any], directory: Path
             path.unlink(missing_ok=True)
             _tensors_of(path).unlink(missing_ok=True)
     return NoCapsule(why="by itself no module around the failing operator fails")
+
+
+def _is_of(description: Mapping[str, Any], raised: str | None) -> bool:
+    """Whether a call that was kept has raised what the run raised, whatever sizes either names."""
+    if raised is None or "error" not in description:
+        return True
+    said, again = (_NUMBER.sub("N", text).split("\n")[0] for text in (raised, description["error"]))
+    return bool(again.startswith(said.partition(ELIDED)[0][:_COMPARED]))
 
 
 def _wanted_of(description: Mapping[str, Any], fixes: Sequence[str]) -> list[dict[str, str]]:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from dtypedoctor.corrections.contract import TargetMismatchError, put_in
 from dtypedoctor.foreign_files import parse_json
-from dtypedoctor.instrument.capsule import Kind
-from dtypedoctor.instrument.live_call import AutocastState, LiveCall, RandomState, Repeat, copied, mapped, tensors_of
+from dtypedoctor.instrument.capsule import Kind, signature
+from dtypedoctor.instrument.live_call import AutocastState, LiveCall, Repeat, copied, mapped, tensors_of
+from dtypedoctor.instrument.settings import RandomState
 from dtypedoctor.instrument.untouched import as_before
 from dtypedoctor.interruptions import contained
 from dtypedoctor.models.capsule import call_of, load_capsule
@@ -29,13 +30,14 @@ from dtypedoctor.redaction.messages import message_of
 from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, read_capsule
 from dtypedoctor.unpatched import process_time, to_json
 
+NOT_ALONE = "built again from what a capsule holds, the call does not fail as it did in the program"
 LONGEST = 3.0
 """Seconds of processor time after which no other fix is tried."""
 FIXED, NOT_FIXED, NOT_TRIED = "fixed", "not-fixed", "not-tried"
 KEEP_FLOAT32 = "keep-float32"
 
 
-def tried_fixes(call: LiveCall, kind: Kind, fixes: Sequence[str]) -> list[dict[str, str]]:
+def tried_fixes(call: LiveCall, kind: Kind, fixes: Sequence[str], error: str = "") -> list[dict[str, str]]:
     """What each fix that works on a call does to ``call``, as :class:`dtypedoctor.replay.capsule.CallFix` has it.
 
     Nothing where the call does not show its failure.
@@ -44,9 +46,10 @@ def tried_fixes(call: LiveCall, kind: Kind, fixes: Sequence[str]) -> list[dict[s
         call: fails, and may be made as often as it takes.
         kind: how it fails.
         fixes: ids; those that change more than a call are left out.
+        error: signature of what it raises; empty for whatever that is.
     """
     found: list[dict[str, str]] = []
-    if kind is Kind.SILENT or not _objection(call):
+    if kind is Kind.SILENT or not _fails_as(call, kind, error):
         return found
     until = process_time() + LONGEST
     for fix in fixes:
@@ -57,7 +60,7 @@ def tried_fixes(call: LiveCall, kind: Kind, fixes: Sequence[str]) -> list[dict[s
             found.append(_row(fix, NOT_TRIED, f"the fixes before it took {LONGEST:.0f} s"))
             continue
         rows = list(_tried(fix, change, call))
-        if not _objection(call):  # it is still in place, or the call fails now and then
+        if not _fails_as(call, kind, error):  # it is still in place, or the call fails now and then
             return [*found, *(row if row["outcome"] != FIXED else _row(fix, NOT_TRIED, _PASSES_TOO) for row in rows)]
         found += rows
     return found
@@ -88,6 +91,7 @@ def try_on_capsules(directory: Path) -> None:
     """Tries every fix that may fit on the calls that this process has left as capsules beside its trace, and adds to each what came of it.
 
     Which of the fixes matter is known only with the finding. What a call prints is swallowed, and what it would change outside of the process rejected.
+    A capsule of which the call, built from its files alone, does not fail as it did in the program is given up: it depends on more than they hold.
 
     Args:
         directory: of the trace.
@@ -100,8 +104,12 @@ def try_on_capsules(directory: Path) -> None:
             device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
             with _as_capsule(path) as capsule:
                 call = _built(capsule, device)
+            kind, error = Kind(description["kind"]), description["error"]
             with as_before((), get_ident(), lambda: False):
-                description["fixes"] = tried_fixes(call, Kind(description["kind"]), _that_may_fit(call.module))
+                if kind is Kind.SILENT or _fails_as(call, kind, error):
+                    description["fixes"] = tried_fixes(call, kind, _that_may_fit(call.module), error)
+                else:
+                    description["why"] = NOT_ALONE
             path.write_text(to_json(description), encoding="utf-8")
 
 
@@ -129,7 +137,9 @@ def _built(directory: Path, device: torch.device) -> LiveCall:
         autocast=tuple(
             AutocastState(device=name, dtype=getattr(torch, dtype)) for name, dtype in described["autocast"]
         ),
-        random=RandomState(cpu=call.random, cuda=None) if call.random is not None else None,
+        settings=call.settings,
+        training=described["training"],
+        random=RandomState(cpu=call.random) if call.random is not None else None,
         gradients=call.gradients,
     )
 
@@ -142,20 +152,36 @@ def _that_may_fit(module: nn.Module) -> list[str]:
     return [KEEP_FLOAT32, *_CHANGES, *(name for name in fitting if name != KEEP_FLOAT32)]
 
 
-def _objection(call: LiveCall) -> str:
-    """How ``call`` fails when it is made, as a clause; empty where it returns, and passes back, finite values."""
+def _failure(call: LiveCall) -> tuple[Kind, BaseException | None] | None:
+    """How ``call`` fails when it is made, and what it raises; None where it returns, and passes back, finite values."""
     memo: dict[int, object] = {}
     repeat = Repeat()
     with contained() as ours:
         repeat = call.again(args=copied(call.args, memo), kwargs=copied(call.kwargs, memo))
     error = ours.error or repeat.error
     if error is not None:
-        return f"raises {_named(error)}"
+        return Kind.RAISED, error
     if not all(map(_is_finite, tensors_of(repeat.output))):
-        return "the output is not finite"
-    if not all(map(_is_finite, repeat.gradients.values())):
-        return "the gradients are not finite"
-    return ""
+        return Kind.NONFINITE, None
+    return None if all(map(_is_finite, repeat.gradients.values())) else (Kind.BACKWARD, None)
+
+
+def _fails_as(call: LiveCall, kind: Kind, error: str) -> bool:
+    """Whether ``call`` fails in this way, and with an exception of this signature where one is given."""
+    failure = _failure(call)
+    return failure is not None and failure[0] is kind and error in ("", signature(failure[1]))
+
+
+_WORDS = {Kind.NONFINITE: "the output is not finite", Kind.BACKWARD: "the gradients are not finite"}
+
+
+def _objection(call: LiveCall) -> str:
+    """How ``call`` fails, as a clause; empty where it does not."""
+    failure = _failure(call)
+    if failure is None:
+        return ""
+    kind, error = failure
+    return f"raises {_named(error)}" if error is not None else _WORDS[kind]
 
 
 def _named(error: BaseException) -> str:

@@ -158,7 +158,7 @@ def run_capsule_call(context: Context) -> None:
     context.begin_step()
     if call.random is not None:
         torch.set_rng_state(call.random)
-    with torch.set_grad_enabled(call.grad), context.region():
+    with call.settings.in_force(), torch.set_grad_enabled(call.grad), context.region():
         output = context.model(*call.args, **call.kwargs)
     found = list(tensors_of(output))
     ends = [index for index in call.gradients if index < len(found) and found[index].requires_grad]

@@ -228,6 +228,26 @@ def test_a_capsule_of_the_process_itself_keeps_the_limit(tmp_path: Path) -> None
     assert list((tmp_path / "run" / "before").glob("capsule-*")) == []
 
 
+LOCKED = """
+import threading, torch
+from torch import nn
+lock = threading.Lock()
+class Locked(nn.Module):
+    def forward(self, x):
+        with lock:
+            return x * x
+Locked()(torch.full((2, 4), 300.0).half())
+"""
+
+
+def test_a_capsule_whose_files_alone_do_not_fail_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs what no file holds; nothing is called fixed on it either."""
+    monkeypatch.setenv("DTYPEDOCTOR_REPLAY_IN_PLACE", "fails")
+    capsule = caught(LOCKED, tmp_path)
+    assert isinstance(capsule, NoCapsule), capsule
+    assert "does not fail as it did in the program" in capsule.why
+
+
 WHAT_NO_TEXT_MAKES = """
 from collections import namedtuple
 from dataclasses import dataclass

@@ -390,6 +390,83 @@ def test_a_result_that_differs_is_said(tmp_path: Path) -> None:
     ]
 
 
+def overflows_then_mixes() -> nn.Module:
+    """Its first call overflows; each later one rejects its dtypes before that."""
+    numbers = iter(range(1, 100))
+
+    class Later(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x if next(numbers) == 1 else x @ x.float()
+
+    return nn.Sequential(Later())
+
+
+def rejects_then_mixes() -> nn.Module:
+    """Its first call raises a ValueError; each later one rejects its dtypes."""
+    numbers = iter(range(1, 100))
+
+    class Later(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if next(numbers) == 1:
+                raise ValueError("not this input")
+            return x @ x.float()
+
+    return nn.Sequential(Later())
+
+
+@pytest.mark.parametrize("make", [overflows_then_mixes, rejects_then_mixes])
+def test_a_replay_that_fails_otherwise_leaves_no_capsule(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
+    """What it shows is not the failure of the program."""
+    with suppress(ValueError):
+        trace = in_place(tmp_path, lambda: make()(torch.full((2, 2), 300.0, dtype=torch.float16)))
+    assert all(seen.what.doubt for seen in trace.observed(ReplayedCall))
+    assert not list(tmp_path.glob("capsule-*"))
+
+
+class Table(nn.Module):
+    """Makes a table in the default dtype, and multiplies with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * torch.linspace(0, 1, 4)
+
+
+def test_a_recomputation_under_another_default_dtype_is_made_again_as_it_was(tmp_path: Path) -> None:
+    """The forward pass has the default dtype of then, the backward pass that of now, and the capsule raises what the program raised."""
+    block = Table().bfloat16()
+    outer = nn.Sequential()
+    outer.forward = lambda x: checkpoint(block, x, use_reentrant=False)  # type: ignore[method-assign]
+    outer.add_module("block", block)
+
+    def trains() -> None:
+        torch.set_default_dtype(torch.bfloat16)
+        loss = outer(torch.ones(2, 4, requires_grad=True)).sum()
+        torch.set_default_dtype(torch.float32)
+        loss.backward()
+
+    trace = in_place(tmp_path, trains)
+    assert [(seen.what.why, seen.what.doubt) for seen in trace.observed(ReplayedCall)] == [("backward raised", None)]
+    assert torch.get_default_dtype() is torch.float32
+    for path in tmp_path.glob("capsule-*.json"):
+        assert json.loads(path.read_text(encoding="utf-8"))["error"].startswith("CheckpointError")
+
+
+def test_a_silent_failure_leaves_the_call_that_shows_it(tmp_path: Path) -> None:
+    """All that it returns is finite."""
+
+    class Bounded(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nan_to_num(x * x, posinf=1.0)
+
+    trace = in_place(tmp_path, lambda: nn.Sequential(nn.Identity(), Bounded())(torch.full((2, 4), 300.0).half()))
+    description = json.loads((tmp_path / "capsule-1-silent.json").read_text(encoding="utf-8"))
+    assert (description["fqn"], description["kind"]) == ("1", "silent")
+    assert not trace.observed(ReplayedCall)
+
+
 class Overflows(nn.Module):
     """Overflows float16, with dropout, an attribute and a buffer that change in each call."""
 

@@ -1,12 +1,16 @@
 """A module call is recorded when it is entered and made again later, in the modes and with the random numbers of then."""
 
+import random
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtypedoctor.instrument.capsule import Failing, Kind, Wanted, capsule_of
 from dtypedoctor.instrument.live_call import LiveCall, copied, tensors_of
@@ -70,6 +74,49 @@ def test_autocast_and_grad_mode_are_those_of_entry() -> None:
     output = call.again().output
     assert output.dtype is torch.bfloat16
     assert not output.requires_grad
+
+
+class Settled(nn.Module):
+    """Notes the settings that it is called with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = (
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
+            torch.backends.cuda.matmul.fp32_precision,
+            torch.backends.cudnn.benchmark,
+            self.training,
+            random.random(),
+            np.random.rand(),
+        )
+        return x
+
+
+def test_settings_and_generators_are_those_of_entry_and_are_put_back() -> None:
+    """A program that sets a default dtype or device, a backend or the mode of a module around a call has changed it by the time of a replay."""
+    module = Settled().eval()
+    with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
+        stack.callback(torch.use_deterministic_algorithms, mode=False)
+        torch.use_deterministic_algorithms(mode=True, warn_only=True)
+        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("high")
+        stack.enter_context(torch.device("meta"))
+        stack.enter_context(sdpa_kernel([SDPBackend.FLASH_ATTENTION]))
+        stack.enter_context(torch.backends.cudnn.flags(benchmark=True))
+        call, _ = entered(module, torch.ones(1, device="cpu"))
+        first = module.seen
+    module.train()
+    module.forward(torch.ones(1))
+    present = module.seen
+    call.again()
+    assert module.seen == first
+    module.forward(torch.ones(1))
+    assert module.seen[:-2] == present[:-2]
+    assert module.training
 
 
 def test_a_call_recorded_without_autocast_is_repeated_without_it() -> None:
