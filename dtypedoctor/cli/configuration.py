@@ -31,7 +31,6 @@ KEYS = (
 _REPLACES = {
     "every-n-steps": ("overhead-budget",),
     "overhead-budget": ("every-n-steps",),
-    "for": ("format",),
     "resume": KEYS,
 }
 """The keys that do not count where an option is typed that cannot stand beside them."""

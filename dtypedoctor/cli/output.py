@@ -197,7 +197,7 @@ def _columns() -> int:
 
 
 TERMINAL = "terminal"
-_COME_WITH_IT = (TERMINAL, "md", "html", "json", "junit", "sarif", "github", "annotations", "perfetto")
+_COME_WITH_IT = (TERMINAL, "md", "html", "json", "junit", "sarif")
 """The formats that come with the program, named here so that ``--help`` need not import them; a test compares."""
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dtypedoctor.cli import completion
-from dtypedoctor.cli.output import TERMINAL, FormatOption, announce, print_text, show, show_markdown, shows_runs
+from dtypedoctor.cli.output import TERMINAL, FormatOption, announce, show, show_markdown, shows_runs
 from dtypedoctor.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -80,20 +80,9 @@ def report(
         ),
     ],
     format: FormatOption = TERMINAL,
-    project: Annotated[
-        str | None,
-        typer.Option(
-            "--for",
-            help="As an issue of trl, peft, transformers, unsloth, pytorch or axolotl: the headings of its template, in Markdown.",
-            metavar="PROJECT",
-        ),
-    ] = None,
 ) -> None:
     """Print the report of a finished run."""
     announce(f"Reading {', '.join(map(str, runs))}", terminal_only=True)  # a long trace without a report takes seconds
-    if project is not None:
-        _ticket(runs, project, format)
-        return
     from dtypedoctor.redaction.redact import redact
     from dtypedoctor.report.files import read_matrix, with_pictures
     from dtypedoctor.report.matrix import matrix_document, matrix_exit
@@ -117,27 +106,6 @@ def _report_of(runs: list[Path]) -> "Report":
     from dtypedoctor.report.files import report_of, report_of_machines
 
     return report_of(runs[0]) if len(runs) == 1 else report_of_machines(runs)
-
-
-def _ticket(runs: list[Path], project: str, format: str) -> None:
-    """Prints the issue, and on stderr its title and where it is filed."""
-    from dtypedoctor.redaction.redact import redact
-    from dtypedoctor.report.files import read_matrix
-    from dtypedoctor.report.project_tickets import needs_capsule, template_of, ticket
-    from dtypedoctor.report.run_facts import replay_command
-    from dtypedoctor.report.text import one_line
-
-    template = template_of(project)
-    if format not in (TERMINAL, "md"):
-        raise UsageError(f"--for {project}: an issue is Markdown", "Leave --format out.")
-    run = runs[0]
-    if len(runs) == 1 and read_matrix(run) is not None:
-        raise UsageError(f"{run}: this is a folder of several runs", "Name one of them.")
-    found = redact(_report_of(runs))
-    print_text(ticket(found, project))
-    print(f"\nTitle: {one_line(found.headline, 600)}\nNew issue: {template.address}", file=sys.stderr)
-    if needs_capsule(found):
-        print(f"Attach: {replay_command(found, shlex.quote(str(run)))} --script, and its tensors", file=sys.stderr)
 
 
 def compare(

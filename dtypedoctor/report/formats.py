@@ -6,11 +6,11 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import contained
 from dtypedoctor.plugins import Format, known, label_of, registered
 from dtypedoctor.report.document import Document
-from dtypedoctor.report.to_ci import render_annotations, render_junit, render_sarif
 from dtypedoctor.report.to_html import render_html
 from dtypedoctor.report.to_json import render_data
-from dtypedoctor.report.to_markdown import render_job_summary, render_markdown
-from dtypedoctor.report.to_perfetto import render_perfetto
+from dtypedoctor.report.to_junit import render_junit
+from dtypedoctor.report.to_markdown import render_markdown
+from dtypedoctor.report.to_sarif import render_sarif
 from dtypedoctor.scenario.problems import did_you_mean
 
 FORMATS = (
@@ -19,10 +19,13 @@ FORMATS = (
     Format(name="json", suffix=".json", render=render_data),
     Format(name="junit", suffix=".xml", render=render_junit),
     Format(name="sarif", suffix=".sarif", render=render_sarif),
-    Format(name="github", suffix=".md", render=render_job_summary),
-    Format(name="annotations", suffix=".txt", render=render_annotations),
-    Format(name="perfetto", suffix=".perfetto.json", render=render_perfetto, shows_runs=True),
 )
+_REMOVED = {
+    "github": "--format md goes into $GITHUB_STEP_SUMMARY.",
+    "annotations": "action.yml makes them of --format sarif.",
+    "perfetto": "--format html shows the same runs.",
+}
+"""Formats of earlier versions, and what to use in their place."""
 
 
 def format_named(name: str) -> Format:
@@ -32,6 +35,8 @@ def format_named(name: str) -> Format:
         UsageError: there is none.
     """
     found = registered(Format).get(name)
+    if found is None and name in _REMOVED:
+        raise UsageError(f"--format: {name} was removed", _REMOVED[name])
     if found is None:
         meant = did_you_mean(name, registered(Format))
         raise UsageError(f"--format: there is no format {name!r}{meant}", f"At the prompt: terminal. {known(Format)}")

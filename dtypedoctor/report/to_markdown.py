@@ -36,8 +36,8 @@ from dtypedoctor.report.text import ABSENT, TEXT_LIMIT, one_line, paragraphs, se
 
 _Thing = TypeVar("_Thing")
 
-LIMIT, SUMMARY_LIMIT = 65_535, 1_000_000
-"""The longest text that GitHub takes as an issue or a comment, and a little less than it takes as the summary of a job."""
+LIMIT = 65_535
+"""Bytes of the longest text that GitHub takes as an issue or a comment; the summary of a job may be longer."""
 _NOTE = 80
 """Bytes for the note that something is left out."""
 _LEAST = 200
@@ -93,11 +93,6 @@ def _signed(sections: Sequence[Section]) -> tuple[Section, ...]:
         else:
             blocks.append(block)
     return (replace(sections[0], blocks=tuple(blocks)), *sections[1:]) if sections else ()
-
-
-def render_job_summary(document: Document) -> str:
-    """The document for the job summary of GitHub Actions, which may be longer than a comment."""
-    return render_markdown(document, SUMMARY_LIMIT)
 
 
 def _fitted(draw: Callable[[_Thing, int], str], things: Sequence[_Thing], room: int) -> str:

@@ -40,6 +40,7 @@ class Ran:
 def step(folder: Path, name: str, outputs: dict[str, str] | None = None, **inputs: str) -> Ran:
     """Runs one step of the action in ``folder``, expressions replaced as GitHub replaces them."""
     known = {f"inputs.{key}": value for key, value in (INPUTS | inputs).items()}
+    known["github.action_path"] = str(ROOT)
     known |= {f"steps.doctor.outputs.{key}": value for key, value in (outputs or {}).items()}
 
     def value(expression: re.Match[str]) -> str:

@@ -91,9 +91,6 @@ def test_bash_completes_verbs_and_formats(tmp_path: Path) -> None:
         "json",
         "junit",
         "sarif",
-        "github",
-        "annotations",
-        "perfetto",
     ]
     assert "--tolerance" in completions("dtypedoctor", "compare", "--t")
     (tmp_path / "torch.py").write_text("raise RuntimeError('torch is imported for a completion')")

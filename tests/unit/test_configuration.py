@@ -47,9 +47,9 @@ def test_options_that_exclude_each_other_are_not_joined(project: Path) -> None:
     assert completed("exec", "a.py", "--resume") == ["exec", "--overhead-budget=5%", "a.py", "--resume"]
 
 
-@pytest.mark.parametrize("words", [("report", "RUN", "--for", "trl"), ("bisect", "--resume", "RUN"), ("--help",)])
+@pytest.mark.parametrize("words", [("bisect", "--resume", "RUN"), ("--help",)])
 def test_no_default_stands_beside_an_option_that_excludes_it(words: tuple[str, ...], project: Path) -> None:
-    """An issue is Markdown whatever the format is, and a bisection goes on with its own options."""
+    """A bisection goes on with its own options."""
     project.write_text("[tool.dtypedoctor]\nformat = 'json'\ndevice = 'cpu'\n")
     assert completed(*words) == list(words)
 

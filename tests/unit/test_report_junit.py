@@ -13,7 +13,7 @@ from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.report.matrix import matrix_document, not_run_report, refused_report, row_of
 from dtypedoctor.report.model import Report, RunSummary
 from dtypedoctor.report.run_document import run_document
-from dtypedoctor.report.to_ci import render_junit
+from dtypedoctor.report.to_junit import render_junit
 
 
 def merged(reports: list[Report]) -> str:

@@ -18,7 +18,6 @@ from dtypedoctor.report.to_markdown import (
     code,
     fenced,
     prose,
-    render_job_summary,
     render_markdown,
     size,
     table,
@@ -30,9 +29,9 @@ NAMES = ["healthy", "overflow", "mismatch", "worker-died", "hostile"]
 
 
 def summary(reports: list[Report]) -> str:
-    """Several reports as one job summary."""
+    """Several reports as one page."""
     rows = [row_of(report, exit_code=0, seconds=1.0, path="report.json") for report in reports]
-    return render_job_summary(matrix_document(rows, reports, exit_code=0))
+    return render_markdown(matrix_document(rows, reports, exit_code=0))
 
 
 def markup(text: str) -> tuple[set[str], list[int]]:
@@ -61,7 +60,7 @@ def test_a_ticket_reads_as_expected(report: Report) -> None:
     assert_golden(f"{report.name}.md", render_markdown(run_document(report)))
 
 
-def test_the_job_summary_reads_as_expected() -> None:
+def test_the_page_of_several_scenarios_reads_as_expected() -> None:
     """One table of all scenarios, those that fail first, each with its details."""
     assert_golden("summary.md", summary(everything()[:4]))
     assert summary([overflow()]) == summary([overflow()])
@@ -129,10 +128,10 @@ def test_the_longest_report_fits_into_a_comment() -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_scenarios_fit_into_a_job_summary() -> None:
-    """GitHub refuses more than a mebibyte."""
+def test_a_thousand_scenarios_fit_into_a_comment() -> None:
+    """GitHub refuses more than 65,535 bytes."""
     text = summary([overflow()] * 1000)
-    assert size(text) <= 2**20
+    assert size(text) <= LIMIT
     assert "more parts left out" in text
 
 

@@ -1,7 +1,8 @@
-"""SARIF and annotations: each finding at a line of the program's source."""
+"""SARIF: each finding at a line of the program's source."""
 
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,11 @@ from dtypedoctor.diagnosis.rule import Excerpt, Severity
 from dtypedoctor.report.matrix import matrix_document, row_of
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.run_document import run_document
-from dtypedoctor.report.to_ci import render_annotations, render_sarif
+from dtypedoctor.report.to_sarif import render_sarif
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+from annotations import annotations
 
 SCHEMA = os.environ.get("SARIF_SCHEMA", "")
 OWN = Excerpt(file="sub/train.py", line=11, function="forward", text="        return self.head(y * y)")
@@ -93,27 +98,34 @@ def test_several_scenarios_make_one_run() -> None:
     assert len(rules) == 2
 
 
+def test_a_healthy_run_has_no_results() -> None:
+    """The log says all the same how the run ended."""
+    run = sarif(healthy())
+    assert run["results"] == []
+    assert run["properties"]["headline"].startswith("HEALTHY: 8 of 8 steps")
+
+
+def annotated(report: Report) -> list[str]:
+    """The lines that the GitHub Action prints of a report."""
+    return "\n".join(annotations(json.loads(render_sarif(run_document(report))))).splitlines()
+
+
 def test_annotations_are_commands_of_the_runner() -> None:
     """File and line as properties, the message behind them; colons and commas in a property are escaped."""
-    found = replace(overflow(), excerpts=(replace(OWN, file="a,b:c.py"),), expectation_met=None)
-    (line,) = render_annotations(run_document(found)).splitlines()
-    assert line.startswith("::error file=a%2Cb%3Ac.py,line=11,title=float16-overflow::")
+    (line,) = annotated(replace(overflow(), excerpts=(replace(OWN, file="a,b:c d.py"),), expectation_met=None))
+    assert line.startswith("::error file=a%2Cb%3Ac d.py,line=11,title=float16-overflow::")
     warning = replace(mismatch().findings[0], severity=Severity.WARNING)
-    (line,) = render_annotations(run_document(replace(mismatch(), findings=(warning,)))).splitlines()
+    (line,) = annotated(replace(mismatch(), findings=(warning,)))
     assert line.startswith("::warning file=modeling_llama.py,line=67,")
-
-
-def test_a_healthy_run_is_a_notice() -> None:
-    """So that the job's page says that something was looked at."""
-    assert render_annotations(run_document(healthy())).startswith("::notice title=dtypedoctor::HEALTHY: 8 of 8 steps")
-    assert sarif(healthy())["results"] == []
+    (line,) = annotated(healthy())
+    assert line.startswith("::notice title=dtypedoctor::HEALTHY: 8 of 8 steps")
 
 
 @given(st.text())
 def test_no_text_becomes_a_command(text: str) -> None:
     """One line per finding, whatever its texts are: a line break would begin a command of somebody else's."""
     finding = replace(mismatch().findings[0], summary=text, source=text, fqn=text)
-    lines = render_annotations(run_document(replace(mismatch(), findings=(finding,)))).splitlines()
+    lines = annotated(replace(mismatch(), findings=(finding,)))
     assert [line.partition(" ")[0] for line in lines] == ["::error"]
 
 
