@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "tests" / "e2e"))
 
 from run_directories import Shape, large_run
 
-FORMATS = ("terminal", "md", "html", "json", "junit", "github")
+FORMATS = ("terminal", "md", "html", "json", "junit")
 REPEATS = 5
 
 MEASURE = """

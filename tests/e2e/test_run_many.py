@@ -107,7 +107,7 @@ def test_a_finished_matrix_is_a_gate_in_the_formats_of_a_ci(mixed: tuple[Finishe
     assert list(suites) == ["a_failing", "b_unmet", "c_refused", "d_healthy"]
     counts = {name: (suite.get("failures"), suite.get("errors")) for name, suite in suites.items()}
     assert counts == {"a_failing": ("1", "0"), "b_unmet": ("1", "0"), "c_refused": ("0", "1"), "d_healthy": ("0", "0")}
-    summary = in_this_process("report", out, "--format", "github").out
+    summary = in_this_process("report", out, "--format", "md").out
     assert [bool(re.search(rf"^\| `{name}` .* \*\*NO\*\* \|$", summary, re.MULTILINE)) for name in suites] == [
         True,
         True,

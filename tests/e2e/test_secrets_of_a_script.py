@@ -51,7 +51,7 @@ def test_only_the_output_of_the_script_holds_them(left: Path) -> None:
 
 
 @pytest.mark.release(all_but=1)
-@pytest.mark.parametrize("format", ["md", "html", "json", "junit", "github", "terminal"])
+@pytest.mark.parametrize("format", ["md", "html", "json", "junit", "sarif", "terminal"])
 def test_no_format_holds_them_wherever_it_is_made(format: str, left: Path) -> None:
     """Rendered from the report, and from the trace alone, by a process that knows none of them."""
     for place in (left, left / "before"):

@@ -15,7 +15,7 @@ import pytest
 from command import dtypedoctor
 from patience import PATIENCE, becomes
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 FOLDERS = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
