@@ -56,7 +56,7 @@ def replay(
     if script:
         _print_script(found)
         return 0
-    allow_capsule(found, allowed=allow_code)
+    may_run_code = allow_capsule(found, allowed=allow_code)
     from dtypedoctor.cli.reported import exit_code
     from dtypedoctor.cli.running import treat_scenario
     from dtypedoctor.redaction.redact import redact
@@ -67,7 +67,9 @@ def replay(
     from dtypedoctor.trials.plan import Plan
     from dtypedoctor.trials.remedies import asked_for
 
-    scenario = override(scenario_of(found, asked_for([], attempt or [])), dtype=dtype, device=device)
+    scenario = override(
+        scenario_of(found, asked_for([], attempt or []), allow_code=may_run_code), dtype=dtype, device=device
+    )
     plan = Plan(certify=False)
     report = treat_scenario(scenario, new_directory(out, scenario.name), plan, preload=found.modules())
     show(run_document(report if format == TERMINAL else redact(report)), format)
@@ -77,12 +79,15 @@ def replay(
 def _print_script(capsule: "Capsule") -> None:
     from dtypedoctor.replay.capsule import CAPSULE_TENSORS
     from dtypedoctor.replay.script import TENSORS, CannotBeWrittenError, capsule_script
+    from dtypedoctor.report.text import one_line
 
     try:
         text = capsule_script(capsule, inline=True)
     except CannotBeWrittenError as error:
         raise UsageError(f"{capsule.directory}: no script can be made of it: {error}", "Replay it instead.") from error
     print(text, end="")
+    if named := list(capsule.code()):
+        print(f"Read it before you run it: it runs code of its own: {one_line(', '.join(named), 400)}", file=sys.stderr)
     if f'"{TENSORS}"' in text or f"'{TENSORS}'" in text:
         print(
             f"The script reads {TENSORS} beside it: copy {capsule.directory / CAPSULE_TENSORS} there.", file=sys.stderr

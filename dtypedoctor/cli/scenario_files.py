@@ -12,7 +12,7 @@ from pathlib import Path
 from dtypedoctor.diagnosis.registry import typed_ids
 from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import Correction, registered
-from dtypedoctor.replay.capsule import Capsule
+from dtypedoctor.replay.capsule import ALLOW_CODE, MODEL, Capsule
 from dtypedoctor.report.text import one_line
 from dtypedoctor.scenario.loading import is_shipped, load_scenario
 from dtypedoctor.scenario.model import Scenario, Script
@@ -44,23 +44,24 @@ def allow_directory(directory: Path, *, allowed: bool) -> None:
         _ask(directory, "resuming runs code from this directory")
 
 
-def allow_capsule(capsule: Capsule, *, allowed: bool) -> None:
-    """Lets a capsule pass that names torch and known libraries only, or that is allowed to run code.
+def allow_capsule(capsule: Capsule, *, allowed: bool) -> bool:
+    """Lets a capsule pass that names only what is known of torch and its libraries, or that is allowed to run code.
 
     Capsules are made to be sent around, so wherever it lies, its code is not taken for the user's own.
+
+    Returns:
+        Whether it may run code.
 
     Raises:
         UsageError: it holds code, and nobody has said yes.
     """
     named = [one_line(name, 100) for name in capsule.code()]
     if not named or allowed:
-        return
+        return allowed
     what = f"replaying runs code: {', '.join(named[:5])}"
     if not _says_yes(f"{one_line(str(capsule.directory), 400)}: {what}\nRun it? [y/N] "):
-        raise UsageError(
-            f"{one_line(str(capsule.directory), 400)}: {what}",
-            "Read it first (`source` in capsule.json, or --script), then pass --allow-code.",
-        )
+        raise UsageError(f"{one_line(str(capsule.directory), 400)}: {what}", ALLOW_CODE)
+    return True
 
 
 def _says_yes(question: str) -> bool:
@@ -82,7 +83,9 @@ def _code_of(scenario: Scenario) -> Iterator[str]:
     """What the scenario runs that is no part of dtypedoctor, at its place in the file."""
     for number, step in enumerate(scenario.steps):
         name = step.model.name if step.model is not None else ""
-        if ":" in name and not name.startswith("builtin:") and not os.path.exists(name):
+        if name.startswith(MODEL):  # whatever lies there: it may say that its code is allowed
+            yield f"the capsule {one_line(name.removeprefix(MODEL))} (steps[{number}].model.name)"
+        elif ":" in name and not name.startswith("builtin:") and not os.path.exists(name):
             yield f"the model factory {one_line(name)} (steps[{number}].model.name)"
         if isinstance(step.workload, Script):
             script = step.workload.path or step.workload.module or "in its source text"

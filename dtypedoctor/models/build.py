@@ -91,7 +91,9 @@ def build(spec: Model, device: torch.device, seed: int, *, on_host: bool = False
     place = HOST if on_host else device
     set_seed(seed)
     if spec.name.startswith(MODEL):
-        built = Built(model=load_capsule(Path(spec.name.removeprefix(MODEL)), dtype, place), tokenizer=None)
+        allowed = spec.options.get("allow_code") is True  # which is asked for where the scenario was read
+        capsule = load_capsule(Path(spec.name.removeprefix(MODEL)), dtype, place, allow_code=allowed)
+        built = Built(model=capsule, tokenizer=None)
     elif spec.name.startswith(BUILTIN):
         built = _builtin(spec, dtype, place, seed)
     elif is_from_factory(spec):

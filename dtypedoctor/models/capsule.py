@@ -14,6 +14,7 @@ from dtypedoctor.instrument.capture import Operator
 from dtypedoctor.instrument.live_call import tensors_of
 from dtypedoctor.instrument.settings import Settings
 from dtypedoctor.interruptions import contained
+from dtypedoctor.models.named import require_known
 from dtypedoctor.replay.capsule import CAPSULE_TENSORS, Capsule, read_capsule
 from dtypedoctor.replay.script import CannotBeWrittenError, capsule_script
 from dtypedoctor.values import dataclass
@@ -74,40 +75,45 @@ def call_of(model: nn.Module) -> Call:
     return _calls[model]
 
 
-def load_capsule(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The module of the capsule in ``directory``. This runs the source text that the capsule holds.
+def load_capsule(directory: Path, dtype: torch.dtype, device: torch.device, *, allow_code: bool = False) -> nn.Module:
+    """The module of the capsule in ``directory``.
 
     Args:
         directory: the capsule.
         dtype: in which the tensors are that have the most frequent floating dtype in the capsule.
         device: where it is to be.
+        allow_code: run the source text that it holds, and make whatever it names.
 
     Raises:
-        UsageError: it cannot be read, or what it names cannot be imported here.
+        UsageError: it cannot be read, or what it names cannot be imported here, or may not be made.
     """
     capsule = read_capsule(directory)
     script = types.ModuleType("repro")
     path = str(directory / "repro.py")
-    module: Any = None
-    arguments: Any = None
-    kept: dict[str, Tensor] = {}
+    model: Any = None
     with contained() as refused:
+        if not allow_code:  # before anything is made; of what was read here, whoever may have looked at the file before
+            require_known(capsule)
         text = capsule_script(capsule, tensors=CAPSULE_TENSORS)
         linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
         script.__dict__["__file__"] = path
-        exec(compile(text, path, "exec"), script.__dict__)  # noqa: S102  (the user has allowed it)
+        exec(compile(text, path, "exec"), script.__dict__)  # noqa: S102  (of literals and calls of what is known, or allowed)
         script.__dict__["DEVICE"] = str(device)
         kept = _converted(script, getattr(torch, capsule.dtype), dtype, device)
         for name in capsule.description["requires_grad"]:
             if name in kept and name.startswith("input."):
                 kept[name].requires_grad_()
         module, arguments = script.__dict__["module"](kept), script.__dict__["arguments"](kept)
+        if capsule.operator is not None:
+            module = _operator(capsule, arguments)
+        model = _with_call(module, arguments, script, kept, capsule)
     if (error := refused.error) is not None:
+        if isinstance(error, UsageError):
+            raise error
         words = str(error) if isinstance(error, CannotBeWrittenError) else f"{type(error).__name__}: {error}"
         raise UsageError(f"{directory}: the call cannot be rebuilt here: {words}", "Its libraries must be installed.")
-    if capsule.operator is not None:
-        module = _operator(capsule, arguments)
-    return _with_call(module, arguments, script, kept, capsule)
+    loaded: nn.Module = model
+    return loaded
 
 
 def _operator(capsule: Capsule, arguments: Any) -> nn.Module:

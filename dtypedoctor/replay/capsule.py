@@ -1,7 +1,8 @@
 """A capsule: a directory that holds one failing module call, complete enough to be made again anywhere.
 
 ``capsule.json`` says how the module and its arguments are made, ``capsule.safetensors`` holds their tensors. Nothing in either is executed as it
-is, but for ``source``: the text of classes that live in the user's own files.
+is, but for ``source``: the text of classes that live in the user's own files. What else it names is on a list (:mod:`dtypedoctor.replay.allowed`), or runs
+only where the user allows it.
 """
 
 from collections import Counter
@@ -12,10 +13,20 @@ from typing import Any
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file, read_head, reason
-from dtypedoctor.patterns import regex
+from dtypedoctor.replay.allowed import Named, named_in, why_not
 from dtypedoctor.values import dataclass
 
-__all__ = ["CAPSULE", "CAPSULE_TENSORS", "FORMAT", "MODEL", "CallFix", "Capsule", "NoCapsule", "read_capsule"]
+__all__ = [
+    "ALLOW_CODE",
+    "CAPSULE",
+    "CAPSULE_TENSORS",
+    "FORMAT",
+    "MODEL",
+    "CallFix",
+    "Capsule",
+    "NoCapsule",
+    "read_capsule",
+]
 
 CAPSULE, CAPSULE_TENSORS = "capsule.json", "capsule.safetensors"
 FORMAT = 1
@@ -23,10 +34,8 @@ MODEL = "capsule:"
 """How the name of a scenario's model begins that is the module of a capsule; its directory follows."""
 _LARGEST = 64 << 20
 """Bytes of a description; that of a large model takes some megabytes."""
-_LIBRARIES = ("torch.nn.", "transformers.", "peft.", "bitsandbytes.")
-"""Packages whose classes and functions a capsule may name without being asked about."""
-_CALLED = regex(r"transformers\.[\w.]*:\w*Output\w*|collections:OrderedDict")
-"""Classes that are called with values of the capsule; those of other names are made without their constructors."""
+ALLOW_CODE = "Read it first (`source` and `call` in capsule.json, or --script), then pass --allow-code."
+"""What the reader of a capsule that runs code can do."""
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _WEIGHT = 1_000_000
 """By how much an element of a weight counts more than one of an input."""
@@ -110,8 +119,9 @@ class Capsule:
     def versions(self) -> Mapping[str, str]:
         """Versions of the libraries whose classes it names, and of torch."""
         found = self.finding.get("versions")
-        named = {name.partition(".")[0] for _, name in _names_in(self.description["call"])} | {"torch"}
-        return {str(name): str(version) for name, version in (found or {}).items() if name in named}
+        named = {one.partition(".")[0] for one in self._libraries()} | {"torch"}
+        items = found.items() if isinstance(found, dict) else ()
+        return {str(name): str(version) for name, version in items if name in named}
 
     @property
     def fixes(self) -> tuple[CallFix, ...]:
@@ -146,36 +156,35 @@ class Capsule:
 
     def modules(self) -> tuple[str, ...]:
         """Modules of known libraries that it needs, to be imported in advance."""
-        named = {name.partition(":")[0] for key, name in _names_in(self.description["call"]) if _is_harmless(key, name)}
-        return tuple(sorted(named - {"source"}))
+        return tuple(sorted(self._libraries())) if not any(self.code()) else ()
+
+    def named(self) -> list[Named]:
+        """Everything that it names.
+
+        Raises:
+            UsageError: it is damaged.
+        """
+        try:
+            drawn = (Named(role="dtype", name=how["dtype"]) for how in self.description["drawn"].values())
+            every = [*named_in(self.description["call"]), *drawn]
+            if not all(isinstance(text, str) for named in every for text in (named.name, *named.attributes)):
+                raise TypeError("a name that is no text")
+            return every
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            where = self.directory / CAPSULE
+            raise UsageError(f"{where}: damaged: {type(error).__name__}: {error}", "Have it sent again.") from error
 
     def code(self) -> Iterator[str]:
-        """What it runs that is neither torch's nor a known library's."""
+        """What it runs that is neither torch's nor a known library's, or is on no list, in words."""
         if self.description["source"]:
             yield f"the source text in {CAPSULE}"
-        yield from sorted({name for key, name in _names_in(self.description["call"]) if not _is_harmless(key, name)})
+        elif self.description["call"].get("state"):
+            yield f"values of variables, without the source text that has them, in {CAPSULE}"
+        yield from dict.fromkeys(filter(None, map(why_not, self.named())))
 
-
-_NAMING = ("class", "forward", "function", "mapping", "config", "object")
-"""Keys under which a description names classes and functions."""
-
-
-def _is_harmless(key: str, name: str) -> bool:
-    if key == "mapping":
-        return _CALLED.fullmatch(name) is not None
-    return name.startswith((*_LIBRARIES, "source:"))
-
-
-def _names_in(described: Any) -> Iterator[tuple[str, str]]:
-    """Every class or function that is named, with the key that names it."""
-    waiting = [described]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            yield from ((key, value[key]) for key in _NAMING if isinstance(value.get(key), str) and ":" in value[key])
-            waiting += value.values()
-        elif isinstance(value, list):
-            waiting += value
+    def _libraries(self) -> set[str]:
+        """The modules whose classes and functions it names."""
+        return {named.name.partition(":")[0] for named in self.named() if ":" in named.name} - {"source"}
 
 
 def read_capsule(directory: Path) -> Capsule:

@@ -18,6 +18,7 @@ from dtypedoctor.foreign_files import parse_json, read_file
 from dtypedoctor.patterns import regex
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.redaction.secrets import SECRET, names_a_secret
+from dtypedoctor.replay.allowed import DTYPE, KINDS
 from dtypedoctor.replay.capsule import CAPSULE_TENSORS, Capsule
 from dtypedoctor.scenario.problems import printable
 from dtypedoctor.values import dataclass
@@ -35,11 +36,6 @@ _NEVER_READ = frozenset({
     "generation_config",
 })  # fmt: skip
 """Attributes of transformers' modules that no forward reads."""
-
-_KINDS = frozenset({
-    "value", "float", "tensor", "dtype", "device", "tuple", "list", "set", "size", "dict", "pairs", "function", "partial", "mapping", "config", "object", "opaque",
-})  # fmt: skip
-"""The forms of a described value."""
 
 _PLAIN = {
     "float": "float({!r})",
@@ -118,8 +114,8 @@ def script_text(capture: Mapping[str, Any], claim: Claim, *, configs: bool, carr
         "limit": float(claim.limit),
         "grad": bool(capture["grad"] or claim.check == "backward"),
         "random": "random" if carried.random else None,
-        "autocast": [tuple(region) for region in capture["autocast"]],
-        "default": capture.get("default_dtype", "float32"),
+        "autocast": [(str(device), _dtype(name)) for device, name in capture["autocast"]],
+        "default": _dtype(capture.get("default_dtype", "float32")),
         "module": _module(capture, own=own, configs=configs),
         "arguments": _arguments(capture, configs=configs),
         "kept": _kept(carried),
@@ -290,7 +286,7 @@ def _kept(carried: Carried) -> str:
     lines = [f"    T = {read}"]
     for name, how in carried.drawn.items():
         shape, scale, seed = [int(size) for size in how["shape"]], float(how["scale"]), int(how["seed"])
-        lines.append(f"    T[{name!r}] = drawn({shape}, {how['dtype']!r}, {scale!r}, {seed})")
+        lines.append(f"    T[{name!r}] = drawn({shape}, {_dtype(how['dtype'])!r}, {scale!r}, {seed})")
     return "\n".join((*lines, "    return T"))
 
 
@@ -382,11 +378,11 @@ class _Writer:
 
     def value(self, described: Mapping[str, Any]) -> str:
         """A Python expression for a described value; ``T`` holds the tensors."""
-        ((kind, content),) = [(k, v) for k, v in described.items() if k in _KINDS]
+        ((kind, content),) = [(k, v) for k, v in described.items() if k in KINDS]
         if kind == "value":
             return repr(redact(content) if isinstance(content, str) else content)
         if kind in _PLAIN:
-            return _PLAIN[kind].format(content)
+            return _PLAIN[kind].format(_dtype(content) if kind == "dtype" else content)
         if kind in ("tuple", "list", "set", "size", "dict", "pairs"):
             return self._holding(kind, content)
         return self._imported(kind, described)
@@ -467,6 +463,17 @@ class _Writer:
             number = len(self._shared) + 1
             return self._shared.setdefault(text, "config" if number == 1 else f"config_{number}")
         raise CannotBeWrittenError(f"a {described[kind]} cannot be carried into a script")
+
+
+def _dtype(name: Any) -> str:
+    """The name of a dtype, which the script looks up in torch.
+
+    Raises:
+        CannotBeWrittenError: it is the name of something else.
+    """
+    if not isinstance(name, str) or not DTYPE.fullmatch(name):
+        raise CannotBeWrittenError(f"{name!r} is no dtype")
+    return name
 
 
 def _held(kept: str | Mapping[str, Any] | None) -> str:

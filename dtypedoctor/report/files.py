@@ -166,11 +166,10 @@ def _replay_of(run: Run) -> str:
     for place in run.directory.parents[:2] if run.ranks else ():
         try:
             capsule = read_capsule(place)
+            option = " --allow-code" if any(capsule.code()) else ""
         except UsageError:
             continue
-        return (
-            f"dtypedoctor replay {shlex.quote(str(capsule.directory))}{' --allow-code' if any(capsule.code()) else ''}"
-        )
+        return f"dtypedoctor replay {shlex.quote(str(capsule.directory))}{option}"
     return ""
 
 

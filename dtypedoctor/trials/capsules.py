@@ -8,6 +8,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from dtypedoctor.analysis import Analysis, analysis_of
 from dtypedoctor.diagnosis.incidents import GRADIENTS
 from dtypedoctor.diagnosis.rule import Finding, Severity
@@ -294,18 +296,26 @@ def _is_program(text: str) -> bool:
     return True
 
 
-def scenario_of(capsule: Capsule, remedies: Sequence[str]) -> Scenario:
+def scenario_of(capsule: Capsule, remedies: Sequence[str], *, allow_code: bool = False) -> Scenario:
     """The scenario that makes the call of a capsule.
 
     Args:
         capsule: read already.
         remedies: to try beside those that are proposed.
+        allow_code: whether it may run code of its own.
     """
     regions = capsule.description["call"].get("autocast") or []
-    autocast = Autocast(dtype=regions[0][1]) if regions else None
+    try:
+        autocast = Autocast(dtype=regions[0][1]) if regions else None
+    except ValidationError as error:
+        raise UsageError(f"{capsule.directory}: {regions[0][1]!r} is no dtype of autocast") from error
     dtype: Any = capsule.dtype
     step = ScenarioStep(
-        model=Model(name=f"{MODEL}{capsule.directory.resolve()}", dtype=dtype),
+        model=Model(
+            name=f"{MODEL}{capsule.directory.resolve()}",
+            dtype=dtype,
+            options={"allow_code": True} if allow_code else {},
+        ),
         workload=Plugin(kind="plugin", name="capsule-call"),
         autocast=autocast,
     )

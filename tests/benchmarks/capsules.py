@@ -85,7 +85,7 @@ def measured(case: Case, folder: Path) -> Row:
         why = capsule.why if isinstance(capsule, NoCapsule) else "nothing was found, or nothing stood by"
         first = treatment.findings[0].id if treatment.findings else "-"
         return Row(name=case.name, why=f"[{first}] {why}")
-    scenario = scenario_of(capsule, [])
+    scenario = scenario_of(capsule, [], allow_code=True)
     place = folder / "replay"
     place.mkdir()
     with Launcher(place / "server.log") as launcher:

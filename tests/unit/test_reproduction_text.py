@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dtypedoctor.replay.script import Claim, script_text
+from dtypedoctor.replay.script import CannotBeWrittenError, Claim, script_text
 
 PAYLOAD = "open('owned', 'w')"
 HOSTILE = (
@@ -31,11 +31,11 @@ def captured(text: str) -> dict[str, Any]:
         "calls": [[text, {"dict": {text: value}}]],
         "leaving": [{"gradients": {"0": text}}],
         "kwargs": {text: value, "plain": {"config": text, "values": {"dict": {text: value}}, "chosen": {text: value}}},
-        "args": [{"tensor": text}, {"float": text}, {"dtype": text}, {"device": text}, {"function": text},
+        "args": [{"tensor": text}, {"float": text}, {"dtype": "float16"}, {"device": text}, {"function": text},
                  {"mapping": text, "values": {text: value}}, {"object": text, "values": {"dict": {text: value}}},
                  {"pairs": [[value, value]]}, {"tuple": [value]}, {"list": [value]}],
         "grad": text,
-        "autocast": [[text, text]],
+        "autocast": [[text, "float16"]],
         "recipe": {
             "class": text,
             "attributes": {text: value, "opaque": {"config": text, "values": value, "chosen": {}}},
@@ -66,6 +66,15 @@ def test_a_text_is_only_data_in_a_script(text: str) -> None:
     assert shape(found) == shape(script_of("a word with spaces"))
     names = {node.func.id for node in ast.walk(ast.parse(found)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}  # fmt: skip
     assert "open" not in names
+
+
+@pytest.mark.parametrize("name", ["load", "hub", "float32.__class__", "float16\n", "", 1, None])
+def test_a_dtype_that_is_none_is_not_looked_up_in_torch(name: Any) -> None:
+    """Neither among the values of a call nor of its regions: `torch.load` is no dtype."""
+    claim = Claim(title="", about=(), check="forward", limit=1, made_with="torch")
+    for change in ({"args": [{"dtype": name}]}, {"autocast": [["cpu", name]]}):
+        with pytest.raises(CannotBeWrittenError, match="no dtype"):
+            script_text(captured("word") | change, claim, configs=True)
 
 
 def test_a_script_is_redacted() -> None:
