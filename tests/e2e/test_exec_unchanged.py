@@ -261,6 +261,7 @@ def test_a_failure_that_a_second_run_would_not_have_is_proven_from_one(tmp_path:
     assert "--rerun" in report["observer"]["reason"]
 
 
+@pytest.mark.release
 def test_what_runs_outside_of_torch_and_of_the_process_is_listed(tmp_path: Path) -> None:
     """Compiled graphs, custom operators, C code through ctypes, a program that was started, and spawned children."""
     shutil.copy(json_extension(), tmp_path / "libown_kernel.so")

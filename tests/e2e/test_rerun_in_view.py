@@ -122,6 +122,7 @@ def ended(command: list[str], folder: Path, **environment: str) -> "subprocess.C
     )  # fmt: skip
 
 
+@pytest.mark.release
 def test_without_a_view_and_a_terminal_no_other_run_is_made(tmp_path: Path) -> None:
     """The command is refused before the script runs; with the option the script runs again in its directory."""
     view_or_skip(tmp_path)

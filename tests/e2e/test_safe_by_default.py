@@ -92,6 +92,7 @@ def written(work: Path, *arguments: str | Path) -> set[Path]:
     return {place for place in places if place.exists() and place != log}
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("verb", ["run", "exec"])
 def test_nothing_is_written_outside_of_the_run_directory(verb: str, tmp_path: Path) -> None:
     """By the doctor and by every worker, seen by an audit hook in each of them; what is made for a moment is gone afterwards."""

@@ -51,6 +51,7 @@ def doctor(place: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     )  # fmt: skip
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -108,6 +108,7 @@ def test_a_full_device_is_said(run: Path) -> None:
     assert b"No space left on device" in done.stderr
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("how", ["closed", "no reader", "ascii"])
 def test_a_run_that_has_cost_its_time_is_never_lost_to_its_streams(how: str, tmp_path: Path) -> None:
     """The script overflows; exit code and report are those of any other terminal, whoever reads what is printed."""

@@ -136,6 +136,7 @@ def test_a_map_of_devices_changes_nothing_on_a_cpu(llama: Path, variables: dict[
     assert sorted(report_of(out)["bisection"]["culprits"]) == CULPRITS
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

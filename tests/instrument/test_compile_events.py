@@ -230,6 +230,7 @@ def test_a_users_own_compile_logs_stay_as_they_are(capfd: pytest.CaptureFixture[
         torch._logging.set_logs()
 
 
+@pytest.mark.release
 def test_the_fast_path_breaks_the_graph_at_each_ctypes_value(faulty: Run) -> None:
     """Dozens of breaks, all of them in ctypes, at the pointers and at the calls."""
     assert faulty.report.breaks > 40
@@ -262,6 +263,7 @@ def test_the_watch_does_not_change_the_number_of_breaks(faulty: Run) -> None:
     assert losses == faulty.losses
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_the_corrected_path_is_one_graph_per_mode(faulty: Run, fullgraph: bool) -> None:
     """No break, no limit; one graph without and one with gradients, and the same losses to the last bit."""

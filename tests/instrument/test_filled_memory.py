@@ -181,6 +181,7 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 """Ways to the product that has no bits of the weight left in its operand where float16 makes 0 of 1e-16."""
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("use", USES)
 def test_bits_that_a_cast_destroys_are_seen_before_the_cast(use: str, tmp_path: Path) -> None:
     """In both orders, as a view of a larger buffer that was made in inference mode; in memory of its own dtype nothing is said."""

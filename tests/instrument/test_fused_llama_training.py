@@ -77,6 +77,7 @@ FAILURES = [
 ]
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("dtype", "state", "targets", "decode_path", "autocast", "error", "step", "phase"), FAILURES)
 def test_a_disagreement_ends_grpo_at_its_own_place(
     dtype: str,
@@ -106,6 +107,7 @@ CURES = [
 ]
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("autocast", "ids"), CURES)
 def test_a_cured_grpo_run_finishes(autocast: str, ids: tuple[str, ...], tmp_path: Path) -> None:
     """A quant_state of another dtype than the activations is cured at its source, or by casts in all three places."""

@@ -30,6 +30,7 @@ GENERATES = """
 """
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_the_first_call_in_a_program_that_imports_transformers_later_is_a_generation(tmp_path: Path) -> None:
     """The first module is called from inside of it, which is too late to begin to follow it."""

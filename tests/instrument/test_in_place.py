@@ -585,6 +585,7 @@ def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values()]
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("program", [trains_normalized, trains_overflowing, trains_llama, writes_in_place])
 def test_healthy_programs_are_bitwise_unchanged_by_forced_replays(

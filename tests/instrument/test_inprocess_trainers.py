@@ -70,6 +70,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=list(SETTINGS))
 def test_a_training_is_the_same_with_the_callback(settings: dict[str, Any], tmp_path: Path) -> None:
     """Losses and weights are bitwise equal; the report counts the trainer's steps and finds nothing."""
@@ -92,6 +93,7 @@ def test_a_training_is_the_same_with_the_callback(settings: dict[str, Any], tmp_
     )
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("make", "phases"), [(sft, {"forward", "backward"}), (grpo, {"generate", "backward"})])
 def test_trainers_of_trl_are_watched(make: Callable[..., Trainer], phases: set[str], tmp_path: Path) -> None:
     """Two steps each, healthy, in the phases that the trainer goes through; the losses are those without the callback."""

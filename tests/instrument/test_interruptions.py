@@ -104,6 +104,7 @@ def interrupted_training(alarms: int) -> int:
     return told
 
 
+@pytest.mark.release
 def test_a_training_that_is_interrupted_150_times_is_told_150_times(tmp_path: Path, virtual_alarm: None) -> None:
     """No alarm is lost in an instrument, and no trace is broken; phases are right to the end.
 
@@ -147,6 +148,7 @@ def signalled_inside(handler: Any, where: str) -> Callable[[Instruments], None]:
     return work
 
 
+@pytest.mark.release(all_but=6)
 @pytest.mark.parametrize("where", ["before_root", "on_return", "after_root"])
 @pytest.mark.parametrize("error", [Alarm, TimeoutError, RuntimeError, Shutdown, KeyboardInterrupt])
 @pytest.mark.parametrize("shape", HANDLERS)

@@ -221,6 +221,7 @@ def attention() -> Callable[[], object]:
 PROGRAMS = [temporaries, without_gradients, generation, training, overflowing, repeated, without_modules]
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_peak_memory_is_that_of_the_program(program: Callable[[], Any], tmp_path: Path) -> None:
     """With every ``every``, in calls with a routine look and in such without one, no output outlives its use."""
@@ -235,6 +236,7 @@ def test_peak_memory_is_that_of_the_program(program: Callable[[], Any], tmp_path
     assert max(max(one) for one in found.values()) <= 1.02 * bare + ALLOWED, found
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("program", [temporaries, without_gradients, half_training, attention])
 def test_peak_memory_under_the_op_trace_is_that_of_the_program(program: Callable[[], Any], tmp_path: Path) -> None:
     """A window that records each operator keeps none of its operands."""

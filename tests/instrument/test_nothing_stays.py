@@ -57,6 +57,7 @@ def watched(kind: str, place: Path, *, fails: bool) -> list[weakref.ref[object]]
     return [weakref.ref(one) for one in (*model.modules(), *model.parameters(), *states)]
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("fails", [False, True], ids=["healthy", "fails"])
 @pytest.mark.parametrize("kind", ["plain", "reduced", "fsdp"])
 def test_what_was_watched_is_let_go_of(kind: str, fails: bool, pair: None, tmp_path: Path) -> None:
