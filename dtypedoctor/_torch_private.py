@@ -505,6 +505,17 @@ def scale_where_it_lies(scaler: Any) -> Tensor | None:
     return held if isinstance(held, Tensor) else None
 
 
+def found_inf_by(scaler: Any, optimizer: Any) -> Sequence[Tensor]:
+    """Per device, whether a scaler has found inf in the gradients of a fused optimizer: that is always called, and its kernel writes nothing then.
+
+    Empty for other optimizers, which are not called, and without the name: then each step of a fused optimizer counts as taken.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return ()
+    state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
+    return tuple(state.get("found_inf_per_device", {}).values())
+
+
 SCALER_BEGINS = "_lazy_init_scale_growth_tracker"
 """Method of a gradient scaler that it calls when it is first used."""
 

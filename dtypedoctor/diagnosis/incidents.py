@@ -10,7 +10,7 @@ tests for and replaces.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from math import prod
 
@@ -375,8 +375,35 @@ class _Consequences:
     def _healed(self) -> frozenset[int]:
         """Steps that a loss scaler skipped before it found a scale that fits."""
         states = self._trace.all(ScalerState)
-        last_taken = max((state.n for state in states if not state.skipped), default=-1)
-        return frozenset(state.step for state in states if state.skipped and state.n < last_taken)
+        last_taken = {state.optimizer: state.n for state in states if not state.skipped}
+        return frozenset(s.step for s in states if s.skipped and s.n < last_taken.get(s.optimizer, -1))
+
+
+STUCK = 5
+"""Steps skipped one after another that a scale which halves takes from 65,536 to 2,048."""
+HOPELESS = 20
+"""Steps skipped one after another after which halving has gone from 65,536 to less than 1."""
+
+
+def unsettled(trace: Trace) -> tuple[ScalerState, ...]:
+    """The last steps of an optimizer, all skipped, after which its loss scale will not find where the gradients fit; empty where each does.
+
+    A scaler skips a step now and then to find out how large the scale may be. It fails where the scale hardly moves while steps are skipped, where it is 1 or less
+    already, and where halving it has led nowhere.
+    """
+    by_optimizer: dict[int, list[ScalerState]] = {}
+    for state in trace.all(ScalerState):
+        skipped = by_optimizer.setdefault(state.optimizer, [])
+        skipped.append(state) if state.skipped else skipped.clear()
+    return next((tuple(skipped) for skipped in by_optimizer.values() if cannot_settle(skipped)), ())
+
+
+def cannot_settle(skipped: Sequence[ScalerState]) -> bool:
+    """Whether the scale of steps that were skipped one after another shows that no step will be taken."""
+    if len(skipped) < STUCK:
+        return False
+    first, last = skipped[0].scale, skipped[-1].scale
+    return len(skipped) >= HOPELESS or last > first / 2 or last <= 1.0
 
 
 def same_call(trace: Trace, sample: Sample) -> list[tuple[Sample, Site]]:

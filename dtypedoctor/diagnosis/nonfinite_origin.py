@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import fields
 from functools import cached_property
 
-from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, behind, incidents, links
+from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, behind, incidents, links, unsettled
 from dtypedoctor.diagnosis.ops import (
     Ancestry,
     OpGraph,
@@ -421,23 +421,28 @@ def _counts(tensor: TensorNote) -> bool:
 def is_of_the_loss_scale(origin: Origin) -> bool:
     """Whether a gradient overflows only because a loss scaler has multiplied it, so that halving the scale fixes it.
 
-    Backward ops are linear in the gradient, so at scale 1 their result is the replay's divided by the scale.
+    Backward ops are linear in the gradient, so at scale 1 their result is the replay's divided by the scale. That is as good where no step follows: a backward
+    pass leaves gradients in modules, too, whose optimizer does not take them.
     """
-    scale = skipped_scale(origin.trace, origin.op.step)
+    scale = loss_scale(origin)
     replay = origin.replay
-    if origin.op.phase != "backward" or scale is None or replay is None or replay.absmax is None:
+    if origin.incident.kind not in GRADIENTS or scale is None or replay is None or replay.absmax is None:
         return False
     return replay.finite and replay.absmax / scale <= limit_of(origin.result.dtype)
 
 
-def is_skipped(trace: Trace, incident: Incident) -> bool:
+def loss_scale(origin: Origin) -> float | None:
+    """The scale of the loss from which a backward op's gradient comes; None of other ops, and where no scaler has looked at the gradients."""
+    if origin.op.phase != "backward":
+        return None
+    of_step = (state for state in origin.trace.all(ScalerState) if state.step == origin.op.step)
+    return next((state.scale for state in of_step if state.n > origin.op.n), None)
+
+
+def _is_skipped(trace: Trace, incident: Incident) -> bool:
     """Whether a bad gradient is of a step that a loss scaler skipped."""
-    return incident.kind in GRADIENTS and skipped_scale(trace, incident.step) is not None
-
-
-def skipped_scale(trace: Trace, step: int) -> float | None:
-    """The scale that a loss scaler had in force when it skipped ``step``."""
-    return next((state.scale for state in trace.all(ScalerState) if state.step == step and state.skipped), None)
+    states = trace.all(ScalerState)
+    return incident.kind in GRADIENTS and any(state.skipped and state.step == incident.step for state in states)
 
 
 def unexplained(trace: Trace) -> Incident | None:
@@ -447,6 +452,7 @@ def unexplained(trace: Trace) -> Incident | None:
 
 def that_matter(graph: OpGraph) -> Iterator[tuple[Incident, Search]]:
     """Each incident that the op trace does not show to be harmless, with what it says of it."""
+    settles = not unsettled(graph.trace)
     scaled = False
     for incident, found in searched(graph):
         if finite_in_eager_mode(graph.trace, incident) is not None:
@@ -455,8 +461,8 @@ def that_matter(graph: OpGraph) -> Iterator[tuple[Incident, Search]]:
             continue
         elif found.origin is not None and is_of_the_loss_scale(found.origin):
             scaled = True
-        elif scaled and found.origin is None and is_skipped(graph.trace, incident):
-            continue  # the same at a scale not much smaller
+        elif (scaled or settles) and found.origin is None and _is_skipped(graph.trace, incident):
+            continue  # the same at a scale not much smaller, or the scaler looks for a scale that fits
         else:
             yield incident, found
 

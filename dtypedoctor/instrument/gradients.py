@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import scale_where_it_lies, version_now, version_of
 from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.phases import ScalerStep
 from dtypedoctor.instrument.places import When
 from dtypedoctor.instrument.readable import Arrivals, held_values
 from dtypedoctor.instrument.session import Session
@@ -335,25 +336,33 @@ def scale_of(scaler: Any) -> Tensor | float:
 
 
 class ScalerLog:
-    """Writes a :class:`ScalerState` for each step of a gradient scaler, when the scale has arrived.
+    """Writes a :class:`ScalerState` for each step of a gradient scaler, when the scale and what it found have arrived.
 
     Args:
         session: where the records go.
-        arrivals: brings the scale.
+        arrivals: brings the numbers.
+        on_fused: called where a fused optimizer, which is called for every step, has left its parameters as they were.
     """
 
-    def __init__(self, session: Session, arrivals: Arrivals) -> None:
-        self._writer, self._position = session.writer, session.position
-        self._arrivals = arrivals
+    def __init__(self, session: Session, arrivals: Arrivals, on_fused: Callable[[], None]) -> None:
+        self._writer, self._arrivals, self._on_fused = session.writer, arrivals, on_fused
+        self._numbers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
-    def tell(self, scaler: Any, skipped: bool) -> None:
-        """``scaler`` has finished a step."""
-        n, step = self._writer.next_n(), self._position.step
+    def tell(self, ended: ScalerStep) -> None:
+        """A step of a scaler has ended."""
+        n, step = self._writer.next_n(), ended.step
+        number = self._numbers.setdefault(ended.optimizer, len(self._numbers))
+        found_inf: list[float] = []
 
         def write(scale: float) -> None:
-            self._writer.write(ScalerState(n=n, step=step, scale=scale, found_inf=skipped, skipped=skipped))
+            bad = not ended.called or any(found_inf)
+            if bad and ended.called:
+                self._on_fused()
+            self._writer.write(ScalerState(n=n, step=step, scale=scale, found_inf=bad, skipped=bad, optimizer=number))
 
-        self._arrivals.ask(scale_of(scaler), write)
+        for of_device in ended.found_inf:
+            self._arrivals.ask(of_device, found_inf.append)
+        self._arrivals.ask(scale_of(ended.scaler), write)
 
 
 class UnscaleLog:

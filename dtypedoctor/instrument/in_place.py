@@ -29,7 +29,7 @@ from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import why_opaque
 from dtypedoctor.instrument.optimizer_replay import OptimizerReplays
 from dtypedoctor.instrument.optrace import OpTrace
-from dtypedoctor.instrument.phases import Phases
+from dtypedoctor.instrument.phases import Phases, ScalerStep
 from dtypedoctor.instrument.recorders import Nonfinite
 from dtypedoctor.instrument.repeated_call import (
     InnerCalls,
@@ -425,8 +425,8 @@ class InPlaceReplays:
     def _before_unscale(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
         self._scales = self._scales or scaler.is_enabled()
 
-    def _after_scaler(self, scaler: object, optimizer: object, skipped: bool) -> None:
-        if skipped:
+    def _after_scaler(self, ended: ScalerStep) -> None:
+        if not ended.called:
             self._modules.flush()
             self._look()
             self._step_is_over()

@@ -25,7 +25,7 @@ from dtypedoctor.instrument.naming import CodePlaces
 from dtypedoctor.instrument.operators import Arguments
 from dtypedoctor.instrument.optrace import OpTrace, OpWindow, OpWindows
 from dtypedoctor.instrument.parameter_ends import ParameterJourneys
-from dtypedoctor.instrument.phases import Exports, Phases, Threads
+from dtypedoctor.instrument.phases import Exports, Phases, ScalerStep, Threads
 from dtypedoctor.instrument.places import When
 from dtypedoctor.instrument.readable import Arrivals, values_of
 from dtypedoctor.instrument.sentinel import Sentinel
@@ -93,7 +93,7 @@ class Instruments:
         self._caught = CaughtLog(session)
         self.arrivals = Arrivals()
         self._unscale = UnscaleLog(session, self.arrivals)
-        self._scaler = ScalerLog(session, self.arrivals)
+        self._scaler = ScalerLog(session, self.arrivals, self._fused_step_skipped)
         self._samples = OptimizerSamples(session, self._sample_of_step)
         self._journeys = ParameterJourneys(session, self._samples.named)
         self._leaves = LeafGradients(session)
@@ -323,14 +323,21 @@ class Instruments:
             self.modules.flush()
             self.names.glance_at_parameters()
 
-    def _after_scaler(self, scaler: Any, optimizer: Optimizer, skipped: bool) -> None:
-        if skipped:
+    def _after_scaler(self, ended: ScalerStep) -> None:
+        if not ended.called:
             self._windows.after_step()
-            self._samples.skipped(optimizer)
-            if self._budget is not None:
-                self._budget.sign("the gradient scaler skipped a step")
-        if self.watching and scaler.is_enabled():  # a disabled one scales nothing
-            self._scaler.tell(scaler, skipped)
+            self._samples.skipped(ended.optimizer)
+            self._sign_of_skipped_step()
+        if self.watching:
+            self._scaler.tell(ended)
+
+    def _fused_step_skipped(self) -> None:
+        self.phases.uncount()
+        self._sign_of_skipped_step()
+
+    def _sign_of_skipped_step(self) -> None:
+        if self._budget is not None:
+            self._budget.sign("the gradient scaler skipped a step")
 
     def _sample_of_step(self, kind: str, found: list[Rooted], phase: str, when: When | None) -> None:
         if kind == "grad":

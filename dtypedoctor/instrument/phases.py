@@ -7,7 +7,7 @@ Functions are wrapped while the watch runs and put back afterwards; the wrapped 
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Thread
 from typing import Any
@@ -18,13 +18,38 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dtypedoctor._torch_private import COMPILER, MODES_CAN_IGNORE_COMPILED, before_compiled, kind_of, modes_on
+from dtypedoctor._torch_private import (
+    COMPILER,
+    MODES_CAN_IGNORE_COMPILED,
+    before_compiled,
+    found_inf_by,
+    kind_of,
+    modes_on,
+)
 from dtypedoctor.instrument.frames import is_own_file
 from dtypedoctor.instrument.operators import OperatorMode
 from dtypedoctor.instrument.session import Guard, Session, begin_thread, steps_running
 from dtypedoctor.interruptions import noticing
+from dtypedoctor.values import dataclass
 
 Listener = Callable[[], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class ScalerStep:
+    """A step of an enabled gradient scaler.
+
+    Attributes:
+        step: number of the optimizer step that it asked for.
+        called: whether it called the optimizer.
+        found_inf: per device, what a fused optimizer that it called reads to know whether the gradients hold inf or NaN; empty for others.
+    """
+
+    scaler: Any
+    optimizer: Optimizer
+    step: int
+    called: bool
+    found_inf: Sequence[Tensor]
 
 
 class Phases:
@@ -39,7 +64,7 @@ class Phases:
         on_gradients: called with what ``torch.autograd.grad`` returns, where it is called outermost.
         pause, resume: called around all of these, and around what a gradient scaler does.
         settle: called when a backward pass or an optimizer step has begun, and when something was compiled.
-        after_scaler: called with the scaler, the optimizer and whether the step was skipped.
+        after_scaler: called with the :class:`ScalerStep` that has ended.
         on_scaled: called with a tensor that a gradient scaler has multiplied, and the tensor before.
         on_failure: called with an exception that leaves a backward pass, a generation or a scaler, once.
         in_scaler: whether a gradient scaler is stepping an optimizer.
@@ -66,7 +91,7 @@ class Phases:
         self.failure: tuple[int, str] = (0, "")
         self.on_failure: list[Callable[[BaseException], None]] = []
         self.before_unscale: list[Callable[[Any, Optimizer], None]] = []
-        self.after_scaler: list[Callable[[Any, Optimizer, bool], None]] = []
+        self.after_scaler: list[Callable[[ScalerStep], None]] = []
         self.on_scaled: list[Callable[[Tensor, Tensor], None]] = []
         self.on_gradients: list[Callable[[Any], None]] = []
         self.pause: Listener = _nothing
@@ -204,7 +229,7 @@ class Phases:
     def _around_scaler_step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any,
                             **kwargs: Any) -> Any:  # fmt: skip
         inner = getattr(optimizer, "optimizer", optimizer)
-        before = self._steps[id(inner)]
+        before, step = self._steps[id(inner)], self._position.step
         self.pause()
         self.in_scaler = bool(scaler.is_enabled())
         try:
@@ -213,11 +238,20 @@ class Phases:
         finally:
             self.in_scaler = False
             self.resume()
-        skipped = scaler.is_enabled() and self._steps[id(inner)] == before
-        self._tell(self.after_scaler, "the gradient scaler", scaler, inner, skipped)
-        if skipped:
+        if not scaler.is_enabled():
+            return result
+        called = self._steps[id(inner)] > before
+        found_inf = found_inf_by(scaler, optimizer) if called else ()
+        ended = ScalerStep(scaler=scaler, optimizer=inner, step=step, called=called, found_inf=found_inf)
+        self._tell(self.after_scaler, "the gradient scaler", ended)
+        if not called:
             self._count(inner, skipped=True)
         return result
+
+    def uncount(self) -> None:
+        """An optimizer that was called has left its parameters as they were, since a scaler had found inf in their gradients."""
+        self.done -= 1
+        self.skipped += 1
 
     def _around_unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
         self._tell(self.before_unscale, "what the gradient scaler unscales", scaler, optimizer)

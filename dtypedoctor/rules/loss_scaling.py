@@ -1,8 +1,10 @@
 """A gradient scaler that raises, that finds no scale, or that would raise: float16 gradients, no gradients at all, a scale that never fits."""
 
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 
 from dtypedoctor.diagnosis.checkpoint import StaticTensor, Subject
+from dtypedoctor.diagnosis.incidents import unsettled
 from dtypedoctor.diagnosis.rule import LOSS_SCALING, OF_ANY_FINDING, Confidence, Finding, FindingSpec, Rule, Severity
 from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, module_of, raising_line
 from dtypedoctor.dtypes import HALF
@@ -69,11 +71,6 @@ FLOAT16_GRADIENTS = "Attempting to unscale FP16 gradients"
 NOTHING_CHECKED = "No inf checks were recorded for this optimizer"
 BFLOAT16_KERNEL = "_amp_foreach_non_finite_check_and_unscale"
 AT_MINIMUM = "loss scale already at minimum"
-
-STUCK = 5
-"""Steps skipped one after another, the scale not even halved in all of them, after which it is called stuck."""
-HOPELESS = 20
-"""Steps skipped one after another after which halving has gone from 65536 to less than 1."""
 
 UNKNOWN = Unscaled(scale=1.0, params={}, gradients={}, names={})
 """Stands for an optimizer of which nothing was told."""
@@ -191,11 +188,13 @@ def _bfloat16_gradients(trace: Trace, refused: Raised | None, seen: Unscaled | N
 
 def _exhausted(trace: Trace, refused: Raised | None) -> Iterator[Finding]:
     """The scale has come to its end, or does not come down, and every step is skipped."""
-    states = trace.all(ScalerState)
-    taken = max((i for i, state in enumerate(states) if not state.skipped), default=-1)
-    skipped = states[taken + 1 :]
-    if refused is None and not _is_exhausted(skipped):
+    skipped = unsettled(trace)
+    if refused is None and not skipped:
         return
+    of_optimizer = [state for state in trace.all(ScalerState) if not skipped or state.optimizer == skipped[0].optimizer]
+    taken = sum(not state.skipped for state in of_optimizer)
+    if not skipped:
+        skipped = tuple(takewhile(lambda state: state.skipped, reversed(of_optimizer)))[::-1]
     first = skipped[0].step if skipped else None
     spoilt = _forward_is_not_finite(trace, first)
     scales = f"from {skipped[0].scale:.6g} to {skipped[-1].scale:.6g}" if skipped else "to its minimum"
@@ -215,7 +214,7 @@ def _exhausted(trace: Trace, refused: Raised | None) -> Iterator[Finding]:
         ),
         evidence=(
             *(
-                (f"Skipped: steps {skipped[0].step} to {skipped[-1].step}; steps taken before: {taken + 1}.",)
+                (f"Skipped: steps {skipped[0].step} to {skipped[-1].step}; steps taken before: {taken}.",)
                 if skipped
                 else ()
             ),
@@ -253,13 +252,6 @@ def _scaled_use(what: ScaledUse) -> Statement:
         cause=cause,
         evidence=(f"The loss of this backward pass was scaled by {scale}, and nothing had taken that off.",),
     )
-
-
-def _is_exhausted(skipped: tuple[ScalerState, ...]) -> bool:
-    if not skipped:
-        return False
-    stuck = len(skipped) >= STUCK and skipped[-1].scale > skipped[0].scale / 2
-    return stuck or len(skipped) >= HOPELESS or skipped[-1].scale <= 1.0
 
 
 def _forward_is_not_finite(trace: Trace, step: int | None) -> bool:

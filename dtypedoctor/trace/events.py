@@ -366,13 +366,14 @@ class Condition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerState:
-    """A gradient scaler finished a step."""
+    """A gradient scaler finished a step of the ``optimizer`` with this number; they are counted as they are first stepped."""
 
     n: int
     step: int
     scale: float
     found_inf: bool
     skipped: bool
+    optimizer: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

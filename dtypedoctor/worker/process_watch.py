@@ -21,6 +21,7 @@ from dtypedoctor.instrument.facts import SHARDING
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.operators import keep_compiler_out
 from dtypedoctor.instrument.optrace import OpWindow
+from dtypedoctor.instrument.phases import ScalerStep
 from dtypedoctor.instrument.readable import values_of
 from dtypedoctor.instrument.session import FOR_GOOD
 from dtypedoctor.lasting import at_fork
@@ -246,10 +247,10 @@ class ProcessWatch:
     def _take_loss(self, loss: float) -> None:
         self._loss = loss
 
-    def _note_skipped(self, scaler: object, optimizer: Optimizer, skipped: bool) -> None:
+    def _note_skipped(self, ended: ScalerStep) -> None:
         """A step that a scaler does not let the optimizer take had a loss as well, and takes time."""
-        if skipped:
-            self._note_step(optimizer)
+        if not ended.called:
+            self._note_step(ended.optimizer)
 
     def _note_step(self, optimizer: Optimizer) -> None:
         now = perf_counter()

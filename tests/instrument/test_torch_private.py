@@ -89,6 +89,8 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "_init_scale": lambda: torch.amp.GradScaler("cpu"),
     "_growth_factor": lambda: torch.amp.GradScaler("cpu"),
     "_backoff_factor": lambda: torch.amp.GradScaler("cpu"),
+    "_per_optimizer_states": lambda: torch.amp.GradScaler("cpu"),
+    "_step_supports_amp_scaling": lambda: torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], fused=True),
     "_lazy_init_scale_growth_tracker": lambda: torch.amp.GradScaler,
     "_destroy": lambda: torch.library.Library,
     "_defs": lambda: torch.library,

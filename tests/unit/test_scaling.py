@@ -1,11 +1,13 @@
 """Gradient scalers: each finding fires on one trace built by hand and is silent on its twin."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from nonfinite_examples import gradient
 from refusals import Story
 from scaling_examples import scales, unscaling
+from traces import TraceBuilder
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Finding, Severity
@@ -105,6 +107,30 @@ def test_a_scale_that_never_fits_is_exhausted(steps: list[tuple[float, bool]]) -
     """Held up, coming down too slowly, at its end, or too often skipped; the first skipped step is given."""
     (finding,) = detect_exhausted_scale(scales((8.0, False), *steps).build())
     assert (finding.id, finding.step, finding.severity) == ("loss-scale-exhausted", 2, Severity.ERROR)
+
+
+def test_an_optimizer_whose_steps_are_all_skipped_is_told_apart_from_one_that_trains() -> None:
+    """Of a pair of networks one may never be trained; the other's steps do not hide it."""
+    states = scales(*[(65536.0, number % 2 == 0) for number in range(16)]).build().all(ScalerState)
+    story = Story()
+    story.add(*(replace(state, optimizer=1 - state.skipped) for state in states))
+    (finding,) = detect_exhausted_scale(story.build())
+    assert finding.summary.startswith("8 steps in a row are skipped")
+
+
+def test_a_skipped_last_step_without_an_op_trace_is_the_scaler_at_work() -> None:
+    """The run ends before the scaler can take the next step; a scale that cannot settle is another matter."""
+    trace = TraceBuilder().sample("", 2.0, kind="loss", dtype="float32")
+    trace.sample("lin", 1.0, inf=1, kind="grad_output", phase="backward")
+    trace.add(ScalerState(n=trace.n(), step=1, scale=65536.0, found_inf=True, skipped=True))
+    assert diagnose(trace.build()) == ()
+
+
+def test_a_gradient_that_no_optimizer_takes_is_the_loss_scales_where_it_fits_without() -> None:
+    """The pass through one network leaves gradients in the other, whose optimizer does not step: at scale 1 they fit."""
+    trace = gradient(float32=2.0**20)
+    trace.add(ScalerState(n=trace.n(), step=1, scale=2.0**16, found_inf=False, skipped=False))
+    assert diagnose(trace.build()) == ()
 
 
 def test_where_the_forward_pass_is_not_finite_the_scale_is_only_a_consequence() -> None:

@@ -7,7 +7,7 @@ At the end those that a later operator makes finite again, which no check for in
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.nonfinite_origin import PRODUCTS, SOFTMAX, Origin, attention_experiment, skipped_scale
+from dtypedoctor.diagnosis.nonfinite_origin import PRODUCTS, SOFTMAX, Origin, attention_experiment, loss_scale
 from dtypedoctor.diagnosis.ops import Mask, OpGraph, ancestry, has_inf, mask_before, overload_free
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.wording import (
@@ -326,7 +326,7 @@ def _of_a_sum(origin: Origin, parameter: str) -> Statement:
 
 
 def _about_the_scale(origin: Origin) -> Iterator[str]:
-    scale, replay = skipped_scale(origin.trace, origin.op.step), origin.replay
+    scale, replay = loss_scale(origin), origin.replay
     if scale is not None and replay is not None and replay.absmax is not None:
         yield f"The loss scale was {scale:g}; at scale 1 the result would be {number(replay.absmax / scale)}, still too large."
 
