@@ -213,21 +213,6 @@ def test_a_capsule_holds_no_secret_of_the_script(in_place: str, tmp_path: Path) 
     assert list((tmp_path / "run" / "before").glob("capsule-*")) == []
 
 
-@pytest.mark.release
-def test_a_capsule_of_the_process_itself_keeps_the_limit(tmp_path: Path) -> None:
-    """It is made before anybody knows what it is for; one that is too large is not kept, and the report says so."""
-    text = OVERFLOW.replace("4,), GAIN", "1000000,), GAIN").replace("Linear(4, 4)", "Linear(4, 1000000)")
-    text = text.replace("zeros(4)", "zeros(1000000)")
-    (tmp_path / "script.py").write_text(text, encoding="utf-8")
-    done = dtypedoctor(
-        "exec", "--out", "run", "--capsule-limit", "1", "script.py",
-        cwd=tmp_path, DTYPEDOCTOR_REPLAY_IN_PLACE="fails", OMP_NUM_THREADS="1",
-    )  # fmt: skip
-    assert "--capsule-limit allows 1,048,576" in (tmp_path / "run" / "report.md").read_text(encoding="utf-8"), done.err
-    assert not (tmp_path / "run" / "capsule").exists()
-    assert list((tmp_path / "run" / "before").glob("capsule-*")) == []
-
-
 LOCKED = """
 import threading, torch
 from torch import nn

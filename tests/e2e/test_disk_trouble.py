@@ -13,7 +13,7 @@ from command import Finished, dtypedoctor, forked, in_this_process, report_of
 from patience import PATIENCE, becomes
 
 from dtypedoctor.runner.run import NO_END
-from dtypedoctor.trace.events import SCHEMA, Header, Site
+from dtypedoctor.trace.events import Header, Site
 from dtypedoctor.trace.lines import EVENTS
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.trials.bisection.probe_runner import JOURNAL
@@ -248,18 +248,6 @@ def test_a_trace_without_a_report_is_reported(tmp_path: Path) -> None:
     finished = in_this_process("report", tmp_path / "run", "--format", "md")
     assert finished.code == 0, finished.err
     assert f"The worker {NO_END}; the last module entered was model.head" in " ".join(finished.out.split())
-
-
-def test_a_trace_of_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
-    """The message says which schema, and what to do."""
-    (tmp_path / "before").mkdir()
-    writer = TraceWriter(tmp_path / "before")
-    writer.write(Header(schema=SCHEMA + 1))
-    writer.close()
-    finished = in_this_process("report", tmp_path)
-    assert finished.code == 2
-    assert f"schema {SCHEMA + 1}, newer than {SCHEMA}" in finished.err
-    assert "Update dtypedoctor" in finished.err
 
 
 def test_a_damaged_trace_without_a_report_says_what_is_lost(tmp_path: Path) -> None:

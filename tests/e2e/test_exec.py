@@ -454,24 +454,6 @@ def test_a_correction_is_switched_on_from_outside_and_proven(tmp_path: Path) -> 
     assert "--try bfloat16 runs the script again with it" in trials["bfloat16"]["reason"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["nowhere.py"], ("nowhere.py: no such script",)),
-        (["-m", "no_such_module"], ("No module named no_such_module",)),
-        (["--try", "hope", "work.py"], ("there is no fix 'hope'", "bfloat16")),
-    ],
-)
-def test_what_cannot_be_run_is_refused(arguments: list[str], words: tuple[str, ...], tmp_path: Path) -> None:
-    """Exit 2, one message, nothing left behind."""
-    script(tmp_path, "print(1)")
-    finished, out = execute(tmp_path, *arguments)
-    assert finished.code == 2
-    assert "Traceback" not in finished.err
-    assert all(word in finished.err for word in words), finished.err
-    assert not out.exists()
-
-
 def test_a_run_directory_is_never_overwritten(tmp_path: Path) -> None:
     """The script does not even start."""
     (tmp_path / "run").mkdir()

@@ -104,31 +104,6 @@ def test_a_script_under_another_condition_says_whether_the_failure_needs_it(
     assert f"{condition}, which took effect" in first.evidence[-1]
 
 
-@pytest.mark.release
-def test_a_condition_that_makes_no_difference_is_not_tried(tmp_path: Path) -> None:
-    """The script has nothing of any of them: that it fails all the same says nothing."""
-    source = """
-        import torch
-        class Square(torch.nn.Module):
-            def forward(self, x):
-                return x * x
-        with torch.autocast("cpu", enabled=False):
-            Square()(torch.full((2, 2), 300.0).half())
-    """
-    reasons = {
-        "autocast-off": "no autocast region that casts was opened",
-        "eager-attention": "no fused attention was called",
-        "compile-off": "nothing that torch.compile has made was called",
-        "loss-scale-one": "no enabled GradScaler of torch",
-    }
-    treatment = treated(tmp_path, source, *reasons)
-    tried = {trial.remedy: trial for trial in treatment.trials if trial.remedy in reasons}
-    assert [trial.outcome for trial in tried.values()] == [Outcome.NOT_TRIED] * len(reasons)
-    assert not any(trial.safe for trial in tried.values())
-    assert all(tried[name].reason.startswith(f"it never took effect: {why}") for name, why in reasons.items())
-    assert not any(name in said for said in treatment.findings[0].evidence for name in reasons)
-
-
 def test_a_condition_that_would_settle_something_is_proposed_with_the_way_to_try_it(tmp_path: Path) -> None:
     """The script does not run under it unasked."""
     treatment = treated(tmp_path, OVERFLOW.format(cast=""))

@@ -79,7 +79,6 @@ def test_a_builtin_model_is_built_by_a_worker() -> None:
     ("arguments", "words"),
     [
         (["nowhere"], ("nowhere: neither a checkpoint nor a model in",)),
-        (["builtin:gemma5-tiny"], ("no builtin model 'gemma5-tiny'",)),
         (["--dtype", "float17", "."], ("'float17' is not a dtype", "bfloat16")),
         (["."], ("no checkpoint here",)),
     ],

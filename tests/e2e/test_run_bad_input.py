@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command import Finished, dtypedoctor, in_this_process, report_of
+from command import Finished, in_this_process, report_of
 from patience import late_with
 
 GRPO: dict[str, Any] = {"kind": "grpo", "steps": 8, "learning_rate": 0.05, "gradient_accumulation": 4}
@@ -56,37 +56,15 @@ def test_an_unknown_key_is_named_with_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("builtin:gemma5-tiny", ("no builtin model 'gemma5-tiny'", "builtin:gemma4-tiny")),
         ("factories:raises", ("factories:raises raised LookupError: the weights are in another castle",)),
         ("factories:not_a_model", ("returned str, not a torch.nn.Module",)),
         ("factories:nowhere", ("cannot find the model factory factories:nowhere",)),
     ],
 )
 def test_a_model_that_cannot_be_had_is_refused(model: str, words: tuple[str, ...], tmp_path: Path) -> None:
-    """Unknown builtin, factories that raise, return something else or do not exist."""
+    """Factories that raise, return something else or do not exist."""
     finished, directory = run(scenario(tmp_path, model={"name": model}))
     assert_refused(finished, directory, *words)
-
-
-def test_a_hub_id_without_network_is_refused(tmp_path: Path) -> None:
-    """The message names the variable that keeps the hub out of reach."""
-    path, directory = scenario(tmp_path, model={"name": "somebody/no-such-model"}), tmp_path / "run"
-    finished = dtypedoctor("run", path, "--out", directory, HF_HUB_OFFLINE="1")
-    assert_refused(finished, directory, "cannot load the model id 'somebody/no-such-model'", "HF_HUB_OFFLINE")
-
-
-def test_cuda_where_there_is_none_is_refused(tmp_path: Path) -> None:
-    """The message says what to do instead."""
-    finished, directory = run(scenario(tmp_path, device="cuda"))
-    if finished.code == 0 or finished.code == 10:
-        pytest.skip("this machine has a CUDA device")
-    assert_refused(finished, directory, "needs a CUDA device", "--device cpu")
-
-
-def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
-    """Neither is a scenario."""
-    finished, directory = run(tmp_path / "missing.yaml")
-    assert_refused(finished, directory, "missing.yaml")
 
 
 def test_an_output_that_cannot_be_created_is_refused(tmp_path: Path) -> None:

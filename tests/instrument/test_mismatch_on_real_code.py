@@ -311,12 +311,6 @@ def test_pefts_saved_copy_in_float16_is_what_the_scaler_refuses(tmp_path: Path) 
     assert found[0].fqn == "base_model.model.lm_head.modules_to_save.default"
 
 
-def test_a_scaler_with_float32_trainables_is_silent(tmp_path: Path) -> None:
-    """The ordinary use."""
-    net = nn.Linear(4, 1)
-    assert findings(tmp_path, scaled(net, lambda: net(torch.ones(2, 4)).sum())) == []
-
-
 def test_a_bfloat16_model_with_a_scaler_is_warned_of(tmp_path: Path) -> None:
     """A CPU goes along."""
     net = nn.Linear(4, 1).bfloat16()

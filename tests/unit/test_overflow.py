@@ -51,12 +51,6 @@ def test_a_sum_that_overflows_inside_of_an_operator_is_not_told_as_its_result() 
     assert "needs" not in finding.summary
 
 
-def test_a_result_that_float32_cannot_hold_either_is_no_precision_problem() -> None:
-    """A replay that is not finite turns the verdict to domain-error."""
-    (finding,) = diagnose(overflowing(replay_finite=False).build())
-    assert finding.id == "domain-error"
-
-
 def test_without_an_op_trace_the_module_above_the_first_bad_input_is_possible() -> None:
     """The watch alone says which module's own code it was, and does not claim more than that."""
     trace = (

@@ -14,13 +14,6 @@ def said(name: str = "float16-overflow", severity: Severity = Severity.ERROR) ->
     return Statement(id=name, severity=severity, summary="It fails.", cause="Because.", evidence=("Measured.",))
 
 
-def test_the_remedy_for_the_class_of_the_module_comes_first() -> None:
-    """It changes less than one for any module."""
-    finding = make_finding(said(), phase="forward", cls="Gemma4TextMLP")
-    assert finding.remedies == ("gemma4-mlp-float32-product", "bfloat16")
-    assert make_finding(said(), phase="forward").remedies == ("bfloat16",)
-
-
 def test_what_is_mere_information_proposes_no_remedy() -> None:
     """It is no failure, so nothing could cure it."""
     assert make_finding(said(severity=Severity.WARNING), phase="forward").remedies
