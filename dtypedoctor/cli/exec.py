@@ -124,7 +124,7 @@ def execute(
     target = script_target(script, module=module, text=text)
     announce("Running the text of -c" if text else f"Running {script}", terminal_only=True)
     from dtypedoctor.cli.scripts import treat_script
-    from dtypedoctor.runner.directories import hidden_directory, job_directory, new_directory, scenario_name
+    from dtypedoctor.runner.directories import job_directory, new_record, scenario_name
     from dtypedoctor.scenario.model import Distributed, Scenario, ScenarioStep, Script
     from dtypedoctor.trace.ranks import member, member_of_torchrun, rank_directory
     from dtypedoctor.trials.plan import Plan
@@ -164,7 +164,6 @@ def execute(
         raise UsageError(
             f"--rerun: {why}", "Leave out --once." if once else "Start it with --nproc-per-node N --rerun."
         )
-    is_named = out is not None
     if here is not None:
         out = rank_directory(out if out is not None else job_directory(scenario.name), here.rank)
     plan = Plan(
@@ -181,21 +180,19 @@ def execute(
             "Leave them out, or start the job on one machine.",
         )
 
-    def treat_in(directory: Path, hidden: Path | None = None) -> "tuple[Report, int]":
-        return treat_script(scenario, directory, plan, in_place=rerun_in_place, hidden=hidden)
-
-    if not is_named:
-        directory, hidden = hidden_directory(out, scenario.name)
-        report, status = treat_in(directory, hidden)
-        directory = hidden if hidden is not None and hidden.exists() else directory
-    elif nodes is None or out is None:
-        directory = new_directory(out, scenario.name)
-        report, status = treat_in(directory)
+    if nodes is None or out is None:
+        folder = new_record(out, scenario.name, _folder_of(target))
+        report, status = treat_script(scenario, folder, plan, in_place=rerun_in_place)
+        directory = folder.directory
     else:
         from dtypedoctor.cli.nodes import treated_together
 
+        def treat_here(own: Path) -> "tuple[Report, int]":
+            record = new_record(own, scenario.name, _folder_of(target), joins=True)
+            return treat_script(scenario, record, plan, in_place=rerun_in_place)
+
         directory = out
-        report, status = treated_together(out, nodes, [script, *launch.arguments], treat_in)
+        report, status = treated_together(out, nodes, [script, *launch.arguments], treat_here)
     from dtypedoctor.cli.output import console_for, leave_report_page, left_in
     from dtypedoctor.cli.reported import exit_code
     from dtypedoctor.report.first_screen import print_first_screen
@@ -251,6 +248,12 @@ def script_target(script: str, *, module: bool, text: bool) -> dict[str, str]:
             f"{script}: no such script{_meant_beside(script)}", "Give a file, or -m and the name of a module."
         )
     return {"path": script}
+
+
+def _folder_of(target: dict[str, str]) -> Path | None:
+    """The folder of the script, which is the program's own like the working directory."""
+    path = target.get("path", "-")
+    return Path(path).resolve().parent if path != "-" else None
 
 
 def _meant_beside(script: str) -> str:

@@ -36,8 +36,9 @@ def exit_code(report: Report) -> int:
     return int(next(code for _, holds, code in ENDINGS if holds(report)))
 
 
-def reported(treatment: Treatment, directory: Path) -> Report:
-    """The report of a finished treatment, which is also written into ``directory``."""
+def reported(treatment: Treatment, directory: Path, shown: Path | None = None) -> Report:
+    """The report of a finished treatment, which is also written into ``directory``; it names ``shown``, to which that is going to be moved."""
+    shown = directory if shown is None else shown
     files = {"report": REPORT_JSON, "markdown": REPORT_MD, "before": "before"}
     for key, name in (("raw_stdout", STDOUT), ("raw_stderr", STDERR)):
         if _has_content(directory / "before" / name):
@@ -48,9 +49,9 @@ def reported(treatment: Treatment, directory: Path) -> Report:
         treatment,
         command=shlex.join(without_process_secrets(["dtypedoctor", *sys.argv[1:]])),
         files=files,
-        next_command=next_command(treatment, directory),
+        next_command=next_command(treatment, directory, shown),
     )
-    following = _next_of_script(report, directory, treatment.rerun) or report.next_command
+    following = _next_of_script(report, shown, treatment.rerun) or report.next_command
     return kept(directory, replace(report, next_command=as_typed_here(following)))
 
 
@@ -101,10 +102,10 @@ def _has_content(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
-def next_command(treatment: Treatment, directory: Path) -> str:
-    """What tries fixes on the failing call where it was kept and no fix of the run is known; else what prints the report."""
+def next_command(treatment: Treatment, directory: Path, shown: Path) -> str:
+    """In words that name ``shown`` for ``directory``, what tries fixes on the failing call where it was kept and no fix of the run is known; else what prints the report."""
     capsule = treatment.capsule
     if not isinstance(capsule, Capsule) or any(trial.outcome is Outcome.FIXED for trial in treatment.trials):
-        return f"dtypedoctor report {shlex.quote(str(directory))} --format md"
+        return f"dtypedoctor report {shlex.quote(str(shown))} --format md"
     option = " --allow-code" if any(capsule.code()) else ""
-    return f"dtypedoctor replay {shlex.quote(str(capsule.directory))}{option}"
+    return f"dtypedoctor replay {shlex.quote(str(shown / capsule.directory.relative_to(directory)))}{option}"

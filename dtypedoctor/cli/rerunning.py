@@ -20,16 +20,13 @@ class Reruns:
     """The runs of a script after the first. Use as a context manager around all of them.
 
     Args:
-        directory: where the runs of this command lie, a directory each.
         in_place: whether the user has agreed that they change the files of the working directory.
-        hidden: where the first run is recorded until it has ended, if not there.
 
     Raises:
         UsageError: there is no working directory, or no view of it can be made, the user has not agreed, and there is no terminal to ask on.
     """
 
-    def __init__(self, directory: Path, *, in_place: bool, hidden: Path | None = None) -> None:
-        self._directory = directory.resolve()
+    def __init__(self, *, in_place: bool) -> None:
         self._in_place = in_place
         self._no_view = ""
         self._before: Before | None = None
@@ -44,9 +41,8 @@ class Reruns:
                 f"the working directory cannot be read ({error.strerror}), so no other run can start in it",
                 "Change to a directory that exists.",
             ) from error
-        own = hidden.resolve() if hidden is not None else self._directory / "before"
         try:
-            self._before = self._resources.enter_context(Before(folder, own))
+            self._before = self._resources.enter_context(Before(folder))
             require_view(folder)
         except (NoViewError, OSError) as error:
             self._no_view = str(error)
@@ -73,13 +69,13 @@ class Reruns:
             self._no_view = str(error)
 
     @contextmanager
-    def begin(self, label: str) -> Iterator[list[str]]:
-        """Says on stderr that the script runs again, and where; what is to stand before its command.
+    def begin(self, run: Path) -> Iterator[list[str]]:
+        """Says on stderr that the script runs again, and where; what is to stand before its command, which records in ``run``.
 
         Raises:
             UsageError: the user does not want it, or the view could not be made.
         """
-        again = f"dtypedoctor: running the script again ({label_in_words(label)})"
+        again = f"dtypedoctor: running the script again ({label_in_words(run.name)})"
         if self._before is None or self._written is None or self._no_view:
             self._require_agreement()
             print(f"{again}; it may change files …", file=sys.stderr, flush=True)
@@ -88,7 +84,6 @@ class Reruns:
         lost = self._before.lost(self._written)
         also = f"; too large to be put back as they were before the first run: {_named(lost)}" if lost else ""
         print(f"{again} in a copy-on-write view of the working directory{also} …", file=sys.stderr, flush=True)
-        run = self._directory / label
         with in_view(self._before, self._written, run) as words:
             yield words
         why = why_no_view(run)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.runner.directories import appear, remove_unmeasured, remove_unused
-from dtypedoctor.runner.process import outliving, run_launched, run_ranks, run_script
+from dtypedoctor.runner.directories import RecordFolder, remove_unmeasured, remove_unused
+from dtypedoctor.runner.process import Guardian, outliving, run_launched, run_ranks, run_script
 from dtypedoctor.scenario.model import Request, Scenario, Script
 from dtypedoctor.trials.plan import Plan, first_run
 
@@ -21,17 +21,15 @@ if TYPE_CHECKING:
 
 
 def treat_script(
-    scenario: Scenario, directory: Path, plan: Plan, *, in_place: bool = False, hidden: Path | None = None
+    scenario: Scenario, folder: RecordFolder, plan: Plan, *, in_place: bool = False
 ) -> "tuple[Report, int]":
-    """Treats a user's script in ``directory``, which is new; the script has this process's streams the first time it runs.
+    """Treats a user's script; the script has this process's streams the first time it runs.
 
     Args:
         scenario: what to run.
-        directory: where everything that is found out is kept.
+        folder: where everything that is found out is kept. It arrives when the last run of the script has ended and the report is written.
         plan: how far to go.
         in_place: whether another run may change files of the working directory; else it gets a copy-on-write view of it.
-        hidden: where the first run is recorded as long as it goes on; ``directory`` does not exist until then, and never does where it cannot be
-            created any more.
 
     Returns:
         The report, and the script's own exit status as a shell would give it.
@@ -43,29 +41,24 @@ def treat_script(
     workload = scenario.steps[0].workload
     launched = isinstance(workload, Script) and bool(workload.launcher)
     run = run_launched if launched else run_script if scenario.distributed is None else run_ranks
-    with removed_if_refused(directory, hidden), outliving(), ExitStack() as resources:
-        reruns = None
-        if plan.runs_again:
-            reruns = resources.enter_context(_reruns(directory, in_place=in_place, hidden=hidden))
+    private = folder.private
+    guarding = Guardian(private, folder.directory, merge=folder.merge)
+    with guarding as guardian, arriving(folder), outliving(), ExitStack() as resources:
+        reruns = resources.enter_context(_reruns(in_place=in_place)) if plan.runs_again else None
 
         def launch(label: str, request: Request) -> "Run":
-            nonlocal directory
             if label == "before":
-                recorded = hidden or directory
-                places = (hidden, directory) if hidden is not None else None
-                first = run(request, recorded / label, live=True, meanwhile=_import_the_rest, hidden=places)
+                first = run(request, private / label, live=True, meanwhile=_import_the_rest, guardian=guardian)
                 if _was_interrupted(first):
                     raise KeyboardInterrupt
                 if reruns is not None:
                     reruns.first_is_over()
-                if hidden is not None:
-                    directory = appear(hidden, directory)
-                directory.mkdir(parents=True, exist_ok=True)  # the program may have deleted it
-                return first.moved(recorded, directory)
+                private.mkdir(exist_ok=True)  # the program may have deleted it
+                return first
             if reruns is None:
-                return run(request, directory / label, live=False)
-            with reruns.begin(label) as through:
-                return run(request, directory / label, live=False, through=through)
+                return run(request, private / label, live=False, guardian=guardian)
+            with reruns.begin(private / label) as through:
+                return run(request, private / label, live=False, through=through, guardian=guardian)
 
         before = None if _is_given_a_folder(scenario) else first_run(launch, scenario, plan)
 
@@ -77,7 +70,8 @@ def treat_script(
 
         treatment = treat(scenario, again, plan, loads_checkpoints=before is None)
         code = treatment.before.exit.code
-        return reported(treatment, directory), code if code >= 0 else 128 - code
+        folder.reserve()
+        return reported(treatment, private, shown=folder.directory), code if code >= 0 else 128 - code
 
 
 def _is_given_a_folder(scenario: Scenario) -> bool:
@@ -87,10 +81,10 @@ def _is_given_a_folder(scenario: Scenario) -> bool:
     return any(os.path.isdir(argument.partition("=")[2] or argument) for argument in arguments)
 
 
-def _reruns(directory: Path, *, in_place: bool, hidden: Path | None) -> "AbstractContextManager[Reruns]":
+def _reruns(*, in_place: bool) -> "AbstractContextManager[Reruns]":
     from dtypedoctor.cli.rerunning import Reruns
 
-    return Reruns(directory, in_place=in_place, hidden=hidden)
+    return Reruns(in_place=in_place)
 
 
 def _import_the_rest() -> None:
@@ -101,27 +95,31 @@ def _import_the_rest() -> None:
 
 
 @contextmanager
-def removed_if_refused(directory: Path, hidden: Path | None = None) -> Iterator[None]:
-    """Takes the run directory away again where nothing could be run in it, or nothing was measured before Ctrl-C.
+def arriving(folder: RecordFolder) -> Iterator[None]:
+    """Moves the record to its directory at the end, unless nothing could be run, or nothing was measured before Ctrl-C."""
+    try:
+        with removed_if_refused(folder.private, folder.directory):
+            yield
+    finally:
+        folder.arrive()
 
-    What is left in a ``hidden`` one, in which it was to be recorded, is moved to it.
+
+@contextmanager
+def removed_if_refused(directory: Path, shown: Path | None = None) -> Iterator[None]:
+    """Takes the run directory, which the user knows as ``shown``, away again where nothing could be run in it, or nothing was measured before
+    Ctrl-C.
     """
-
-    def place() -> Path:
-        return hidden if hidden is not None and hidden.exists() else directory
-
     try:
         yield
     except UsageError:
-        remove_unused(place())
+        remove_unused(directory)
         raise
     except KeyboardInterrupt as error:
-        if remove_unmeasured(place()):
-            raise KeyboardInterrupt(f"interrupted before anything was measured; {directory} was removed") from error
+        if remove_unmeasured(directory):
+            raise KeyboardInterrupt(
+                f"interrupted before anything was measured; {shown or directory} was removed"
+            ) from error
         raise
-    finally:
-        if hidden is not None and hidden.exists():
-            appear(hidden, directory)
 
 
 def _was_interrupted(first: "Run") -> bool:

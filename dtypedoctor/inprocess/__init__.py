@@ -1,5 +1,6 @@
 """``with dtypedoctor.watch(model): …``, and what it shares with the callback: a part of a running program, watched and written up."""
 
+import contextlib
 import functools
 import html
 import inspect
@@ -32,13 +33,13 @@ from dtypedoctor.report.run_facts import replay_command
 from dtypedoctor.report.text import one_line, paragraphs
 from dtypedoctor.report.to_html import render_html
 from dtypedoctor.report.to_terminal import print_document
-from dtypedoctor.runner.directories import job_directory, new_directory, scenario_name
+from dtypedoctor.runner.directories import RecordFolder, job_directory, new_record, scenario_name
 from dtypedoctor.runner.run import BEFORE, WorkerExit, collect
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.trace.ranks import member, rank_directory
 from dtypedoctor.trials.treatment import examine
 from dtypedoctor.worker.process_watch import ProcessWatch
-from dtypedoctor.worker.recording import Recording, hide_in_excepthook
+from dtypedoctor.worker.recording import Recording, hide_in_excepthook, move_when_this_process_ends
 from dtypedoctor.worker.standbys import Standbys
 
 _Arguments = ParamSpec("_Arguments")
@@ -67,7 +68,7 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
         statistics: keep the numbers that :meth:`scalars` gives.
 
     Attributes:
-        directory: the run directory, which is created on entering.
+        directory: the run directory, which is created when the block ends; until then the record is in a private folder elsewhere.
         report: the finished report; None inside of the block.
 
     Raises:
@@ -119,7 +120,7 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
 
     @property
     def directory(self) -> Path:
-        """The run directory, which is created on entering."""
+        """The run directory, which is created when the block ends."""
         return self._watched.directory
 
     @property
@@ -265,6 +266,7 @@ class Watched:
         self._name = _NOTEBOOK if "ipykernel" in sys.modules else scenario_name(sys.argv[0])
         self._out = out
         self.directory: Path
+        self._folder: RecordFolder
         self.report: WatchReport | None = None
         self._recording: Recording | None = None
         self._show_frames: Callable[[], None] = lambda: None
@@ -284,9 +286,12 @@ class Watched:
         _check_module(model)
         if (other := watched_for()) is not None:
             raise UsageError(f"this process is already recorded in {other}", "Stop that recording first.")
-        self.directory = _new_directory(self._out, self._name)
-        trace = self.directory / BEFORE
+        self._folder = _record_folder(self._out, self._name)
+        self.directory = self._folder.directory
+        trace = self._folder.private / BEFORE
         trace.mkdir()
+        with contextlib.suppress(OSError):  # of a program that is killed the record stays where it is then
+            move_when_this_process_ends(str(self._folder.private), str(self.directory.absolute()))
         self._recording = Recording(trace)
         self._recording.writer.listener = self._statistics
         self._recording.follow_program("watched")
@@ -324,6 +329,9 @@ class Watched:
             self._show_frames()
             recording.end(error, [("the end", note)] if note else ())
             self.report = self._written(WorkerExit(code=_status(error), timed_out=False, seconds=recording.seconds))
+        with contained():
+            self._folder.arrive()
+            self.directory = self._folder.directory
         if ours.error is not None:
             self._say(f"dtypedoctor: no report: {type(ours.error).__name__}: {ours.error}")
         if self.report is not None:
@@ -333,14 +341,18 @@ class Watched:
                 self._say(f"dtypedoctor: failing call: {replay_command(self.report, shlex.quote(str(self.directory)))}")
 
     def _written(self, ended: WorkerExit) -> WatchReport:
-        run = collect(self.directory / BEFORE, ended, foreign=True)
+        private = self._folder.private
+        run = collect(private / BEFORE, ended, foreign=True)
+        treatment = examine(self._scenario(), run, replay=self._replay)
+        self._folder.reserve()
+        self.directory = self._folder.directory
         built = build_report(
-            examine(self._scenario(), run, replay=self._replay),
+            treatment,
             command="" if self._name == _NOTEBOOK else shlex.join(without_process_secrets(["python", *sys.argv])),
             files={"report": REPORT_JSON, "markdown": REPORT_MD, "before": BEFORE},
             next_command=f"dtypedoctor report {shlex.quote(str(self.directory))}",
         )
-        write_report(self.directory, built)
+        write_report(private, built)
         return WatchReport(**{each.name: getattr(built, each.name) for each in fields(built)})
 
     def _scenario(self) -> Scenario:
@@ -352,12 +364,12 @@ class Watched:
         )
 
 
-def _new_directory(out: Path | None, name: str) -> Path:
+def _record_folder(out: Path | None, name: str) -> RecordFolder:
     """Where this process records: ``out``, or in a directory of its own in there where it is one of several."""
     here = member()
     if here is not None:
         out = rank_directory(out if out is not None else job_directory(name), here.rank)
-    return new_directory(out, name)
+    return new_record(out, name, Path(sys.argv[0]).resolve().parent)
 
 
 def _check_module(model: object) -> None:

@@ -1,16 +1,18 @@
 """Processes that stand by: forks of a program from a moment of its run, asleep until somebody wants to see what comes after it.
 
 A standby is not a child of the program (it is forked twice), so the program can wait for its children as before. Nothing that it shares with the
-program stays shared (:mod:`dtypedoctor.replay.cage`). It listens at a named pipe. For each request it forks a process that returns from
+program stays shared (:mod:`dtypedoctor.replay.cage`). It reads requests from an unnamed pipe of its own, whose address is in a file: no folder ever holds
+a pipe, which whoever reads or copies the folder would wait at. For each request it forks a process that returns from
 :func:`stand_by` with the request, goes on with the program's own code, and must end by ``os._exit``.
 """
 
 import contextlib
 import ctypes
+import errno
 import posix  # what os has, under names that programs do not replace
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from random import getstate, setstate
@@ -19,13 +21,13 @@ from signal import pthread_sigmask
 from typing import Any
 
 from dtypedoctor.replay.cage import isolate_descriptors, isolate_memory
-from dtypedoctor.unpatched import from_json, getpid, process_time, thread_time
+from dtypedoctor.unpatched import from_json, getpid, process_time, thread_time, to_json
 from dtypedoctor.values import dataclass
 
-__all__ = ["PREFIX", "THREADS", "OrEnd", "Standby", "is_forking", "stand_by"]
+__all__ = ["PREFIX", "THREADS", "OrEnd", "Standby", "is_forking", "not_told_of_children", "send", "stand_by"]
 
 PREFIX = "standby-"
-"""How the names of the pipes begin; step and outermost call follow."""
+"""How the names of the files begin that say where a standby listens; step and outermost call follow."""
 READY_SECONDS = 10.0
 """How long the program waits at most until a standby is isolated."""
 ORPHAN_SECONDS = 60
@@ -50,19 +52,35 @@ class Standby:
     """A process that stands by.
 
     Attributes:
-        pipe: the named pipe at which it listens.
+        address: the file that says where it listens.
         seconds: of processor time that it took to make it, which are the same on a busy machine.
     """
 
-    pipe: Path
+    address: Path
     seconds: float
 
     def dismiss(self) -> None:
-        """Ends it; it removes its pipe itself, as the program's audit hooks hear what this process removes."""
-        with contextlib.suppress(OSError):
-            descriptor = posix.open(self.pipe, posix.O_WRONLY | posix.O_NONBLOCK | posix.O_CLOEXEC)
-            posix.write(descriptor, b"null\n")
-            posix.close(descriptor)
+        """Ends it; it removes its file itself, as the program's audit hooks hear what this process removes."""
+        with contextlib.suppress(OSError, ValueError):
+            send(self.address, None)
+
+
+def send(address: Path, request: Mapping[str, Any] | None) -> None:
+    """Sends a request to the standby whose address is in a file; None ends it.
+
+    Raises:
+        OSError: it is gone.
+        ValueError: the file holds no address.
+    """
+    with FileIO(str(address)) as file:
+        process, source, inode = map(int, file.readall().split())
+    descriptor = posix.open(f"/proc/{process}/fd/{source}", posix.O_WRONLY | posix.O_NONBLOCK | posix.O_CLOEXEC)
+    try:
+        if posix.fstat(descriptor).st_ino != inode:  # the process is gone, and another has its number
+            raise ProcessLookupError(errno.ESRCH, "no such standby")
+        posix.write(descriptor, to_json(request).encode("ascii") + b"\n")
+    finally:
+        posix.close(descriptor)
 
 
 class OrEnd:
@@ -76,11 +94,11 @@ class OrEnd:
             posix._exit(1)
 
 
-def stand_by(pipe: Path) -> Standby | dict[str, Any]:
+def stand_by(address: Path) -> Standby | dict[str, Any]:
     """Forks this process at this moment.
 
     Args:
-        pipe: where the standby is to listen; must not exist yet.
+        address: the file that is to say where the standby listens; must not exist yet.
 
     Returns:
         In the program the standby; in each process that goes on from here later the request that it was made for.
@@ -89,19 +107,15 @@ def stand_by(pipe: Path) -> Standby | dict[str, Any]:
         OSError: it could not be made.
     """
     began = thread_time()
-    posix.mkfifo(pipe, 0o600)
     ready, tell = posix.pipe()
     has_threads = _end_openmp_threads()
     try:
-        made = _forked(pipe, ready, tell)
+        made = _forked(address, ready, tell)
         if not isinstance(made, float):
             return {**made, THREADS: has_threads}
-    except OSError:
-        pipe.unlink(missing_ok=True)
-        raise
     finally:
         posix.close(ready)
-    return Standby(pipe=pipe, seconds=thread_time() - began + made)
+    return Standby(address=address, seconds=thread_time() - began + made)
 
 
 _HARD_PAUSE = 2
@@ -144,7 +158,7 @@ def _openmp_libraries() -> list[ctypes.CDLL] | None:
     return found
 
 
-def _forked(pipe: Path, ready: int, tell: int) -> dict[str, Any] | float:
+def _forked(address: Path, ready: int, tell: int) -> dict[str, Any] | float:
     """In the program, once the standby is ready, the seconds of other processes for it; in one that goes on later the request.
 
     ``tell`` is closed in both.
@@ -158,7 +172,7 @@ def _forked(pipe: Path, ready: int, tell: int) -> dict[str, Any] | float:
     heard = pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGCHLD})
     _forking = True
     try:
-        with _not_told_of_children():
+        with not_told_of_children():
             try:
                 child = posix.fork()
             except OSError:
@@ -167,7 +181,7 @@ def _forked(pipe: Path, ready: int, tell: int) -> dict[str, Any] | float:
             if child == 0:
                 with OrEnd():
                     _leave_parent()
-                    request = _listen(pipe, tell, program)
+                    request = _listen(address, tell, program)
                     setstate(drawn)
                 return request
             posix.close(tell)
@@ -180,12 +194,12 @@ def _forked(pipe: Path, ready: int, tell: int) -> dict[str, Any] | float:
         if getpid() == program:
             pthread_sigmask(signal.SIG_SETMASK, heard)
     if not microseconds:
-        raise OSError(f"{pipe.name} did not get ready")
+        raise OSError(f"{address.name} did not get ready")
     return float(used.ru_utime + used.ru_stime + int(microseconds) / 1e6)
 
 
 @contextlib.contextmanager
-def _not_told_of_children() -> Iterator[None]:
+def not_told_of_children() -> Iterator[None]:
     """The program's handler of SIGCHLD, whatever it is, does not run for children that end inside; it does after it for those of its own.
 
     Blocking the signal instead would only delay it, or let a thread of a library take it.
@@ -208,25 +222,26 @@ def _leave_parent() -> None:
         posix._exit(0)
 
 
-def _listen(pipe: Path, tell: int, program: int) -> dict[str, Any]:
+def _listen(address: Path, tell: int, program: int) -> dict[str, Any]:
     """Sleeps until requests come; returns in a fork for each of them. Signals are blocked, and stay so."""
     posix.setsid()  # what ends the program's process group, such as a launcher, is not meant for it
-    source = posix.open(
-        pipe, posix.O_RDWR | posix.O_NONBLOCK | posix.O_CLOEXEC
-    )  # with a writer of its own it never ends
-    isolate_descriptors(keep=(source, tell))
+    source, writer = posix.pipe()
+    isolate_descriptors(keep=(source, writer, tell))  # with a writer of its own the pipe never ends
     isolate_memory()
     _be_killed_first()
+    with FileIO(str(address), "xb") as file:
+        file.write(b"%d %d %d" % (getpid(), source, posix.fstat(source).st_ino))
     posix.write(tell, str(int(process_time() * 1e6)).encode("ascii"))
     posix.close(tell)
     while (request := _next_request(source, program)) is not None:
         child = posix.fork()
         if child == 0:
             posix.close(source)
+            posix.close(writer)
             return request
         posix.waitpid(child, 0)
     with contextlib.suppress(OSError):
-        pipe.unlink()
+        address.unlink()
     posix._exit(0)
 
 

@@ -4,6 +4,7 @@ Only what the doctor has made is taken away: a file that it did not make is some
 """
 
 import contextlib
+import errno
 import os
 import re
 import time
@@ -12,6 +13,8 @@ from itertools import count
 from pathlib import Path
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.guardian import make_private_folder, make_run_directory, move_into
+from dtypedoctor.interruptions import say
 from dtypedoctor.patterns import regex
 from dtypedoctor.redaction.redact import PRIVATE_REQUEST
 from dtypedoctor.runner.run import EXIT, STDERR, STDOUT
@@ -23,9 +26,6 @@ from dtypedoctor.trace.ranks import LEADING, STREAMS
 
 TIMING = "timing.json"
 """How long the parts of a run took, in its directory."""
-
-HIDDEN = ".dtypedoctor-"
-"""How the names of directories begin in which a program that is running is recorded; that of the run follows."""
 
 _START = 19
 """Place of the time of start in ``/proc/PID/stat``, counted from behind the name."""
@@ -45,66 +45,104 @@ def new_directory(out: Path | None, name: str) -> Path:
     return next(path for path in _unnamed(name) if _made(path))
 
 
-def hidden_directory(out: Path | None, name: str) -> tuple[Path, Path | None]:
-    """Creates a hidden directory beside the folder of all runs, in which a program is recorded for as long as it runs.
+class RecordFolder:
+    """A private folder in which a program is recorded while it runs, and from which the record then moves to where it was asked for.
 
-    So it neither meets a folder ``runs`` that it has not made itself, nor takes this run away where it empties its own. :func:`appear` is
-    for the moment at which it has ended.
+    So a program that reads, copies, archives or empties its own folder finds nothing of ours there, and no folder ``runs`` that it has not made.
 
     Args:
-        out: where the run is to lie then; ``runs/NAME-TIME`` where that is None.
-        name: of the run.
+        private: the folder, which exists.
+        directory: where the record is going to lie.
+        merge: take a directory that is there already if it holds nothing of that name: the program may have made the one that was asked for.
 
-    Returns:
-        Where the run is going to lie, which does not exist yet, and the hidden directory; None where there can be none from which it could
-        be moved there at once, and then the former exists.
+    Attributes:
+        private, directory, merge: see above; ``directory`` is where the record lies in the end.
+    """
+
+    def __init__(self, private: Path, directory: Path, *, merge: bool = False) -> None:
+        self.private = private
+        self.directory = directory
+        self.merge = merge
+        self._start = _working_directory()
+        self._is_reserved = False
+
+    def reserve(self) -> None:
+        """Creates the directory in which the record is going to lie, under another name where that is taken by now.
+
+        Where that cannot be, the record stays where it is.
+        """
+        self._is_reserved = True
+        try:
+            names = [path.name for path in self.private.iterdir()]
+            made = make_run_directory(str(self._absolute), names, merge=self.merge)
+            self.directory = self.directory.with_name(os.path.basename(made))
+        except OSError as error:  # a file has its name, or the disk is full
+            self._stay(error)
+
+    def arrive(self) -> None:
+        """Moves the record to its directory, or says why it stays where it is."""
+        if not self.private.is_dir():
+            return
+        if not self._is_reserved:
+            self.reserve()
+        if self.directory == self.private:
+            return
+        try:
+            move_into(str(self.private), str(self._absolute))
+        except OSError as error:
+            self._stay(error)
+        else:
+            if _working_directory() != self._start:  # a program that is watched from inside has changed it
+                self.directory = self._absolute
+
+    @property
+    def _absolute(self) -> Path:
+        """The directory as it was meant when the run began."""
+        return (self._start or Path()) / self.directory
+
+    def _stay(self, error: OSError) -> None:
+        say(f"dtypedoctor: {self.directory}: cannot be written ({error.strerror}); the run stays in {self.private}")
+        self.directory = self.private
+
+
+def new_record(out: Path | None, name: str, script: Path | None = None, *, joins: bool = False) -> RecordFolder:
+    """Makes a private folder for a run.
+
+    Args:
+        out: where the run is to lie in the end; ``runs/NAME-TIME`` where that is None.
+        name: of the run.
+        script: the folder of the program's script, if it has one.
+        joins: ``out`` exists already, and holds nothing of this run.
 
     Raises:
         UsageError: ``out`` exists, or nothing can be created.
     """
-    beside = _beside_runs()
-    for directory in _unnamed(name) if out is None else [out]:
-        if beside is None:
-            break
-        if directory.exists() and out is None:
-            continue
-        if not directory.exists() and _made(hidden := beside / f"{HIDDEN}{'-'.join(_below_runs(directory).parts)}"):
-            return directory, hidden
-    return new_directory(out, name), None
-
-
-def appear(hidden: Path, directory: Path) -> Path:
-    """Moves a run from its hidden directory to ``directory``; where it lies then, which is where it was if that cannot be."""
+    directory = out if out is not None else next(path for path in _unnamed(name) if not os.path.lexists(path))
+    if not joins and os.path.lexists(directory):
+        raise _exists(directory)
+    above = next(path for path in directory.absolute().parents if path.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        number = errno.EACCES if above.is_dir() else errno.ENOTDIR
+        raise _not_created(directory, OSError(number, os.strerror(number)))
+    program = [str(path) for path in (_working_directory(), script) if path is not None]
     try:
-        directory.mkdir(parents=True)
-        hidden.rename(directory)
-    except OSError:  # the program has made a file of this name, or a link to another disk
-        with contextlib.suppress(OSError):
-            directory.rmdir()
-        return hidden if hidden.exists() else directory
-    return directory
+        private = Path(make_private_folder(name, program, str(above)))
+    except OSError as error:
+        raise _not_created(directory, error) from error
+    return RecordFolder(private, directory, merge=out is not None)
+
+
+def _working_directory() -> Path | None:
+    try:
+        return Path.cwd()
+    except OSError:  # it has been deleted
+        return None
 
 
 def _unnamed(name: str) -> Iterator[Path]:
     """``runs/NAME-TIME``, then with numbers behind it."""
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     return (runs_folder() / (stem + (f"-{i}" if i else "")) for i in count())
-
-
-def _below_runs(directory: Path) -> Path:
-    return directory.relative_to(runs_folder())
-
-
-def _beside_runs() -> Path | None:
-    """The folder in which that of all runs lies, or is going to; None where nothing can be moved from there to it."""
-    runs = runs_folder()
-    beside = runs if runs.absolute() == Path.cwd() else next(path for path in runs.parents if path.exists())
-    is_movable = not runs.exists() or (_is_open(runs) and runs.stat().st_dev == beside.stat().st_dev)
-    return beside if is_movable and _is_open(beside) else None
-
-
-def _is_open(folder: Path) -> bool:
-    return folder.is_dir() and os.access(folder, os.W_OK)
 
 
 def runs_folder() -> Path:
@@ -119,7 +157,7 @@ def make_directory(directory: Path) -> None:
         UsageError: it exists, or cannot be created.
     """
     if not _made(directory):
-        raise UsageError(f"{directory}: already exists", "A run is never overwritten; give another --out.")
+        raise _exists(directory)
 
 
 def _made(directory: Path) -> bool:
@@ -128,8 +166,16 @@ def _made(directory: Path) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        raise UsageError(f"{directory}: cannot be created ({error.strerror})", "Give a writable --out.") from error
+        raise _not_created(directory, error) from error
     return True
+
+
+def _exists(directory: Path) -> UsageError:
+    return UsageError(f"{directory}: already exists", "A run is never overwritten; give another --out.")
+
+
+def _not_created(directory: Path, error: OSError) -> UsageError:
+    return UsageError(f"{directory}: cannot be created ({error.strerror})", "Give a writable --out.")
 
 
 def job_directory(name: str) -> Path:

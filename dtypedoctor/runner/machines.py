@@ -23,8 +23,8 @@ from time import monotonic
 from typing import Any
 
 from dtypedoctor.errors import NodeLostError, UsageError, is_installed
+from dtypedoctor.guardian import end
 from dtypedoctor.runner import job
-from dtypedoctor.runner.ending import end
 from dtypedoctor.runner.job import Ended, perform
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.values import dataclass

@@ -20,10 +20,10 @@ from types import FrameType
 from typing import Any, Self
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.guardian import PROGRAM, end
 from dtypedoctor.interruptions import interrupt
 from dtypedoctor.redaction.redact import forget_request
 from dtypedoctor.runner.directories import make_directory
-from dtypedoctor.runner.ending import end
 from dtypedoctor.runner.run import STDERR, Run, WorkerExit, collect, deleted, led_by, write_request
 from dtypedoctor.runner.streams import Streams
 from dtypedoctor.scenario.model import Request, Scenario, Script
@@ -41,7 +41,7 @@ def run_process(
     meanwhile: Callable[[], None] = lambda: None,
     ranks: Sequence[Path] = (),
     stdin_is_read: bool = False,
-    hidden: "Hidden | None" = None,
+    guardian: "Guardian | None" = None,
 ) -> WorkerExit:
     """Runs a command in a process group of its own until it ends or its time limit is over.
 
@@ -55,13 +55,13 @@ def run_process(
         meanwhile: called as soon as it runs, then now and then.
         stdin_is_read: standard input has been read to its end, and is not begun again.
         ranks: directories of the processes that it starts itself, whose output is shown and kept as well.
-        hidden: see :func:`run_script`.
+        guardian: see :func:`run_script`.
     """
     began = time.monotonic()
     with Streams(directory, live=live, ranks=ranks) as streams, PassedOn(streams.resize) as signals:
         with streams.ends() as (out, err), _standard_input(live, again=not stdin_is_read) as given:
             process = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, process_group=0)
-        with Guardian(process, hidden), Foreground(process) if live else nullcontext() as foreground:
+        with _ending(process, guardian), Foreground(process) if live else nullcontext() as foreground:
             signals.to(process)
             timed_out = not _wait(
                 process, streams, began + time_limit, lambda: signals.stop_together(foreground), meanwhile
@@ -106,54 +106,70 @@ def _wait(
     return True
 
 
-Hidden = tuple[Path, Path]
-"""The hidden directory of a run, and where that is moved when its program has ended."""
-
-_GUARDIAN = Path(__file__).with_name("ending.py")
-"""A program that waits at a pipe of which the doctor has the other end."""
-
-
 class Guardian:
-    """A process beside the script that notices when this one is killed, even by SIGKILL. Use as a context manager.
+    """A process beside this one that notices when this one is killed, even by SIGKILL. Use as a context manager.
 
-    It is no parent, child or thread of the script, which so runs as it would alone. Where the block is left by an exception
-    the script is ended as well.
+    It is no parent, child or thread of the script, which so runs as it would alone. It then ends the script, and moves the record.
 
     Args:
-        process: the script, the first of a process group.
-        hidden: a directory that the guardian moves where this process cannot, and where to.
+        private: a folder that it moves.
+        wanted: where to.
+        merge: see :func:`dtypedoctor.guardian.make_run_directory`.
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes]", hidden: Hidden | None = None) -> None:
-        self._process = process
-        self._hidden = [str(path.absolute()) for path in hidden or ()]
+    def __init__(self, private: Path | None = None, wanted: Path | None = None, *, merge: bool = False) -> None:
+        self._move = [str(private), str(wanted and wanted.absolute()), merge] if private is not None else None
 
     def __enter__(self) -> Self:
-        source, self._end = os.pipe()
+        source, self._pipe = os.pipe()
         try:
             self._guardian = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_GUARDIAN), str(self._process.pid), *self._hidden],
+                [sys.executable, "-I", "-S", PROGRAM],
                 stdin=source, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
-        except OSError:
-            self._end_script()
-            raise
         finally:
             os.close(source)
+        self._tell([])
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._end_script()
-        with contextlib.suppress(OSError):
-            os.write(self._end, b".")
-        os.close(self._end)
+    def __exit__(self, *_: object) -> None:
+        self._move = None
+        self._tell([])
+        os.close(self._pipe)
         self._guardian.wait()
 
-    def _end_script(self) -> None:
-        if self._process.poll() is None:
-            end(self._process.pid)
-            self._process.wait()
+    @contextlib.contextmanager
+    def ending(self, process: "subprocess.Popen[bytes]") -> Iterator[None]:
+        """Inside, a script, the first of a process group, ends with this process; it is also ended where the block is left by an exception."""
+        self._tell([process.pid])
+        with contextlib.ExitStack() as interrupted:
+            interrupted.callback(_end_script, process)
+            yield
+            interrupted.pop_all()
+        self._tell([])
+
+    def _tell(self, processes: list[int]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # somebody has ended the guardian
+            os.write(self._pipe, f"{json.dumps({'end': processes, 'move': self._move})}\n".encode())
+
+
+@contextlib.contextmanager
+def _ending(process: "subprocess.Popen[bytes]", guardian: Guardian | None) -> Iterator[None]:
+    """See :meth:`Guardian.ending`; where there is no guardian yet, one for this process alone."""
+    with contextlib.ExitStack() as stack:
+        try:
+            guardian = guardian or stack.enter_context(Guardian())
+        except OSError:
+            _end_script(process)
+            raise
+        with guardian.ending(process):
+            yield
+
+
+def _end_script(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        end(process.pid)
+        process.wait()
 
 
 STDIN = 0
@@ -337,7 +353,7 @@ def run_script(
     live: bool,
     through: Sequence[str] = (),
     meanwhile: Callable[[], None] = lambda: None,
-    hidden: Hidden | None = None,
+    guardian: Guardian | None = None,
 ) -> Run:
     """Runs the script of ``request``; everything it leaves lies in ``directory``, which must not exist yet.
 
@@ -348,7 +364,7 @@ def run_script(
             kept, and it reads standard input again from the beginning if that is a file; else it reads nothing.
         through: program and arguments that stand before the command, and become it (:mod:`dtypedoctor.runner.view`).
         meanwhile: see :func:`run_process`.
-        hidden: where ``directory`` lies in a hidden one, that, and where it is moved if this process is killed.
+        guardian: what ends the script if this process is killed; None for one of its own.
 
     Raises:
         UsageError: the directory cannot be written, or there is no such script.
@@ -365,7 +381,7 @@ def run_script(
         time_limit=request.scenario.time_limit,
         meanwhile=meanwhile,
         stdin_is_read=read_up,
-        hidden=hidden,
+        guardian=guardian,
     )
     return _with_children(directory, ended) if directory.is_dir() else deleted(directory, ended)
 
@@ -389,7 +405,7 @@ def run_launched(
     live: bool,
     through: Sequence[str] = (),
     meanwhile: Callable[[], None] = lambda: None,
-    hidden: Hidden | None = None,
+    guardian: Guardian | None = None,
 ) -> Run:
     """Runs the script of ``request`` by its own launcher, with the launcher's options; see :func:`run_script`.
 
@@ -416,7 +432,7 @@ def run_launched(
             live=live,
             time_limit=request.scenario.time_limit,
             meanwhile=meanwhile,
-            hidden=hidden,
+            guardian=guardian,
         )
     finally:
         forget_request(directory)
@@ -465,7 +481,7 @@ def run_ranks(
     progress: Callable[[Path], None] = lambda _: None,
     through: Sequence[str] = (),
     meanwhile: Callable[[], None] = lambda: None,
-    hidden: Hidden | None = None,
+    guardian: Guardian | None = None,
 ) -> Run:
     """Runs ``request`` in as many processes as its scenario says, on this machine.
 
@@ -476,7 +492,7 @@ def run_ranks(
         progress: called now and then, while they run, with the directory of rank 0.
         through: see :func:`run_script`.
         meanwhile: see :func:`run_process`.
-        hidden: see :func:`run_script`.
+        guardian: see :func:`run_script`.
 
     Returns:
         The run of the rank that failed first, or of rank 0; its ``ranks`` are those of all.
@@ -505,7 +521,7 @@ def run_ranks(
         time_limit=request.scenario.time_limit,
         meanwhile=act,
         ranks=places,
-        hidden=hidden,
+        guardian=guardian,
     )
     foreign = isinstance(request.scenario.steps[0].workload, Script)
     if foreign and not directory.is_dir():

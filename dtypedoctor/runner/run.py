@@ -120,16 +120,6 @@ class Run:
         wanted = self.foreign and self.exit.code >= 0 and not self.exit.unknown
         return self.exit.timed_out or (self.trace.end is None and not wanted)
 
-    def moved(self, old: Path, new: Path) -> "Run":
-        """The same run, and all that belongs to it, after its files were moved from the directory ``old`` to ``new``."""
-        return replace(
-            self,
-            directory=new / self.directory.relative_to(old),
-            ranks=tuple(run.moved(old, new) for run in self.ranks),
-            children={number: run.moved(old, new) for number, run in self.children.items()},
-            others=tuple(run.moved(old, new) for run in self.others),
-        )
-
     def last_words(self) -> str:
         """How the worker ended; for a Python process that failed also the last line of its standard error."""
         if self.exit.unknown and self.trace.end is None:

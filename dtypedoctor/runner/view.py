@@ -2,7 +2,7 @@
 
 In a mount namespace of its own an overlay lies over the working directory. What the first run has created there is removed in the
 overlay, what it has changed or removed is put back as far as it was kept, and what the script writes goes to a temporary directory
-that is deleted afterwards. The directory of the run is mounted through, so that its trace arrives.
+that is deleted afterwards. The directory of the run lies elsewhere.
 
 Run by its path, this file is the program that makes the view and then becomes the command (``python view.py SETTINGS COMMAND…``);
 so it imports nothing of this package.
@@ -65,17 +65,16 @@ class Before:
 
     Args:
         folder: the directory.
-        own: a directory of this package, which may lie in it and is left out.
 
     Raises:
         NoViewError: it holds too many files to list them, or somebody else's.
         OSError: it cannot be read.
     """
 
-    def __init__(self, folder: Path, own: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._copies = tempfile.TemporaryDirectory(prefix="dtypedoctor-kept-", ignore_cleanup_errors=True)
-        self._own = {str(own), os.path.realpath(self._copies.name)}
+        self._own = os.path.realpath(self._copies.name)
         self._entries = _listed(folder, self._own)
         self._copied = self._copy()
 
@@ -139,15 +138,15 @@ class _State(NamedTuple):
     time: int = 0
 
 
-def _listed(folder: Path, own: AbstractSet[str]) -> dict[str, _State]:
-    """Everything below ``folder`` but the directories ``own``, by its relative path."""
+def _listed(folder: Path, own: str) -> dict[str, _State]:
+    """Everything below ``folder`` but the directory ``own``, by its relative path."""
     found: dict[str, _State] = {}
     folders = [str(folder)]
     us = (os.geteuid(), os.getegid()) if os.geteuid() else None  # only root can copy what belongs to somebody else
     while folders:
         with os.scandir(folders.pop()) as entries:
             for entry in entries:
-                if entry.path in own:
+                if entry.path == own:
                     continue
                 if len(found) == MOST_ENTRIES:
                     raise NoViewError(f"{folder} holds more than {MOST_ENTRIES:,} files")
@@ -241,8 +240,8 @@ def main(settings: str, command: list[str]) -> None:
     with open(settings, encoding="utf-8") as file:
         wanted = json.load(file)
     try:
-        _enter(wanted["folder"], wanted["run"], wanted["scratch"])
-        _restore(wanted["folder"], wanted["created"], wanted["put_back"], os.path.dirname(wanted["run"]))
+        _enter(wanted["folder"], wanted["scratch"])
+        _restore(wanted["folder"], wanted["created"], wanted["put_back"])
     except OSError as error:
         with open(os.path.join(wanted["run"], FAILED), "w", encoding="utf-8") as file:
             file.write(str(error))
@@ -255,15 +254,13 @@ def main(settings: str, command: list[str]) -> None:
     os.execv(command[0], command)
 
 
-def _enter(folder: str, run: str, scratch: str) -> None:
+def _enter(folder: str, scratch: str) -> None:
     """Lays the overlay over ``folder``, in a mount namespace that this process and all that it starts have to themselves."""
     options = _own_namespace()
     _mount("none", "/", "", _RECURSIVE | _PRIVATE)
-    below, through = os.path.join(scratch, "below"), os.path.join(scratch, "run")
+    below = os.path.join(scratch, "below")
     os.mkdir(below)
-    os.mkdir(through)
     _mount(folder, below, "", _BIND)  # so its name, which may hold a comma, is no option of the overlay
-    _mount(run, through, "", _BIND)
     try:
         _overlay(folder, below, os.path.join(scratch, "disk"), options)
     except OSError:  # the temporary directory lies on an overlay itself, or in the folder
@@ -271,8 +268,6 @@ def _enter(folder: str, run: str, scratch: str) -> None:
         os.mkdir(memory)
         _mount("tmpfs", memory, "tmpfs", 0)
         _overlay(folder, below, os.path.join(memory, "files"), options)
-    if run.startswith(f"{folder.rstrip('/')}/"):
-        _mount(through, run, "", _BIND)
     os.chdir(folder)
 
 
@@ -307,29 +302,20 @@ def _overlay(folder: str, below: str, place: str, options: str) -> None:
     _mount("overlay", folder, "overlay", 0, f"lowerdir={below},upperdir={upper},workdir={work}{options}")
 
 
-def _restore(folder: str, created: list[str], put_back: dict[str, str | None], kept: str) -> None:
-    """Brings the view to what the directory was before the first run, but for the directory ``kept``, in which the runs lie."""
+def _restore(folder: str, created: list[str], put_back: dict[str, str | None]) -> None:
+    """Brings the view to what the directory was before the first run."""
     for name in (*created, *put_back):
-        _remove(os.path.join(folder, name), kept)
+        path = os.path.join(folder, name)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        elif os.path.lexists(path):
+            os.unlink(path)
     for name, copy in put_back.items():
         path = os.path.join(folder, name)
         if copy is None:
             os.makedirs(path, exist_ok=True)
         else:
             shutil.copy2(copy, path)
-
-
-def _remove(path: str, kept: str) -> None:
-    """Removes what is there, but ``kept`` and the folders that lead to it."""
-    if path == kept:
-        return
-    if kept.startswith(f"{path}/"):
-        for name in os.listdir(path):
-            _remove(os.path.join(path, name), kept)
-    elif os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        os.unlink(path)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -1,8 +1,8 @@
 """What a process does first where ``dtypedoctor enable`` has been called and ``DTYPEDOCTOR=1`` is set: it waits for torch, and then records itself.
 
 Executed by its path from a ``.pth`` file, in any Python process of the environment. A process that never imports torch gets one finder
-on ``sys.meta_path`` and nothing else. The first process of a job that imports torch makes the run directory, tells the processes
-that it starts by an environment variable, and has the report written when it ends.
+on ``sys.meta_path`` and nothing else. The first process of a job that imports torch makes a private folder for the records, tells the processes
+that it starts by an environment variable, and has the report written when it ends, in the run directory to which the records are moved then.
 """
 
 import atexit
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # typing is not imported for a program
 
 SWITCH = "DTYPEDOCTOR"
 JOB = "DTYPEDOCTOR_JOB"
-"""Environment variable with the run directory of the job that a process belongs to."""
+"""Environment variable with the private folder in which the processes of a job are recorded."""
 JOB_FILE = "job.json"
 """What the first process was started with, in the run directory, for the report."""
 BEFORE, FAILURES = "before", "failures.json"
@@ -72,6 +72,7 @@ class _Process:
         self._error: BaseException | None = None
         self._recording: ScriptRecording | None = None
         self._job = ""
+        self._wanted = ""
         self._is_first = False
 
     def begin(self) -> None:
@@ -82,7 +83,12 @@ class _Process:
         from dtypedoctor.worker.script import ScriptRecording
 
         self._is_first = JOB not in os.environ
-        self._job = os.environ[JOB] if not self._is_first else _new_job()
+        self._job = os.environ.get(JOB, "")
+        if self._is_first:
+            self._wanted = _run_directory()
+            self._job = _new_job(self._wanted)
+        elif not os.path.isdir(self._job):  # the job is over, and its record has been moved
+            return
         place = _place(Path(self._job, BEFORE), is_first=self._is_first)
         if place is None:
             return
@@ -126,7 +132,7 @@ class _Process:
         if not os.path.isdir(self._job):
             print(
                 f"dtypedoctor: the program deleted the folder with the records of this run ({self._job}), so nothing is known of it: "
-                "set DTYPEDOCTOR_RUNS to a folder that it does not delete",
+                "set TMPDIR to a folder that it does not delete",
                 file=sys.stderr,
             )
             return
@@ -135,23 +141,27 @@ class _Process:
         if failures:
             with open(os.path.join(self._job, BEFORE, FAILURES), "w", encoding="utf-8") as file:
                 json.dump(failures, file)
-        command = [sys.executable, "-m", "dtypedoctor", "job-report", self._job]
+        command = [sys.executable, "-m", "dtypedoctor", "job-report", self._job, "--to", self._wanted]
         environment = {name: value for name, value in os.environ.items() if name not in (SWITCH, JOB)}
         sys.stdout.flush()
         subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=2, check=False)
 
 
-def _new_job() -> str:
-    """Makes ``runs/NAME-TIME`` in the working directory, or where ``DTYPEDOCTOR_RUNS`` says."""
+def _run_directory() -> str:
+    """Where the record is going to lie: ``runs/NAME-TIME`` in the working directory, or where ``DTYPEDOCTOR_RUNS`` says."""
     folder = os.path.abspath(os.environ.get("DTYPEDOCTOR_RUNS") or "runs")
-    stem = os.path.join(folder, f"{_job_name()}-{time.strftime('%Y%m%d-%H%M%S')}")
-    for end in ("", *(f"-{number}" for number in range(1, 100))):
-        try:
-            os.makedirs(stem + end)
-        except FileExistsError:
-            continue
-        return stem + end
-    raise OSError(f"{stem}: already exists")
+    return os.path.join(folder, f"{_job_name()}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def _new_job(wanted: str) -> str:
+    """Makes the private folder of a job; what moves it to ``wanted`` where this process is killed is started."""
+    from dtypedoctor.guardian import make_private_folder
+    from dtypedoctor.worker.recording import move_when_this_process_ends
+
+    script = os.path.dirname(os.path.abspath(sys.argv[0]))
+    job = make_private_folder(_job_name(), [os.getcwd(), script], os.getcwd())
+    move_when_this_process_ends(job, wanted)
+    return job
 
 
 def _job_name() -> str:

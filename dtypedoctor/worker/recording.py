@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from dtypedoctor import guardian
 from dtypedoctor.interruptions import contained
 from dtypedoctor.lasting import at_fork, audited
 from dtypedoctor.redaction.messages import message_of
@@ -199,6 +200,21 @@ class Recording:
         self.writer.close()
         if self._is_expected is not None:
             os._exit(0)
+
+
+def move_when_this_process_ends(private: str, wanted: str) -> None:
+    """Starts a process, which is not a child of this one, that moves the record of a program that does not come to do so itself.
+
+    Raises:
+        OSError: it cannot be started; the record then stays where it is if the program is killed.
+    """
+    from dtypedoctor.replay.standby import not_told_of_children
+
+    nowhere = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
+    command = [sys.executable, "-I", "-S", guardian.PROGRAM, guardian.FOLLOW, str(getpid()), private, wanted]
+    with not_told_of_children():
+        started = os.posix_spawn(sys.executable, command, os.environ, file_actions=nowhere)
+        os.waitpid(started, 0)  # it has forked, and ends
 
 
 HOME = str(Path(__file__).resolve().parents[1])

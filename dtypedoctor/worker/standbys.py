@@ -30,7 +30,6 @@ from dtypedoctor.redaction.messages import message_of
 from dtypedoctor.replay.cage import forbid_changes, is_supported, limit_processor_time
 from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS
 from dtypedoctor.replay.standby import PREFIX, THREADS, OrEnd, Standby, stand_by
-from dtypedoctor.replay.wake import DONE
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES
 from dtypedoctor.trace.lines import EVENTS
 from dtypedoctor.trace.ranks import member
@@ -79,7 +78,7 @@ class Standbys:
     The first stays, and so does the last before something was not finite or raised; of the others the latest.
 
     Args:
-        directory: where they listen.
+        directory: for the files that say where they listen.
         recording: of this process.
         watch: the watch of this process.
         capsule_limit: bytes that the capsule of a call may take that is replayed in this process itself.
@@ -244,7 +243,7 @@ class Standbys:
         directory = Path(request["directory"])
         wanted = request.get("capsule")
         files = CapsuleFiles(directory) if wanted else None
-        with FileIO(str(directory / DONE), "wb") as done:  # stays open until this process ends
+        with FileIO(request["done"], "wb") as done:  # stays open until this process ends
             posix.dup(done.fileno())
             done.write(str(getpid()).encode("ascii"))
         limit_processor_time(request["seconds"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command import report_of
 from light_environment import Light
+from patience import becomes
 
 from dtypedoctor.cli import enabling
 from dtypedoctor.errors import UsageError
@@ -133,12 +134,24 @@ def test_programs_that_a_program_starts_belong_to_its_job(enabled: Light) -> Non
 @pytest.mark.release
 def test_a_program_that_deletes_its_records_is_told_so(enabled: Light) -> None:
     """In one sentence, instead of a traceback; its status and its output stay its own."""
-    (enabled.folder / "cleaning.py").write_text("import shutil, torch\nshutil.rmtree('runs')\nprint('done')\n")
-    done = enabled("cleaning.py", DTYPEDOCTOR="1")
+    (elsewhere := enabled.folder.parent / "elsewhere").mkdir()
+    remove = "import glob, os, shutil, torch\nshutil.rmtree(*glob.glob(os.environ['TMPDIR'] + '/dtypedoctor-*'))"
+    (enabled.folder / "cleaning.py").write_text(f"{remove}\nprint('done')\n")
+    done = enabled("cleaning.py", DTYPEDOCTOR="1", TMPDIR=str(elsewhere))
     assert (done.code, done.out) == (0, "done\n")
     assert done.err.count("\n") == 1
     assert "the program deleted the folder with the records of this run" in done.err
     assert not (enabled.folder / "runs").exists()
+
+
+def test_what_a_killed_program_recorded_is_moved_to_where_its_report_would_be(enabled: Light) -> None:
+    """Nothing of ours lies in its folder until it ends, by SIGKILL too, and its children are its own."""
+    killed = "import os, torch\nassert sorted(os.listdir('.')) == before\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))"
+    count = "try:\n    os.wait()\nexcept ChildProcessError:\n    os.kill(os.getpid(), 9)"
+    program = f"import os\nbefore = sorted(os.listdir('.'))\n{killed}\n{count}\n"
+    (enabled.folder / "killed.py").write_text(program)
+    assert enabled("killed.py", DTYPEDOCTOR="1").code == -9
+    assert becomes(lambda: len(list(enabled.folder.glob("runs/killed-*/before/events.jsonl"))) == 1)
 
 
 def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ ENDED_TOGETHER = """
 if int(os.environ["RANK"]) == 0:
     atexit.register(time.sleep, 1000)  # torchrun ends it before that
     raise SystemExit("not finite")
-while not any("end" in line[:12] for path in glob.glob("run/before/rank-0/events.jsonl") for line in open(path)):
+while not any("end" in line[:12] for path in glob.glob(os.environ["TMPDIR"] + "/*/before/rank-0/events.jsonl") for line in open(path)):
     time.sleep(0.05)
 raise SystemExit("not finite")
 """
@@ -155,9 +155,9 @@ def test_a_rank_that_torchrun_ends_is_recorded_as_ended_by_it(folder: Path) -> N
     """Its trace has an end, but not with a status of its own; the rank that failed by itself leads."""
     with (folder / "train.py").open("a") as script:
         script.write("import atexit, glob, os, time\n" + ENDED_TOGETHER)
-    dtypedoctor(
-        "exec", "--out", "run", "torchrun", "--standalone", "--nproc-per-node", "2", "train.py", "7", cwd=folder
-    )
+    (elsewhere := folder.parent / "elsewhere").mkdir()
+    command = ("torchrun", "--standalone", "--nproc-per-node", "2", "train.py", "7")
+    dtypedoctor("exec", "--out", "run", *command, cwd=folder, TMPDIR=str(elsewhere))
     ends = [json.loads((folder / f"run/before/rank-{rank}/exit.json").read_text()) for rank in (0, 1)]
     assert [end["ended_by_launcher"] for end in ends] == [signal.SIGTERM, 0]
     assert ends[1]["code"] == 1

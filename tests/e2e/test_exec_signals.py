@@ -144,7 +144,11 @@ def test_nothing_is_run_again_once_somebody_asked_for_the_end(tmp_path: Path) ->
 @pytest.mark.parametrize("measured", [False, True])
 def test_an_interrupt_before_anything_was_measured_leaves_no_directory(tmp_path: Path, *, measured: bool) -> None:
     """The next command may use the same --out; what was measured before Ctrl-C is kept and reported. A file of the user's stays."""
-    call = "import torch; torch.nn.Linear(2, 2)(torch.ones(1, 2))" if measured else "open('run/own.txt', 'w').close()"
+    call = (
+        "import torch; torch.nn.Linear(2, 2)(torch.ones(1, 2))"
+        if measured
+        else "import os; os.mkdir('run'); open('run/own.txt', 'w').close()"
+    )
     process = started(tmp_path, f"{call}\nimport time\nprint('ready', flush=True)\ntime.sleep(60)")
     assert line_of(process) == ["ready"]
     os.killpg(process.pid, signal.SIGINT)

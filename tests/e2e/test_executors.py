@@ -15,7 +15,7 @@ import pytest
 from command import dtypedoctor, in_this_process, report_of
 from patience import PATIENCE, becomes
 
-from dtypedoctor.runner.ending import end
+from dtypedoctor.guardian import end
 from dtypedoctor.runner.job import PACKAGE, PYTHON
 from dtypedoctor.runner.machines import Job, SubmittedJob, Where, machines
 from dtypedoctor.runner.run import WorkerExit

@@ -352,20 +352,22 @@ def test_a_killed_rank_is_named_with_its_last_module(tmp_path: Path) -> None:
 @pytest.mark.release
 def test_a_rank_that_hangs_is_told_from_the_one_that_waits_for_it(tmp_path: Path) -> None:
     """Both are stopped at the time limit; the report is about the one that never entered the collective."""
-    traces, late = tmp_path / "run" / "before", tmp_path / "late"
+    elsewhere, late = tmp_path / "elsewhere", tmp_path / "work" / "late"
+    for folder in (elsewhere, late.parent):
+        folder.mkdir()
 
     def wait_for_both() -> None:
         def entered(rank: int) -> int:
-            return read_entered((traces / f"rank-{rank}" / CURSOR).read_bytes()) or 0
+            (cursor,) = elsewhere.glob(f"*/before/rank-{rank}/{CURSOR}")
+            return read_entered(cursor.read_bytes()) or 0
 
-        if becomes((tmp_path / "hangs").exists) and becomes(lambda: entered(0) > entered(1)):
+        if becomes((late.parent / "hangs").exists) and becomes(lambda: entered(0) > entered(1)):
             late.touch()
 
     waiting = threading.Thread(target=wait_for_both)
     waiting.start()
-    finished, out = execute(
-        tmp_path, DDP, "--time-limit", "2000", "--", "hang", command=partial(dtypedoctor, cwd=tmp_path, late_with=late)
-    )
+    command = partial(dtypedoctor, cwd=late.parent, late_with=late, TMPDIR=str(elsewhere))
+    finished, out = execute(late.parent, DDP, "--time-limit", "2000", "--", "hang", command=command)
     waiting.join()
     assert finished.code == 10
     report = report_of(out)

@@ -73,12 +73,12 @@ def _root(module: str) -> str:
 
 
 def test_exec_imports_and_starts_no_more_than_it_needs(tmp_path: Path) -> None:
-    """Two processes: the script, started before the diagnosis is imported, and its guardian."""
+    """Two processes: its guardian, and the script, both started before the diagnosis is imported."""
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     subprocess.run([sys.executable, "-c", COUNTED], cwd=tmp_path, check=True, capture_output=True)
     subprocess.run([sys.executable, "train.py", "bare.json"], cwd=tmp_path, check=True)
     counted = json.loads((tmp_path / "counted.json").read_text(encoding="utf-8"))
-    assert [command[-1].endswith(("boot.py", "before")) for command, _ in counted["started"]] == [True, False]
+    assert [command[-1].endswith(("boot.py", "before")) for command, _ in counted["started"]] == [False, True]
     at_start = set(counted["started"][0][1])
     assert not at_start & ONLY_AFTER_THE_START
     assert len(at_start) <= MOST_BEFORE_THE_START
