@@ -25,7 +25,14 @@ from dtypedoctor.report.model import Report
 from dtypedoctor.runner.ahead import Ahead, OneByOne
 from dtypedoctor.runner.forked_ranks import ForkedRanks, forks_ranks, may_be_forked
 from dtypedoctor.runner.launch import PRELOAD, WORKER, Launcher, WarmServer, may_share_process, run_to_end
-from dtypedoctor.runner.process import StartedRanks, ending_by_interrupt, run_launched, run_ranks, run_script
+from dtypedoctor.runner.process import (
+    StartedRanks,
+    ending_by_interrupt,
+    run_launched,
+    run_ranks,
+    run_script,
+    unless_interrupted,
+)
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.loading import BUILTIN, resolve, shipped_beside
 from dtypedoctor.scenario.model import Request, Scenario, Script
@@ -140,7 +147,7 @@ def _starter(
 
     def by_torchrun(request: Request, place: Path) -> Run:
         if isinstance(workload, Script):
-            return run_ranks(request, place, live=False, progress=view.progress)
+            return unless_interrupted(run_ranks(request, place, live=False, progress=view.progress))
         ranks = StartedRanks(request, place, view.progress)
         ranks.wait(0.0)
         return ranks.collect()
@@ -150,7 +157,7 @@ def _starter(
         return
     if isinstance(workload, Script):
         run = run_launched if workload.launcher else run_script
-        yield OneByOne(lambda request, place: run(request, place, live=False), directory)
+        yield OneByOne(lambda request, place: unless_interrupted(run(request, place, live=False)), directory)
         return
     imported = (PRELOAD,) if preload is None else (WORKER, *preload)
     with Launcher(directory / "server.log", preload=imported) as launcher:

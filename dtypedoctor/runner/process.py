@@ -6,6 +6,7 @@ killed. The ranks that torchrun starts leave a trace each; they are collected he
 
 import contextlib
 import json
+import math
 import os
 import signal
 import stat
@@ -30,6 +31,8 @@ from dtypedoctor.scenario.model import Request, Scenario, Script
 from dtypedoctor.trace.ranks import child_directories, rank_directories, rank_directory
 
 LONGEST_WAIT = 0.5
+SECONDS_TO_END = 10.0
+"""How long a script that nobody sees has to end when the command is asked to."""
 
 
 def run_process(
@@ -64,7 +67,11 @@ def run_process(
         with _ending(process, guardian), Foreground(process) if live else nullcontext() as foreground:
             signals.to(process)
             timed_out = not _wait(
-                process, streams, began + time_limit, lambda: signals.stop_together(foreground), meanwhile
+                process,
+                streams,
+                lambda: min(began + time_limit, signals.deadline if not live else math.inf),
+                lambda: signals.stop_together(foreground),
+                meanwhile,
             )
         streams.show_rest()
     return WorkerExit(
@@ -87,13 +94,16 @@ def _standard_input(live: bool, *, again: bool) -> Iterator[int | None]:
 
 
 def _wait(
-    process: "subprocess.Popen[bytes]", streams: Streams, deadline: float, *meanwhile: Callable[[], None]
+    process: "subprocess.Popen[bytes]",
+    streams: Streams,
+    deadline: Callable[[], float],
+    *meanwhile: Callable[[], None],
 ) -> bool:
     """Waits for the process, showing what it writes; False if it had to be stopped at its time limit."""
     ended = os.pidfd_open(process.pid)
     try:
         while process.poll() is None:
-            left = deadline - time.monotonic()
+            left = deadline() - time.monotonic()
             if left <= 0:
                 end(process.pid)
                 process.wait()
@@ -254,6 +264,8 @@ class PassedOn:
         self._stopping = self._waking = False
         self.asked_to_end = 0
         """The first signal that asked the script to end; 0 where none did."""
+        self.deadline = math.inf
+        """When a script that only this command is interested in has had its time to end."""
 
     def __enter__(self) -> Self:
         self._before = dict(_replaced(_PASSED, self._pass_on))
@@ -289,6 +301,7 @@ class PassedOn:
     def _pass_on(self, number: int, _: FrameType | None) -> None:
         if number in _ASK_TO_END:
             self.asked_to_end = self.asked_to_end or number
+            self.deadline = min(self.deadline, time.monotonic() + SECONDS_TO_END)
         if self._process is None:
             self._early.append(number)
         else:
@@ -569,10 +582,19 @@ class StartedRanks:
         assert self._ended is not None  # somebody has waited for it
         if isinstance(self._ended, UsageError):
             raise self._ended
-        asked = self._ended.exit.asked_to_end
-        if asked:
-            raise KeyboardInterrupt(f"interrupted by {signal.Signals(asked).name}")
-        return self._ended
+        return unless_interrupted(self._ended)
+
+
+def unless_interrupted(run: Run) -> Run:
+    """A run that came to its own end.
+
+    Raises:
+        KeyboardInterrupt: a signal to this process asked it to end. That ends the command, and is no outcome of the run.
+    """
+    asked = run.exit.asked_to_end
+    if asked:
+        raise KeyboardInterrupt(f"interrupted by {signal.Signals(asked).name}")
+    return run
 
 
 def _torchrun(directory: Path, scenario: Scenario, count: int) -> list[str]:

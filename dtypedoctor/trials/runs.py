@@ -24,6 +24,7 @@ RunRequest = Callable[[str, Request], Run]
 """Runs a request under a label that is unique within the treatment, e.g. ``before`` or ``remedy-bfloat16``."""
 
 ENDED = "a run before it was stopped from outside"
+INTERRUPTED = "interrupted before its end"
 
 
 class LaterRuns:
@@ -48,7 +49,7 @@ class LaterRuns:
         self._ended = True
 
     def attempt(self, label: str, request: Request) -> Run | str:
-        """The run, or why it cannot be made, or not be recorded to its end: that a failure is missing in it says nothing."""
+        """The run, or why it cannot be made, or did not come to its own end, or was not recorded to it: how it went says nothing then."""
         if self._ended:
             return ENDED
         try:
@@ -58,6 +59,8 @@ class LaterRuns:
         except OSError as error:
             return error.strerror or str(error)
         self._ended = was_asked_to_end(made)
+        if self._ended:
+            return INTERRUPTED
         return made if made.trace.stopped is None else os.strerror(made.trace.stopped.errno)
 
 

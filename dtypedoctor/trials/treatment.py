@@ -33,6 +33,7 @@ from dtypedoctor.trials.remedies import (
 )
 from dtypedoctor.trials.results import NOT_REQUESTED, Observer, Outcome, Treatment, Trial, run_of_fix
 from dtypedoctor.trials.runs import (
+    INTERRUPTED,
     LaterRuns,
     RunRequest,
     led,
@@ -168,8 +169,9 @@ def _certificate(scenario: Scenario, before: Run, run: LaterRuns) -> Observer:
         return Observer(bitwise_equal=None, reason="the run was stopped at its time limit, so it was not run again")
     unwatched = run("unwatched", _uninstrumented(scenario))
     if unwatched is None:
-        return Observer(bitwise_equal=None, reason="the uninstrumented run could not start")
-    if was_asked_to_end(unwatched) or unwatched.exit.timed_out:
+        why = "was stopped before its end" if run.refusals[-1].endswith(INTERRUPTED) else "could not start"
+        return Observer(bitwise_equal=None, reason=f"the uninstrumented run {why}")
+    if unwatched.exit.timed_out:
         return Observer(bitwise_equal=None, reason="the uninstrumented run was stopped before its end")
     return compare_unwatched(before, unwatched)
 

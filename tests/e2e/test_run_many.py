@@ -243,3 +243,46 @@ def test_several_scenarios_run_at_a_time(mixed: tuple[Finished, Path], tmp_path:
     )
     assert rows == {name: expected[name] for name in ("a_failing", "c_refused")}
     assert report_of(tmp_path / "out" / "a_failing")["next_command"].startswith("dtypedoctor report")
+
+
+SCRIPT = """\
+name: {name}
+summary: A script.
+steps:
+  - workload: {{kind: script, path: {name}.py}}
+"""
+COUNTING = """
+import os, time
+number = sum(name.startswith("{name}-run") for name in os.listdir(".")) + 1
+os.mkdir(f"{name}-run{{number}}")
+if number == {waits}:
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("waits", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)], ids=["first", "later"])
+def test_a_signal_ends_the_command_whatever_run_of_a_script_it_meets(
+    waits: int, number: signal.Signals, tmp_path: Path
+) -> None:
+    """The script that it interrupts is not judged, the next one is not started, and what is finished is written."""
+    for name, wait in (("a_first", 0), ("b_waits", waits), ("c_last", 0)):
+        (tmp_path / f"{name}.yaml").write_text(SCRIPT.format(name=name))
+        (tmp_path / f"{name}.py").write_text(COUNTING.format(name=name, waits=wait))
+    with (tmp_path / "err").open("wb") as err:
+        started = subprocess.Popen(
+            [sys.executable, "-m", "dtypedoctor", "run", ".", "--allow-code", "--out", "out"], cwd=tmp_path, stdout=err, stderr=err,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, start_new_session=True,
+        )  # fmt: skip
+    try:
+        assert becomes(lambda: started.poll() is not None or (tmp_path / f"b_waits-run{waits}").exists())
+        os.killpg(started.pid, number)
+        started.wait(PATIENCE)
+    finally:
+        started.kill()
+        started.wait()
+    said = (tmp_path / "err").read_text()
+    assert started.returncode == 130, said
+    assert "Interrupted: 1 of 3 scenarios are finished." in said
+    rows = json.loads((tmp_path / "out" / "matrix.json").read_text())["rows"]
+    assert [row["status"] == "not run" for row in rows] == [False, True, True]
+    assert not (tmp_path / "c_last-run1").exists()
