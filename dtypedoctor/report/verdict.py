@@ -27,6 +27,7 @@ from dtypedoctor.trace.events import (
     NOT_SEEN,
     NOTHING_WATCHED,
     WORKED_ELSEWHERE,
+    Became,
     Coverage,
     Flow,
     NotWatched,
@@ -205,8 +206,8 @@ def _is_float16_output(site: Site) -> bool:
 
 _WHAT_TO_DO = {
     errno.EFBIG: "raise the process's file size limit (ulimit -f)",
-    errno.ENOSPC: "give --out a disk with more room",
-    errno.EDQUOT: "give --out a disk with more room",
+    errno.ENOSPC: "set TMPDIR to a folder on a disk with more room",
+    errno.EDQUOT: "set TMPDIR to a folder on a disk with more room",
 }
 """What to do about a recording that stopped, by the number of the system's error."""
 
@@ -245,6 +246,9 @@ def _where(trace: Trace) -> str:
 
 
 def _why(run: Run) -> str:
+    became = run.trace.last(Became)
+    if became is not None:
+        return f"the script became another program, which was not measured: exec of {one_line(became.program, 120)}"
     if run.foreign and not run.died:
         return "the script ended without Python's shutdown (os._exit or exec)"
     return "the process ended without writing an end record"
@@ -318,7 +322,7 @@ def _first_nonfinite(trace: Trace) -> str:
     return f"; the first non-finite value was in {place} in {trace.moment(sample.step)}"
 
 
-_DELETED = "The program deleted the folder with the records of this run, so nothing is known of it: give --out a folder that it does not delete."
+_DELETED = "The program deleted the folder with the records of this run, so nothing is known of it: set TMPDIR to a folder that it does not empty."
 
 
 def verdict(treatment: Treatment, measured: Measured) -> tuple[Status, str]:
@@ -388,19 +392,20 @@ def _without_findings(treatment: Treatment, measured: Measured, noted: Finding |
 def _part_recorded(treatment: Treatment) -> str:
     """Where nothing was found, and which processes were not recorded; empty where all were."""
     notes = treatment.before.trace.all(NotWatched)
+    if left := treatment.before.exit.left:
+        return f"in this process, but not measured: {one_line(left, 200)}, left running by the script"
     if elsewhere := [note.what for note in notes if note.why == WORKED_ELSEWHERE]:
         return f"in this process, but not measured: {one_line(', '.join(elsewhere), 200)}"
     ranks = ranks_of(treatment.before)
     if others := not_recorded(ranks):
         return f"on {counted(len(ranks), 'rank')} of {size_of(ranks)}; not recorded here: {others}"
-    return ""
+    # What came after the last record is not known: os._exit leaves so, and exec, and a daemon's parent.
+    unended = next((run for run in (treatment.before, *treatment.before.ranks) if run.trace.end is None), None)
+    return f"before {_why(unended)}" if unended is not None else ""
 
 
 def _healthy(treatment: Treatment, measured: Measured, noted: Finding | None) -> str:
     trace = treatment.before.trace
-    if trace.end is None:
-        known = _as_far_as_known(trace, measured)
-        return f"Nothing found before the script ended without Python's shutdown: {known}."
     also = f" Note: {noted.summary}" if noted is not None else ""
     still = _standstill(trace)
     verdict = (

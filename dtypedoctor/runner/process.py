@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -74,12 +75,37 @@ def run_process(
                 meanwhile,
             )
         streams.show_rest()
+        left = _left_running(process.pid, streams.names)
     return WorkerExit(
         code=process.wait(),
         timed_out=timed_out,
         seconds=time.monotonic() - began,
         asked_to_end=signals.asked_to_end,
+        left=left,
     )
+
+
+def _left_running(script: int, streams: AbstractSet[str]) -> str:
+    """Processes that have loaded torch and are still there though the script has ended, in words.
+
+    They are in its process group or session, or write to where it wrote; what has left all of these is not found.
+    """
+    running = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        process = Path("/proc", name)
+        with contextlib.suppress(OSError):  # it is somebody else's, or has ended
+            group, session = (process / "stat").read_bytes().rpartition(b")")[2].split()[2:4]
+            is_its = script in (int(group), int(session)) or not streams.isdisjoint(_open_in(process))
+            if is_its and b"libtorch" in (process / "maps").read_bytes():
+                running.append(f"process {name} ({(process / 'comm').read_text().strip()})")
+    return ", ".join(running)
+
+
+def _open_in(process: Path) -> Iterator[str]:
+    """What a process has as output and error."""
+    for number in ("1", "2"):
+        with contextlib.suppress(OSError):
+            yield os.readlink(process / "fd" / number)
 
 
 @contextlib.contextmanager

@@ -57,6 +57,7 @@ class WorkerExit:
             its own time and with any status.
         ended_by_launcher: the signal by which its launcher ended it because another of its processes had failed; 0 where it ended by itself. If
             its trace has an end, ``code`` is what that stands for, and not a status that it ended with.
+        left: processes with torch that it has left running, in words; empty where there are none.
     """
 
     code: int
@@ -65,6 +66,7 @@ class WorkerExit:
     unknown: bool = False
     asked_to_end: int = 0
     ended_by_launcher: int = 0
+    left: str = ""
 
     def describe(self) -> str:
         """How it ended, in words."""
@@ -277,6 +279,7 @@ def _exit(directory: Path) -> WorkerExit:
             seconds=float(found["seconds"]),
             asked_to_end=int(found.get("asked_to_end", 0)),
             ended_by_launcher=_signal(found.get("ended_by_launcher", 0)),
+            left=str(found.get("left", "")),
         )
     except (KeyError, TypeError, ValueError, OverflowError):
         return WorkerExit(code=0, timed_out=False, seconds=0.0, unknown=True)

@@ -127,6 +127,8 @@ class Streams:
         self._full = False
         self._kept: list[KeptOutput] = []
         self._pipes = self._of(directory, live=live)
+        self.names = {os.readlink(f"/proc/self/fd/{pipe.end}") for pipe in self._pipes}
+        """What the processes have as output and error, as their descriptors are named in ``/proc``."""
         self._of_ranks = []
         for place in ranks:
             pair = self._of(place, live=live)

@@ -415,6 +415,13 @@ class NotWatched:
     why: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Became:
+    """The process is about to become another program (``os.execv``); it has not where other records follow."""
+
+    program: str
+
+
 @dataclass(slots=True, kw_only=True)
 class Coverage:
     """How many things ran, and how many of them were measured; the one record that is not frozen.
@@ -514,6 +521,7 @@ KINDS: dict[str, type[Any]] = {
     "scaler": ScalerState,
     "observation": Observation,
     "not-watched": NotWatched,
+    "became": Became,
     "coverage": Coverage,
     "resources": Resources,
     "refused": Refused,

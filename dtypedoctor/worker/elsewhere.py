@@ -105,9 +105,13 @@ class Elsewhere:
     """Listens for forks, programs that are started and C libraries that are loaded, from :meth:`begin` to :meth:`end`.
 
     Python's audit events tell of the latter two; nothing of the program is wrapped for them.
+
+    Args:
+        becomes: called with the program that this process is about to become.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, becomes: Callable[[str], object] = lambda program: None) -> None:
+        self._becomes = becomes
         self._owner = os.getpid()
         self._listening = False
         self._forks = 0
@@ -126,7 +130,7 @@ class Elsewhere:
         self._listening = True
         leave_out_hooks_of_standbys()
         at_fork(before=self._forking, after_in_parent=self._forked)
-        at_audit(self.heard, "subprocess.Popen", "os.posix_spawn", "os.system", "ctypes.dlopen")
+        at_audit(self.heard, "subprocess.Popen", "os.posix_spawn", "os.system", "os.exec", "ctypes.dlopen")
 
     def end(self) -> None:
         """Stops listening."""
@@ -163,6 +167,9 @@ class Elsewhere:
         elif event == "os.system":
             self._torch.watch()
             self._programs["a shell"] = None
+        elif event == "os.exec" and os.getpid() == self._owner:
+            scripts = [_base(word) for word in details[1] if os.fsencode(word).endswith(b".py")]
+            self._becomes(" ".join([_base(details[0]), *scripts[:1]]))
         elif event == "ctypes.dlopen" and details[0] is not None:
             self._libraries[_base(details[0])] = None
 

@@ -17,7 +17,7 @@ from dtypedoctor import guardian
 from dtypedoctor.interruptions import contained
 from dtypedoctor.lasting import at_fork, audited
 from dtypedoctor.redaction.messages import message_of
-from dtypedoctor.trace.events import NO_TORCH, End, NotWatched, Raised, Refused, Resources, Stage
+from dtypedoctor.trace.events import NO_TORCH, Became, End, NotWatched, Raised, Refused, Resources, Stage
 from dtypedoctor.trace.ranks import header
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import getpid, perf_counter
@@ -96,7 +96,7 @@ class Recording:
         """
         self.writer.write(Stage(n=self.writer.next_n(), index=0, name=name, workload="script"))
         at_fork(after_in_child=self.writer.disown)
-        self._elsewhere = Elsewhere()
+        self._elsewhere = Elsewhere(lambda program: self.writer.write(Became(program=program)))
         self._elsewhere.begin()
 
     def torch_is_there(self, watch: Watch) -> None:

@@ -64,7 +64,7 @@ SCRIPTS = {
     "SIGTERM": ("import os; os.kill(os.getpid(), 15)", 10, "worker-died"),
     "Ctrl-C": ("raise KeyboardInterrupt", 10, "error"),
     "the time limit": ("import pathlib, time; pathlib.Path('hangs').touch(); time.sleep(2000)", 10, "worker-died"),
-    "its directory is gone": ("import shutil, sys; shutil.rmtree(sys.argv[1])", 3, ""),
+    "its record is gone": ("import glob, os, shutil; shutil.rmtree(*glob.glob(os.environ['TMPDIR'] + '/*'))", 3, ""),
     "killed before its first record": ("print(1)", 3, "worker-died"),
 }
 """How a script ends, the exit code of the doctor, and the status in its report."""
@@ -74,20 +74,48 @@ SCRIPTS = {
 def test_a_script_that_ends_in_any_way_ends_with_the_code_of_the_table(ending: str, tmp_path: Path) -> None:
     """The real command line; the report says what the exit code stands for."""
     source, code, status = SCRIPTS[ending]
-    (tmp_path / "work.py").write_text(textwrap.dedent(source))
-    paths = {}
+    work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
+    work.mkdir()
+    elsewhere.mkdir()
+    (work / "work.py").write_text(textwrap.dedent(source))
+    paths = {"TMPDIR": str(elsewhere)}
     if ending == "killed before its first record":
         (tmp_path / "site").mkdir()
         (tmp_path / "site" / "sitecustomize.py").write_text(KILLED_AT_BIRTH)
-        paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])}
-    late = tmp_path / "hangs" if ending == "the time limit" else None
-    command = ("exec", "--out", tmp_path / "run", "--time-limit", "1000", tmp_path / "work.py", tmp_path / "run")
-    finished = dtypedoctor(*command, cwd=tmp_path, late_with=late, **paths)
+        paths |= {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])}
+    late = work / "hangs" if ending == "the time limit" else None
+    command = ("exec", "--out", tmp_path / "run", "--time-limit", "1000", work / "work.py")
+    finished = dtypedoctor(*command, cwd=work, late_with=late, **paths)
     assert finished.code == code, finished.err
     assert "dtypedoctor itself failed" not in finished.err
     if status:
         report = report_of(tmp_path / "run")
         assert (report["status"], report["trace_usable"]) == (status, code != 3)
+
+
+MEASURED = "import os, sys, time, torch\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))\n"
+GOES_ON = {
+    "os._exit": ("os._exit(0)", "the script ended without Python's shutdown"),
+    "exec": ("os.execv('/bin/true', ['true', 'next.py'])", "the script became another program, which was not measured: exec of true next.py"),
+    "a daemon": (
+        "if os.fork():\n    sys.exit(0)\nos.setsid()\nif os.fork():\n    os._exit(0)\nos.close(1)\ntime.sleep(60)",
+        "but not measured: process",
+    ),
+    "a process of its group": ("if not os.fork():\n    os.close(1)\n    os.close(2)\n    time.sleep(60)", "but not measured: process"),
+}  # fmt: skip
+"""What a script does last that leaves work unmeasured though its status is 0, and what is said of it."""
+
+
+@pytest.mark.parametrize("ending", GOES_ON)
+def test_a_script_whose_end_was_not_seen_is_never_healthy(ending: str, tmp_path: Path) -> None:
+    """No end record is *unknown*, and so is a process with torch that goes on; what was not measured is named."""
+    source, said = GOES_ON[ending]
+    (tmp_path / "work.py").write_text(MEASURED + source)
+    finished = dtypedoctor("exec", "--out", tmp_path / "run", "work.py", cwd=tmp_path)
+    assert finished.code == 10, finished.err
+    report = report_of(tmp_path / "run")
+    assert report["status"] == "unknown"
+    assert said in report["headline"]
 
 
 SCENARIO = """\
