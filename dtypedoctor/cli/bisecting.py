@@ -22,13 +22,10 @@ from dtypedoctor.report.bisection import bisection_report
 from dtypedoctor.report.build import REPORT_JSON, REPORT_MD
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.directories import clear, new_directory, remove_unused
-from dtypedoctor.runner.forked_ranks import ForkedRanks, forks_ranks, may_be_forked
 from dtypedoctor.runner.launch import Launcher, WarmServer, may_share_process
-from dtypedoctor.runner.machines import Where, machines
-from dtypedoctor.runner.process import StartedRanks, ending_by_interrupt
+from dtypedoctor.runner.process import ending_by_interrupt
 from dtypedoctor.runner.run import Run
-from dtypedoctor.runner.sending import RemoteRun, packed
-from dtypedoctor.scenario.loading import BUILTIN, case_of, in_processes, override, resolve
+from dtypedoctor.scenario.loading import BUILTIN, case_of, override, resolve
 from dtypedoctor.scenario.model import Request, Scenario
 from dtypedoctor.trials.bisection.bisect import Progress, bisect
 from dtypedoctor.trials.bisection.probe_runner import JOURNAL, Apart, Asked, Journal, ProbeRunner
@@ -50,7 +47,6 @@ class Options:
     workload: str | None = None
     device: str | None = None
     device_map: str | None = None
-    processes: int | None = None
     out: Path | None = None
     tolerance: float | None = None
     time_limit: int | None = None
@@ -71,8 +67,8 @@ class Case:
     resumed: bool
 
 
-def new_case(options: Options, *, elsewhere: bool = False) -> Case:
-    """A case in a new run directory; what only other machines need is not looked for here.
+def new_case(options: Options) -> Case:
+    """A case in a new run directory.
 
     Raises:
         UsageError: the options contradict each other, the scenario cannot be read, or the directory cannot be made.
@@ -82,8 +78,7 @@ def new_case(options: Options, *, elsewhere: bool = False) -> Case:
         scenario = scenario.with_changes(time_limit=options.time_limit)
     if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
         raise UsageError("--tolerance must be a number above 0", "It is a difference of log-probabilities, e.g. 0.05.")
-    if not elsewhere:
-        require_at_hand(scenario)
+    require_at_hand(scenario)
     asked = Asked(scenario=scenario, tolerance=options.tolerance)
     directory = new_directory(options.out, f"bisect-{scenario.name}")
     Journal(directory).begin(asked)
@@ -106,27 +101,6 @@ def resumed_case(directory: Path, beside: Options) -> Case:
     return Case(asked=asked, directory=directory, resumed=True)
 
 
-def _require_this_machine(scenario: Scenario, where: Where) -> None:
-    """Checks that the processes of a distributed scenario run here, one probe at a time.
-
-    Raises:
-        UsageError: another machine is asked for, or several probes at a time.
-    """
-    if scenario.distributed is None:
-        return
-    count = scenario.distributed.processes
-    if where.is_elsewhere:
-        raise UsageError(
-            f"{scenario.name}: --executor {where.executor} cannot start the {count} processes of a probe",
-            f"Start the bisection on a machine that has room for {count}, without --executor.",
-        )
-    if (where.jobs or 1) > 1:
-        raise UsageError(
-            f"{scenario.name}: --jobs {where.jobs}: a probe has {count} processes, and one probe runs at a time",
-            "Pass --jobs 1, or leave it out.",
-        )
-
-
 def _scenario(options: Options) -> Scenario:
     if (options.scenario is None) == (options.model is None):
         raise UsageError(
@@ -134,12 +108,17 @@ def _scenario(options: Options) -> Scenario:
         )
     if options.model is not None:
         _require_weights(options.model)
-        return in_processes(case_of(options.model, options.dtype or DTYPE, options.workload), options.processes)
+        return case_of(options.model, options.dtype or DTYPE, options.workload)
     if options.workload is not None:
         raise UsageError("--workload needs --model: a scenario has a workload already", "Drop one of the two.")
     assert options.scenario is not None  # one of the two is given
     loaded = load_checked(resolve(options.scenario), allow_code=options.allow_code)
-    return override(loaded, dtype=options.dtype, processes=options.processes)
+    if loaded.distributed is not None:
+        raise UsageError(
+            f"{loaded.name}: a bisection runs in one process, and this scenario has {loaded.distributed.processes}",
+            "Take `distributed` out of it; --device-map auto spreads over all GPUs what one does not hold.",
+        )
+    return override(loaded, dtype=options.dtype)
 
 
 def _require_weights(model: str) -> None:
@@ -164,8 +143,8 @@ MOST_JOBS = 4
 """Runs at a time where nobody says: each holds a model of its own."""
 
 
-def bisect_case(case: Case, where: Where, *, resident: bool | None = None) -> Report:
-    """Bisects ``case`` by runs on some machines and leaves the report in its directory; ``resident`` as in :class:`WarmServer`, for scenarios of one process.
+def bisect_case(case: Case, jobs: int | None, *, resident: bool | None = None) -> Report:
+    """Bisects ``case``, ``jobs`` probes at a time, and leaves the report in its directory; ``resident`` as in :class:`WarmServer`, for scenarios of one process.
 
     Raises:
         UsageError: it cannot be run at all; a new directory is not left behind.
@@ -176,7 +155,7 @@ def bisect_case(case: Case, where: Where, *, resident: bool | None = None) -> Re
         _kept_only_if_used(case),
         ending_by_interrupt(),
         _narrowing(pace) as view,
-        _runner(case, where, view, resident=resident) as runner,
+        _probe_runner(case, jobs, view, resident=resident) as runner,
     ):
         journal = Journal(case.directory)
 
@@ -219,44 +198,6 @@ def _kept_only_if_used(case: Case) -> Iterator[None]:
     except (KeyboardInterrupt, OSError):
         print(f"Resume with: {resume_command(case.directory)}", file=sys.stderr)
         raise
-
-
-@contextmanager
-def _runner(case: Case, where: Where, view: Narrowing, *, resident: bool | None) -> Iterator[ProbeRunner]:
-    _require_this_machine(case.asked.scenario, where)
-    if case.asked.scenario.distributed is not None:
-        with _rank_starter(case, view, resident=resident) as start:
-            yield ProbeRunner(
-                case.directory,
-                lambda request, place, _: start(request, place),
-                width=1,
-                note=_noting(Journal(case.directory)),
-            )
-    elif where.is_elsewhere:
-        with _remote_runner(case, where, view) as runner:
-            yield runner
-    else:
-        with _probe_runner(case, where.jobs, view, resident=resident) as runner:
-            yield runner
-
-
-@contextmanager
-def _rank_starter(
-    case: Case, view: Narrowing, *, resident: bool | None
-) -> Iterator[Callable[[Request, Path], ForkedRanks | StartedRanks]]:
-    """Starts the ranks of a probe: as forks of a server that has built the model where that is possible, else by torchrun."""
-    scenario = case.asked.scenario
-    if resident is False or not may_be_forked(scenario):
-        yield StartedRanks
-        return
-    with _server(case, view, resident=None) as server:
-
-        def start(request: Request, place: Path) -> ForkedRanks | StartedRanks:
-            if forks_ranks(server, request):
-                return ForkedRanks(request, place, server)
-            return StartedRanks(request, place)
-
-        yield start
 
 
 @contextmanager
@@ -306,23 +247,6 @@ def _noting(journal: Journal) -> Callable[[str, Run | UsageError], None]:
         journal.note("run", place=place, ended=run.message if isinstance(run, UsageError) else ending_of(run).words)
 
     return note
-
-
-@contextmanager
-def _remote_runner(case: Case, where: Where, view: Narrowing) -> Iterator[ProbeRunner]:
-    """Runs each request as a job of an executor, which builds the model itself."""
-    scenario = case.asked.scenario
-    sent = packed([scenario], where)
-    view.say(sent.in_words())
-    sent.write(case.directory)
-    view.stage(f"reaching the machines of {where.executor}")
-    with machines(where.fitting([scenario]), case.directory / "jobs", scenario.time_limit) as (executor, width):
-        yield ProbeRunner(
-            case.directory,
-            lambda request, place, _: RemoteRun(executor, request, place, sent, view.say),
-            width,
-            note=_noting(Journal(case.directory)),
-        )
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def devices(incomplete: str) -> list[str]:
 
 def executors(incomplete: str) -> list[str]:
     """What runs scenarios and probes."""
-    from dtypedoctor.runner.machines import EXECUTORS
+    from dtypedoctor.runner.executors import EXECUTORS
 
     return _beginning(incomplete, EXECUTORS)
 

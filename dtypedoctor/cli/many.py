@@ -8,9 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, field, replace
-from io import BytesIO
 from pathlib import Path
-from zipfile import BadZipFile, ZipFile
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -38,10 +36,8 @@ from dtypedoctor.report.matrix import (
 )
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.directories import clear, new_directory, remove_unmeasured
-from dtypedoctor.runner.job import ASKED, HERE, OUT, PYTHON, Ended
-from dtypedoctor.runner.machines import Job, SubmittedJob, Where, machines, unpack
+from dtypedoctor.runner.executors import Ended, Job, Where, machines, run_jobs
 from dtypedoctor.runner.process import ending_by_interrupt
-from dtypedoctor.runner.sending import Sent, packed
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trials.plan import Plan
 from dtypedoctor.values import dataclass
@@ -51,7 +47,8 @@ JOURNAL = "scenarios.jsonl"
 SCHEMA = 1
 _RUNS = 12
 """Runs that a scenario takes at most, as far as the time limit of its job goes."""
-_POLL_SECONDS = 0.2
+JOBS = "jobs"
+"""Folder of what jobs are given and leave; empty when all have ended."""
 
 Done = tuple[MatrixRow, Report]
 
@@ -162,19 +159,20 @@ def treat_all(batch: Batch, where: Where) -> tuple[list[MatrixRow], list[Report]
     done = dict(_finished(batch))
     waiting = [one for one in batch.scenarios if one.name not in done]
     counted = _counted(batch, done)
-    here = not where.is_elsewhere and (where.jobs or 1) == 1
     with LiveView(sys.stderr, every_run=False, scenarios=counted) as view:
         view.say(counted.plan())
         try:
             with ending_by_interrupt():
-                for row, report in _one_by_one(batch, waiting, view) if here else _as_jobs(batch, waiting, where, view):
+                for row, report in (
+                    _one_by_one(batch, waiting, view) if where.one_by_one else _as_jobs(batch, waiting, where, view)
+                ):
                     done[row.scenario] = row, report
                     counted.note(row.scenario, row.seconds)
                     view.say(f"{counted.done}/{counted.total} {in_one_line(row)}")
                     if row.report is not None:
                         _append(batch, asdict(row))
         except KeyboardInterrupt:
-            if here and not done and remove_unmeasured(batch.directory):
+            if where.one_by_one and not done and remove_unmeasured(batch.directory):
                 raise
             view.say(f"Interrupted: {counted.done} of {counted.total} scenarios are finished.")
     left = [one.name for one in waiting if one.name not in done]
@@ -254,82 +252,75 @@ def _refused(scenario: Scenario, refused: DoctorError, view: LiveView) -> Done:
 
 def _as_jobs(batch: Batch, waiting: Sequence[Scenario], where: Where, view: LiveView) -> Iterator[Done]:
     """Each scenario as a job of its own, in the order in which they end."""
-    if not waiting:
-        return
-    sent = packed(waiting, where, batch.wheels)
-    if where.is_elsewhere:
-        view.say(sent.in_words())
-        sent.write(batch.directory)
-    longest = _RUNS * max(one.time_limit for one in waiting)
-    queue = list(reversed(waiting))
-    running: dict[str, tuple[Scenario, SubmittedJob]] = {}
-    with machines(where.fitting(waiting), batch.directory / "jobs", longest) as (executor, width):
-        while queue or running:
-            while queue and len(running) < width:
-                scenario = queue.pop()
-                running[scenario.name] = scenario, SubmittedJob(executor, _job(batch, scenario, sent), view.say)
-            view.scenario(*running)
-            for name, (scenario, job) in list(running.items()):
-                if job.wait(_POLL_SECONDS / len(running)):
-                    del running[name]
-                    try:
-                        yield _arrived(batch, scenario, job.ended())
-                    except DoctorError as refused:
-                        yield _refused(scenario, refused, view)
+    by_name = {scenario.name: scenario for scenario in waiting}
+    longest = _RUNS * max((scenario.time_limit for scenario in waiting), default=0)
+    with machines(where.fitting(waiting), batch.directory / JOBS, longest) as executor:
+        jobs = [_job(batch, scenario) for scenario in waiting]
+        for job, ended in run_jobs(executor, jobs, view.say, lambda names: view.scenario(*names[: where.jobs])):
+            try:
+                if isinstance(ended, DoctorError):
+                    raise ended
+                yield _arrived(batch, job, ended)
+            except DoctorError as refused:
+                yield _refused(by_name[job.name], refused, view)
 
 
-def _job(batch: Batch, scenario: Scenario, sent: Sent) -> Job:
+def _job(batch: Batch, scenario: Scenario) -> Job:
+    """The command that treats one scenario, as a batch of its own in a folder of its own."""
+    place = (batch.directory / JOBS / scenario.name).resolve()
+    clear(place)  # what an interruption has left there
+    asked = place / "scenario" / f"{scenario.name}.yaml"
+    asked.parent.mkdir(parents=True)
+    asked.write_text(json.dumps(scenario.model_dump(mode="json", exclude_defaults=True)), encoding="utf-8")
     options = [] if batch.remedies else ["--no-remedies"]
     if batch.resident is not None:
         options.append("--resident-workers" if batch.resident else "--fresh-workers")
     if batch.wheels is not None:
-        options += ["--wheels", _wheels_there(batch.wheels, sent)]
-    there = sent.there(scenario).model_dump(mode="json", exclude_defaults=True)
+        options += ["--wheels", str(batch.wheels.resolve())]
+    out = ["--out", str(place / "run"), "--allow-code", "--format", "json"]
     return Job(
         name=scenario.name,
-        outlives=True,
-        common=sent.files,
-        own={f"{ASKED}/{scenario.name}.yaml": json.dumps(there).encode("ascii")},
-        command=[PYTHON, "-P", "-m", "dtypedoctor", "run", f"{HERE}{ASKED}", "--out", f"{HERE}{OUT}/run",
-                 "--allow-code", "--format", "json", *options],
-        environment=sent.environment,
+        command=["-P", "-m", "dtypedoctor", "run", str(asked.parent), *out, *options],
+        log=place / "log.txt",
         limit=float(_RUNS * scenario.time_limit),
-        folder=None if sent.files else str(Path.cwd()),
-    )  # fmt: skip
+        folder=Path.cwd(),
+    )
 
 
-def _wheels_there(wheels: Path, sent: Sent) -> str:
-    """The folder of releases as the other machine has it."""
-    moved = [there for here, there in sent.moved.items() if Path(here).parent == wheels]
-    return str(Path(moved[0]).parent) if moved else str(wheels.resolve())
-
-
-def _arrived(batch: Batch, scenario: Scenario, ended: Ended) -> Done:
-    """The row and the report of a scenario that another process has treated; its files lie in the directory then.
+def _arrived(batch: Batch, job: Job, ended: Ended) -> Done:
+    """The row and the report of a scenario that another process has treated, whose files lie in the directory then.
 
     Raises:
-        DoctorError: dtypedoctor itself has failed there.
+        DoctorError: dtypedoctor itself has failed there, or was stopped.
     """
-    place, below = batch.directory / scenario.name, f"run/{scenario.name}"
+    run, place = job.log.parent / "run", batch.directory / job.name
+    if ended.timed_out:
+        raise UsageError(f"not run: stopped after {ended.seconds:.0f} s", "Raise its time_limit.")
     try:
-        with ZipFile(BytesIO(ended["files"])) as archive:
-            rows = read_matrix_json(archive.read(f"run/{MATRIX_JSON}").decode("utf-8"))
-        row = next(one for one in rows if one.scenario == scenario.name)
-    except (BadZipFile, KeyError, StopIteration, UnicodeDecodeError, UsageError) as error:
-        if ended["timed_out"]:
-            raise UsageError(f"not run: stopped after {ended['seconds']:.0f} s", "Raise its time_limit.") from error
-        last = ended["said"].strip().rpartition("\n")[2]
-        raise DoctorError(f"not run: dtypedoctor failed there: {last}", "Are its dependencies installed?") from error
+        rows = read_matrix_json(read_file(run / MATRIX_JSON).decode("utf-8"))
+        row = next(row for row in rows if row.scenario == job.name)
+    except (OSError, StopIteration, UnicodeDecodeError, UsageError) as error:
+        raise DoctorError(
+            f"not run: dtypedoctor failed there: {_last_line(job.log)}", f"All that it printed: {job.log}"
+        ) from error
     if row.report is None:
-        return row, refused_report(scenario.name, row.cause)
+        return row, refused_report(job.name, row.cause)
     clear(place)
     try:
-        unpack(ended["files"], below, place)
+        (run / job.name).rename(place)
     except OSError as error:
         raise UsageError(f"{place}: cannot be written ({error.strerror})", "Free some space.") from error
+    clear(job.log.parent)
     report = replace(
         read_report(place),
         command=shlex.join(without_process_secrets(["dtypedoctor", *sys.argv[1:]])),
         next_command=f"dtypedoctor report {shlex.quote(str(place))} --format md",
     )
     return row, kept(place, report)
+
+
+def _last_line(log: Path) -> str:
+    try:
+        return read_file(log).decode("utf-8", "replace").strip().rpartition("\n")[2]
+    except OSError:
+        return "it has printed nothing"

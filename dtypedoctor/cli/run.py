@@ -28,7 +28,7 @@ from dtypedoctor.cli.output import (
 
 if TYPE_CHECKING:
     from dtypedoctor.cli.many import Batch
-    from dtypedoctor.runner.machines import Where
+    from dtypedoctor.runner.executors import Where
     from dtypedoctor.scenario.model import Scenario
 
 MANY = 4
@@ -48,7 +48,7 @@ ResidentWorkers = Annotated[
     typer.Option(
         "--resident-workers/--fresh-workers",
         help="Keep the model loaded for all runs, or load it anew in a new process for each.",
-        show_default="loaded once on a CPU and for FSDP2, else anew on a GPU",
+        show_default="loaded once on a CPU, anew on a GPU",
     ),
 ]
 
@@ -57,10 +57,14 @@ Jobs = Annotated[
     int | None,
     typer.Option(
         "--jobs",
-        help="Scenarios, or probes of a bisection, at a time.",
+        help="Scenarios at a time.",
         min=1,
-        show_default="scenarios: 1; probes: one per core or GPU, at most 4; on a cluster one per machine or GPU",
+        show_default="1; on Slurm 8; on Ray what fits",
     ),
+]
+ProbeJobs = Annotated[
+    int | None,
+    typer.Option("--jobs", help="Probes at a time.", min=1, show_default="one per core or GPU, at most 4"),
 ]
 ExecutorOption = Annotated[
     str,
@@ -85,13 +89,6 @@ Gpus = Annotated[
         min=0,
         show_default="1 where the scenario takes CUDA, or Ray has some",
     ),
-]
-Send = Annotated[
-    list[Path] | None,
-    typer.Option("--send", help="File or folder that other machines need beside what scenarios name."),
-]
-Shared = Annotated[
-    list[Path] | None, typer.Option("--shared", help="Folder that all machines have at this path: it is not sent.")
 ]
 
 
@@ -143,8 +140,6 @@ def run(
     partition: Partition = None,
     slurm: SlurmOption = None,
     gpus: Gpus = None,
-    send: Send = None,
-    shared: Shared = None,
     format: FormatOption = TERMINAL,
     open_page: OpenPage = False,
 ) -> int:
@@ -155,7 +150,7 @@ def run(
     """
     named = scenarios or ([str(resume)] if resume is not None else [])
     announce(f"Running {' '.join(named) if len(named) < MANY else f'{len(named)} scenarios'}")
-    where = _where(executor, jobs, address, partition, slurm, gpus, send, shared)
+    where = _where(executor, jobs, address, partition, slurm, gpus)
     from dtypedoctor.cli.many import new_batch, resumed_batch
     from dtypedoctor.cli.running import load_all
     from dtypedoctor.errors import UsageError
@@ -175,7 +170,7 @@ def run(
             )
         return _treat_several(resumed_batch(resume, allow_code=allow_code), where, format, open_page=open_page)
     loaded = [override(one, **changes) for one in load_all(scenarios or [], allow_code=allow_code)]
-    if len(loaded) == 1 and not Path(named[0]).is_dir() and not where.is_elsewhere:
+    if len(loaded) == 1 and not Path(named[0]).is_dir() and executor == "local":
         if (jobs or 1) > 1:
             raise UsageError("--jobs has no effect with one scenario", "Pass several scenarios, or leave it out.")
         return _treat_one(loaded[0], out, format, remedies=not no_remedies, wheels=wheels,
@@ -220,14 +215,14 @@ def _treat_several(batch: "Batch", where: "Where", format: str, *, open_page: bo
 
 
 def _where(executor: str, jobs: int | None, address: str | None, partition: str | None, slurm: list[str] | None,
-           gpus: int | None, send: list[Path] | None, shared: list[Path] | None) -> "Where":  # fmt: skip
+           gpus: int | None) -> "Where":  # fmt: skip
     """On which machines to run.
 
     Raises:
         UsageError: the executor is not installed, or an option does not fit it.
     """
     from dtypedoctor.errors import UsageError
-    from dtypedoctor.runner.machines import Where, require_executor
+    from dtypedoctor.runner.executors import Where, require_executor
 
     for one in slurm or ():
         if not one.partition("=")[0] or not one.partition("=")[2]:
@@ -239,8 +234,6 @@ def _where(executor: str, jobs: int | None, address: str | None, partition: str 
         partition=partition,
         slurm=dict(one.partition("=")[::2] for one in slurm or ()),
         gpus=gpus,
-        send=tuple(send or ()),
-        shared=tuple(shared or ()),
     )
     require_executor(where)
     return where
@@ -297,21 +290,13 @@ def bisect(
     workload: WorkloadOption = None,
     device: Device = None,
     device_map: DeviceMap = None,
-    nproc_per_node: NprocPerNode = None,
     out: Out = None,
     resume: Resume = None,
     tolerance: Tolerance = None,
     time_limit: TimeLimit = None,
     allow_code: AllowCode = False,
     resident_workers: ResidentWorkers = None,
-    executor: ExecutorOption = "local",
-    jobs: Jobs = None,
-    address: Address = None,
-    partition: Partition = None,
-    slurm: SlurmOption = None,
-    gpus: Gpus = None,
-    send: Send = None,
-    shared: Shared = None,
+    jobs: ProbeJobs = None,
     open_page: OpenPage = False,
 ) -> int:
     """Find the smallest set of modules to keep in float32, the corrections needed, and the modes that fail.
@@ -321,7 +306,6 @@ def bisect(
     answer so far; --resume continues after any end and repeats no run.
     """
     announce(f"Bisecting {scenario or model or resume or ''}".rstrip())
-    where = _where(executor, jobs, address, partition, slurm, gpus, send, shared)
     from dtypedoctor.cli.bisecting import Options, bisect_case, new_case, resumed_case
     from dtypedoctor.cli.reported import exit_code
     from dtypedoctor.report.run_document import bisection_document
@@ -333,14 +317,13 @@ def bisect(
         workload=workload,
         device=device,
         device_map=device_map,
-        processes=nproc_per_node,
         out=out,
         tolerance=tolerance,
         time_limit=time_limit,
         allow_code=allow_code,
     )
-    case = resumed_case(resume, options) if resume is not None else new_case(options, elsewhere=where.is_elsewhere)
-    report = bisect_case(case, where, resident=resident_workers)
+    case = resumed_case(resume, options) if resume is not None else new_case(options)
+    report = bisect_case(case, jobs, resident=resident_workers)
     show(bisection_document(report), TERMINAL)
     leave_report_page(case.directory, report, open_it=open_page, bisection=True)
     return exit_code(report)

@@ -23,10 +23,8 @@ from dtypedoctor.cli.scripts import removed_if_refused
 from dtypedoctor.errors import UsageError
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.ahead import Ahead, OneByOne
-from dtypedoctor.runner.forked_ranks import ForkedRanks, forks_ranks, may_be_forked
-from dtypedoctor.runner.launch import PRELOAD, WORKER, Launcher, WarmServer, may_share_process, run_to_end
+from dtypedoctor.runner.launch import PRELOAD, WORKER, Launcher, WarmServer, may_share_process
 from dtypedoctor.runner.process import (
-    StartedRanks,
     ending_by_interrupt,
     run_launched,
     run_ranks,
@@ -145,15 +143,11 @@ def _starter(
     """
     workload = scenario.steps[0].workload
 
-    def by_torchrun(request: Request, place: Path) -> Run:
-        if isinstance(workload, Script):
-            return unless_interrupted(run_ranks(request, place, live=False, progress=view.progress))
-        ranks = StartedRanks(request, place, view.progress)
-        ranks.wait(0.0)
-        return ranks.collect()
-
-    if scenario.distributed is not None and (resident is False or not may_be_forked(scenario)):
-        yield OneByOne(by_torchrun, directory)
+    if scenario.distributed is not None:
+        yield OneByOne(
+            lambda request, place: unless_interrupted(run_ranks(request, place, live=False, progress=view.progress)),
+            directory,
+        )
         return
     if isinstance(workload, Script):
         run = run_launched if workload.launcher else run_script
@@ -165,7 +159,7 @@ def _starter(
             view.begin(IMPORTS)
             launcher.wait_for_imports()
             view.end("")
-        if scenario.distributed is None and (resident is False or not may_share_process(scenario)):
+        if resident is False or not may_share_process(scenario):
             with Ahead(launcher.start, directory, _at_once(scenario), view.progress) as ahead:
                 yield ahead
             return
@@ -174,15 +168,6 @@ def _starter(
             launcher, Request(scenario=scenario), directory / "server", resident=resident, say=view.say
         ) as warm:
             view.end("")
-
-            def ranks(request: Request, place: Path) -> Run:
-                if forks_ranks(warm, request):
-                    return run_to_end(ForkedRanks(request, place, warm), view.progress)
-                return by_torchrun(request, place)
-
-            if scenario.distributed is not None:
-                yield OneByOne(ranks, directory)
-                return
             with Ahead(warm.start, directory, _at_once(scenario), view.progress) as ahead:
                 yield ahead
 

@@ -370,7 +370,7 @@ class WarmServer:
     @property
     def runs_in_place(self) -> bool:
         """Whether the server makes runs itself, one after the other."""
-        if not self.is_warm or self._request.scenario.distributed is not None:
+        if not self.is_warm:
             return False
         return self.device != "cpu" or os.environ.get(IN_PLACE) == "1"  # on a GPU it is warm in no other way
 
@@ -390,7 +390,7 @@ class WarmServer:
         if not self.runs_in_place:
             make_directory(directory)
             write_request(directory, request)
-            self.fork(directory, {})
+            self._send("run", directory)
             status, kill = partial(self.status_of, directory), partial(self.kill, directory)
             return StartedWorker(directory, request.scenario.time_limit, status, kill)
         if self._in_place or not may_share_process(request.scenario):
@@ -437,43 +437,28 @@ class WarmServer:
         if self._process is not None:
             _kill(self._process)
 
-    def fork(self, directory: Path, environment: Mapping[str, str]) -> None:
-        """Forks a worker with some variables of its own; it serves the request that lies in ``directory``."""
-        self._send("run", directory, environment)
-
-    def ask_to_end(self, directory: Path) -> None:
-        """Sends SIGTERM to the worker of ``directory``."""
-        self._send("end", directory)
-
     def kill(self, directory: Path) -> None:
         """Ends the worker of ``directory`` and everything that it has started."""
         self._send("stop", directory)
 
     def status_of(self, directory: Path, seconds: float) -> int | None:
         """The exit status of the worker of ``directory``, for which it waits at most so long; None while it runs."""
-        return self.statuses_of([directory], seconds).get(directory)
-
-    def statuses_of(self, directories: Sequence[Path], seconds: float) -> dict[Path, int]:
-        """The exit statuses of those of these workers that have ended, in the order in which they did; it waits at most so long for the last."""
         assert self._channel is not None  # it has been started
         deadline = time.monotonic() + seconds
-        wanted = {str(directory): directory for directory in directories}
-        while wanted.keys() - self._ended.keys():
-            left = deadline - time.monotonic()
-            if not wait([self._channel], max(0.0, left)):
-                break
+        while str(directory) not in self._ended:
+            if not wait([self._channel], max(0.0, deadline - time.monotonic())):
+                return None
             try:
                 _, where, status = self._channel.recv()
             except (EOFError, ConnectionError):
-                self._ended |= dict.fromkeys(wanted.keys() - self._ended.keys(), NO_ANSWER)
-                break
+                where, status = str(directory), NO_ANSWER
             self._ended[where] = status
-        return {wanted[where]: status for where, status in self._ended.items() if where in wanted}
+        return self._ended[str(directory)]
 
-    def _send(self, verb: str, directory: Path, environment: Mapping[str, str] | None = None) -> None:
+    def _send(self, verb: str, directory: Path) -> None:
         assert self._channel is not None  # it has been started
         try:
-            self._channel.send((verb, str(directory), dict(environment or {})))
+            self._channel.send((verb, str(directory)))
         except (BrokenPipeError, ConnectionError):
             self._ended[str(directory)] = NO_ANSWER
 
@@ -488,13 +473,6 @@ def begin(directory: str, environment: Mapping[str, str] | None = None) -> None:
     place = _set_apart(directory)
     os.environ.update(environment or {})
     _leave_with_the_doctor()
-    _serve(place)
-
-
-def work(directory: str) -> None:
-    """Serves the request in ``directory`` in a process that was started for it alone."""
-    place = Path(directory)
-    redirect(place)
     _serve(place)
 
 

@@ -573,44 +573,6 @@ def run_ranks(
     return led_by(tuple(runs), _first_failure(failures, default=0))
 
 
-class StartedRanks:
-    """A run of several processes, made while somebody waits for it: signals that come meanwhile go to its processes.
-
-    Args:
-        request, directory, progress: as :func:`run_ranks` gets them.
-    """
-
-    def __init__(self, request: Request, directory: Path, progress: Callable[[Path], None] = lambda _: None) -> None:
-        self._request = request
-        self._directory = directory
-        self._progress = progress
-        self._ended: Run | UsageError | None = None
-
-    def wait(self, _: float) -> bool:
-        """Runs it to its end."""
-        if self._ended is None:
-            try:
-                self._ended = run_ranks(self._request, self._directory, live=False, progress=self._progress)
-            except UsageError as error:
-                self._ended = error
-        return True
-
-    def stop(self) -> None:
-        """Does nothing: none of its processes outlives :meth:`wait`."""
-
-    def collect(self) -> Run:
-        """What its processes have left.
-
-        Raises:
-            UsageError: the scenario cannot be run at all.
-            KeyboardInterrupt: a signal has ended it.
-        """
-        assert self._ended is not None  # somebody has waited for it
-        if isinstance(self._ended, UsageError):
-            raise self._ended
-        return unless_interrupted(self._ended)
-
-
 def unless_interrupted(run: Run) -> Run:
     """A run that came to its own end.
 

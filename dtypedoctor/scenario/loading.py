@@ -305,21 +305,6 @@ def override(
         raise UsageError(f"--{option}: {in_words(error)}") from refused
 
 
-def in_processes(scenario: Scenario, processes: int | None) -> Scenario:
-    """The scenario in so many processes: sharded, because what fits on one device needs no others. A trainer wraps its model itself.
-
-    Raises:
-        UsageError: it cannot run in several processes.
-    """
-    if processes is None:
-        return scenario
-    is_trained = any(step.workload.kind in ("sft", "grpo") for step in scenario.steps)
-    try:
-        return scenario.with_changes(distributed={"processes": processes, "strategy": "ddp" if is_trained else "fsdp"})
-    except ValidationError as refused:
-        raise UsageError(f"--nproc-per-node: {in_words(refused.errors(include_url=False)[0])}") from refused
-
-
 def _distributed(scenario: Scenario) -> dict[str, Any]:
     return scenario.distributed.model_dump() if scenario.distributed is not None else {}
 

@@ -15,9 +15,6 @@ LEADING = "leading"
 STREAMS = "streams.json"
 """File that tells a rank, by path, where its standard output and error are to go."""
 
-RENDEZVOUS = "DTYPEDOCTOR_RENDEZVOUS"
-"""Variable with the path of the file in which the ranks of a job meet, where torchrun has not started them."""
-
 NODE = "node-"
 """How the directory of a machine begins, in the folder that several machines of a job name."""
 

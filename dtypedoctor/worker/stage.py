@@ -1,7 +1,6 @@
 """What may be around the workload of a stage: a call that is captured, a CUDA stream of its own, the compiler, a group of processes."""
 
 import ctypes
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,7 +27,7 @@ from dtypedoctor.plugins import KEEP_FLOAT32
 from dtypedoctor.scenario.model import Capture as Wanted
 from dtypedoctor.scenario.model import Compile, CorrectionSpec, Generate, Grpo, Scenario, ScenarioStep, Sft, Workload
 from dtypedoctor.trace.events import NotWatched
-from dtypedoctor.trace.ranks import RENDEZVOUS, Member, member_of_torchrun
+from dtypedoctor.trace.ranks import Member, member_of_torchrun
 from dtypedoctor.trace.records.execution import StreamLaunches
 from dtypedoctor.values import dataclass
 from dtypedoctor.worker.sharding import shard
@@ -345,17 +344,6 @@ _GROUPS = count(1)
 """Numbers of the process groups of this process, one for each stage; all ranks count alike."""
 
 
-def _meeting_point(here: Member) -> Store:
-    """What the ranks have in common: a file where the doctor has forked them, else what torchrun says."""
-    path = os.environ.get(RENDEZVOUS)
-    found: Store
-    if path is not None:
-        found = dist.FileStore(path, here.world_size)  # type: ignore[attr-defined]  # public, but for type checkers
-    else:
-        found = next(iter(rendezvous("env://", here.rank, here.world_size)))[0]
-    return found
-
-
 @contextmanager
 def parallel(context: "Context") -> Iterator[Meeting | None]:
     """Inside, ``context.model`` is wrapped as the scenario asks, and this process belongs to the group of all ranks, who can meet."""
@@ -366,7 +354,7 @@ def parallel(context: "Context") -> Iterator[Meeting | None]:
         return
     context.rank = here.rank
     store = PrefixStore(
-        f"group {next(_GROUPS)}", _meeting_point(here)
+        f"group {next(_GROUPS)}", next(iter(rendezvous("env://", here.rank, here.world_size)))[0]
     )  # what an earlier stage has written means nothing to this one
     dist.init_process_group(
         BACKENDS[context.device.type],

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import buffers_of, parameters_of
-from dtypedoctor.models.build import Built, build, is_from_factory
+from dtypedoctor.models.build import Built, build
 from dtypedoctor.scenario.model import Model, Scenario
 from dtypedoctor.worker.environment import tensor_digests
 
@@ -121,22 +121,10 @@ class Stock:
             if step.model is not None:
                 self._fill(step.model, device, scenario.seed)
 
-    def fill_for_ranks(self, scenario: Scenario, device: torch.device) -> None:
-        """The same on the host, as in :func:`dtypedoctor.models.build.build`, for ranks that are forked later and shard it.
-
-        A factory is left to them: it may build another model on each rank.
-
-        Raises:
-            UsageError: a model cannot be built.
-        """
-        for step in scenario.steps:
-            if step.model is not None and not is_from_factory(step.model):
-                self._fill(step.model, device, scenario.seed, on_host=True)
-
-    def _fill(self, spec: Model, device: torch.device, seed: int, *, on_host: bool = False) -> None:
+    def _fill(self, spec: Model, device: torch.device, seed: int) -> None:
         key = self.key(spec, device, seed)
         if key not in self._built:
-            self._built[key] = build(spec, device, seed, on_host=on_host)
+            self._built[key] = build(spec, device, seed)
 
     def take(self, spec: Model, device: torch.device, seed: int, *, on_host: bool = False) -> Built:
         """The model that ``spec`` asks for, out of the stock or built now; ``on_host`` as in :func:`dtypedoctor.models.build.build`.

@@ -49,16 +49,13 @@ def serve_warm(
 
     Sends ``("ready", built, device, room)`` once: ``room`` are the bytes of the device that are free beside the models, 0 where runs are not made in place; ``built`` is False where building raised (each worker will then find out for itself), or where
     the device cannot be shared by forked processes and runs may not be made ``in_place``.
-    Takes ``("run", directory, variables)``, ``("end", directory, {})`` for SIGTERM and ``("stop", directory, {})`` for SIGKILL; sends ``("ended", directory, status)``, where a negative status is a
+    Takes ``("run", directory)``, and ``("stop", directory)`` for SIGKILL; sends ``("ended", directory, status)``, where a negative status is a
     signal's number. Ends when the channel is closed, and ends its workers then. Each run begins with ``redirect``. A server that makes
     its runs itself sends ``("retired", why, 0)`` and ends when the models are no longer what they were.
     """
     scenario = Request.model_validate_json(read_request(directory)).scenario
-    is_sharded = scenario.distributed is not None
-    if is_sharded:
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # whether there is a GPU is asked without touching it
     device = choose_device(scenario.device).type
-    if not is_sharded and ((in_place and device != "cpu") or os.environ.get(IN_PLACE) == "1"):
+    if (in_place and device != "cpu") or os.environ.get(IN_PLACE) == "1":
         leave_with_the_doctor()  # by a thread, so not where workers are forked
         _serve_in_place(scenario, directory, channel, redirect)
         return
@@ -66,29 +63,9 @@ def serve_warm(
     torch.set_num_threads(1)
     stock = Stock()
     prepare_process(scenario)
-    fill = stock.fill_for_ranks if is_sharded else stock.fill
-    built = (device == "cpu" or is_sharded) and _filled(fill, scenario, torch.device(device))
-    if built and device != "cpu" and not _forks_can_use_cuda():
-        built = False
-        print("ranks are started anew each time: building the model has initialized CUDA", file=sys.stderr, flush=True)
+    built = device == "cpu" and _filled(stock.fill, scenario, torch.device(device))
     channel.send(("ready", built, device, 0))
     _Workers(channel, stock, threads, redirect).answer()
-
-
-def _forks_can_use_cuda() -> bool:
-    """Whether a process that is forked from this one can use a GPU: not if anything here has, torch or another library."""
-    process = os.fork()
-    if process == 0:
-        status = 1
-        try:
-            with contained() as failed:
-                torch.cuda.init()
-                torch.zeros(1, device="cuda")
-            status = int(failed.error is not None)
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(process, 0)
-    return status == 0
 
 
 def _filled(fill: Callable[[Scenario, torch.device], None], scenario: Scenario, device: torch.device) -> bool:
@@ -113,7 +90,7 @@ def _serve_in_place(scenario: Scenario, home: Path, channel: Connection, redirec
     channel.send(("ready", built, device.type, room))
     while built:
         try:
-            verb, directory, _ = channel.recv()
+            verb, directory = channel.recv()
         except (EOFError, ConnectionError):
             return
         if verb != "run":
@@ -153,17 +130,15 @@ class _Workers:
             for process, _ in self._running.values():
                 _kill_group(process)
 
-    def _obey(self, verb: str, directory: str, environment: dict[str, str]) -> None:
+    def _obey(self, verb: str, directory: str) -> None:
         if verb == "run":
             process = os.fork()
             if process == 0:
-                self._work(Path(directory), environment)
+                self._work(Path(directory))
             self._running[os.pidfd_open(process)] = process, directory
             return
         for process, where in self._running.values():
-            if where == directory and verb == "end":
-                os.kill(process, signal.SIGTERM)  # it has not been waited for, so the number is still its own
-            elif where == directory:
+            if where == directory:
                 _kill_group(process)
 
     def _reap(self, descriptor: int) -> None:
@@ -172,7 +147,7 @@ class _Workers:
         _, status = os.waitpid(process, 0)
         self._channel.send(("ended", directory, os.waitstatus_to_exitcode(status)))
 
-    def _work(self, directory: Path, environment: dict[str, str]) -> None:
+    def _work(self, directory: Path) -> None:
         """The child's side; never returns."""
         status = 1
         try:
@@ -181,8 +156,7 @@ class _Workers:
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                 self._redirect(directory)
                 self._channel.close()
-                os.environ.update(environment)
-                torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", self._threads)))
+                torch.set_num_threads(self._threads)
                 status = serve(directory, self._stock)
                 leave(status)
         finally:  # a child that returned would go on as a second server

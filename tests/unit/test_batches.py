@@ -1,10 +1,8 @@
 """Several scenarios in one directory: what comes home from a job, and the journal of those that are finished."""
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
-from zipfile import ZipFile
 
 import pytest
 from report_builders import healthy
@@ -16,9 +14,7 @@ from dtypedoctor.report.build import REPORT_JSON
 from dtypedoctor.report.files import MATRIX_JSON
 from dtypedoctor.report.matrix import render_matrix_json, row_of
 from dtypedoctor.report.to_json import render_json
-from dtypedoctor.runner.job import ASKED, HERE, OUT, PACKAGE, Ended
-from dtypedoctor.runner.machines import Where
-from dtypedoctor.runner.sending import packed
+from dtypedoctor.runner.executors import Ended, Job, Where
 from dtypedoctor.scenario.loading import load_scenario
 from dtypedoctor.scenario.model import Scenario
 
@@ -38,43 +34,47 @@ def result_of(name: str) -> many.Done:
     return row_of(report, exit_code=0, seconds=1.0, path=f"{name}/{REPORT_JSON}"), report
 
 
-def ended(*names: str) -> Ended:
-    """A job that has left the results of scenarios."""
+ENDED = Ended(status=0, timed_out=False, seconds=1.0)
+
+
+def job_with(batch: many.Batch, *names: str) -> Job:
+    """The job of the second scenario, after a command that has left the results of these."""
+    job = many._job(batch, batch.scenarios[1])
+    job.log.write_text("one line\nthe last words\n")
     results = [result_of(name) for name in names]
-    archive = io.BytesIO()
-    with ZipFile(archive, "w") as file:
-        file.writestr(f"run/{MATRIX_JSON}", render_matrix_json([row for row, _ in results], exit_code=0))
-        for row, report in results:
-            file.writestr(f"run/{row.report}", render_json(report))
-    return Ended(status=0, timed_out=False, seconds=1.0, said="the last words\n", files=archive.getvalue())
+    for row, report in results:
+        place = job.log.parent / "run" / str(row.report)
+        place.parent.mkdir(parents=True)
+        place.write_text(render_json(report))
+    if results:
+        (job.log.parent / "run" / MATRIX_JSON).write_text(render_matrix_json([row for row, _ in results], exit_code=0))
+    return job
 
 
-def test_folders_of_the_users_are_never_those_of_the_job(batch: many.Batch) -> None:
-    """Whatever is sent along: the job runs its own scenario only, and nothing of the user's comes home as a result."""
-    for name in ("scenarios", "out", "package", "run", "asked"):
-        Path(name).mkdir()
-        Path(name, "other.yaml").write_text(HEALTHY)
-    sent = packed(
-        batch.scenarios, Where(executor="ray", send=tuple(path for path in Path().iterdir() if path.is_dir()))
-    )
-    job = many._job(batch, batch.scenarios[0], sent)
-    used = {name.partition("/")[0] for name in job.own} | {OUT, PACKAGE}
-    assert {"scenarios/other.yaml", "out/other.yaml"} <= set(job.common)
-    assert not used & {name.partition("/")[0] for name in job.common if not name.startswith(f"{PACKAGE}/dtypedoctor/")}
-    assert all(name.startswith(word.removeprefix(HERE)) for name in job.own for word in job.command if ASKED in word)
-
-
-def test_the_row_of_a_scenario_is_found_by_its_name(batch: many.Batch) -> None:
-    """Not by its place."""
-    row, report = many._arrived(batch, batch.scenarios[1], ended("first", "second"))
+def test_the_results_of_a_job_are_moved_to_the_directory_of_its_scenario(batch: many.Batch) -> None:
+    """Its row is found by name, not by its place; nothing is left in the folder of the job."""
+    job = job_with(batch, "first", "second")
+    row, report = many._arrived(batch, job, ENDED)
     assert (row.scenario, report.name) == ("second", "second")
+    assert (batch.directory / "second" / REPORT_JSON).is_file()
+    assert not job.log.parent.exists()
 
 
-@pytest.mark.parametrize("files", [b"", b"no archive", ended("first")["files"]])
-def test_a_job_that_brings_no_result_of_its_scenario_is_lost(batch: many.Batch, files: bytes) -> None:
-    """With what it printed last."""
-    with pytest.raises(DoctorError, match="not run: dtypedoctor failed there: the last words"):
-        many._arrived(batch, batch.scenarios[1], {**ended(), "files": files})
+@pytest.mark.parametrize("left", [(), ("first",)], ids=["nothing", "another scenario"])
+def test_a_job_that_leaves_no_result_of_its_scenario_is_told_with_what_it_printed_last(
+    batch: many.Batch, left: tuple[str, ...]
+) -> None:
+    """And with the file that holds the rest."""
+    job = job_with(batch, *left)
+    with pytest.raises(DoctorError, match="not run: dtypedoctor failed there: the last words") as failed:
+        many._arrived(batch, job, ENDED)
+    assert str(job.log) in failed.value.hint
+
+
+def test_a_job_that_was_stopped_at_its_time_limit_says_so(batch: many.Batch) -> None:
+    """It is no failure of the scenario."""
+    with pytest.raises(UsageError, match="stopped after 7 s"):
+        many._arrived(batch, job_with(batch, "second"), replace(ENDED, timed_out=True, seconds=7.0))
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from dtypedoctor.report.matrix import (
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.text import counted
 from dtypedoctor.report.to_terminal import print_document
-from dtypedoctor.runner.machines import Where
+from dtypedoctor.runner.executors import Where
 from dtypedoctor.scenario.loading import load_scenario
 from dtypedoctor.scenario.model import Scenario
 

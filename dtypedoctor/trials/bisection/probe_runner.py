@@ -6,22 +6,19 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from dtypedoctor.errors import NodeLostError, UsageError
+from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file, read_head
 from dtypedoctor.redaction.redact import public_text
 from dtypedoctor.runner.directories import clear
-from dtypedoctor.runner.process import request_of_rank
-from dtypedoctor.runner.run import EXIT, Run, WorkerExit, collect, led_by
+from dtypedoctor.runner.run import EXIT, Run, WorkerExit, collect
 from dtypedoctor.scenario.model import REQUEST, Request, Scenario
 from dtypedoctor.trace.events import Raised
-from dtypedoctor.trace.ranks import rank_directory
 from dtypedoctor.trials.runs import led_by_origin
 from dtypedoctor.values import dataclass
 
@@ -265,27 +262,11 @@ def _exit(place: Path) -> WorkerExit:
 
 def _reopened(place: Path, request: Request) -> Run | UsageError | None:
     """What a finished run of ``request`` has left; None where there is none, or a full disk ended its recording, so that it has to be made again."""
-    spec = request.scenario.distributed
     try:
-        run = _process_of(place, request) if spec is None else _job_of(place, request, spec.processes)
+        run = collect(place, _exit(place)) if _is_finished(place, request) else None
     except UsageError as error:
         return error
     return run if run is not None and all(one.trace.stopped is None for one in run.processes) else None
-
-
-def _process_of(place: Path, request: Request) -> Run | None:
-    return collect(place, _exit(place)) if _is_finished(place, request) else None
-
-
-def _job_of(place: Path, request: Request, processes: int) -> Run | None:
-    """The finished run of all ranks; None where one is missing, or a signal ended them."""
-    ranks: list[Run] = []
-    for rank in range(processes):
-        one = _process_of(rank_directory(place, rank), request_of_rank(request, rank))
-        if one is None or one.exit.asked_to_end:
-            return None
-        ranks.append(replace(one, rank=rank))
-    return led_by_origin(led_by(tuple(ranks), 0))
 
 
 def _lacked_memory(run: Run | UsageError) -> bool:
@@ -297,8 +278,6 @@ def _lacked_memory(run: Run | UsageError) -> bool:
 def _collected(started: Started) -> Run | UsageError:
     try:
         return led_by_origin(started.collect())
-    except NodeLostError:  # nothing is known of the request, and the next one would fare no better
-        raise
     except UsageError as error:
         return error
 

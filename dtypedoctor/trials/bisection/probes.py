@@ -28,7 +28,6 @@ MANY_LAYERS = 12
 
 _OTHER = {"float16": "bfloat16", "bfloat16": "float16"}
 _AMP = {"fp16": "float16", "bf16": "bfloat16"}
-_POLICY = ("param_dtype", "reduce_dtype", "output_dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ def reference(scenario: Scenario) -> Scenario:
         step |= {"autocast": None, "grad_scaler": False, "compile": None}
         if "mixed_precision" in step["workload"]:
             step["workload"]["mixed_precision"] = "no"
-    return _with_policy(scenario.with_changes(steps=steps, corrections=[]), **dict.fromkeys(_POLICY))
+    return scenario.with_changes(steps=steps, corrections=[])
 
 
 def unrounded(scenario: Scenario) -> Scenario:
@@ -114,12 +113,6 @@ def unrounded(scenario: Scenario) -> Scenario:
         if step["model"] is not None:
             step["model"]["dtype"] = "float32"
     return exact.with_changes(steps=steps)
-
-
-def _with_policy(scenario: Scenario, **dtypes: str | None) -> Scenario:
-    """The scenario with other dtypes in the mixed-precision policy of its shards; itself where it has one process."""
-    spec = scenario.distributed
-    return scenario if spec is None else scenario.with_changes(distributed=spec.model_dump() | dtypes)
 
 
 def perturbed(scenario: Scenario) -> tuple[Scenario, ...]:
@@ -137,7 +130,7 @@ def perturbed(scenario: Scenario) -> tuple[Scenario, ...]:
 
 def narrow_dtype(scenario: Scenario) -> str:
     """The narrowest dtype that the scenario names; bfloat16, which rounds most, before float16; float32 where there is none."""
-    named: set[str | None] = {getattr(scenario.distributed, key, None) for key in _POLICY}
+    named: set[str | None] = set()
     for step in scenario.steps:
         if step.model is not None:
             named.add(step.model.dtype)
@@ -240,8 +233,7 @@ def modes(
     if len(base.scenario.steps) == 1 and stage.model is not None:
         found += _changed_modes(base.scenario, passes)
         found += _modes_with_culprits(both or base, culprits) if culprits else ()
-        if base.scenario.distributed is None:
-            found += _compiled_modes(base.scenario, both or base, culprits, layers)
+        found += _compiled_modes(base.scenario, both or base, culprits, layers)
     return tuple(_without_repeats(found))
 
 
@@ -262,7 +254,6 @@ def _changed_modes(scenario: Scenario, ladder: Sequence[Workload]) -> Iterator[M
     other = _OTHER.get(stage.model.dtype)
     if other is not None:
         yield Mode(name=f"model in {other}", scenario=_with(scenario, model={"dtype": other}))
-    yield from _policy_modes(scenario)
     for attention in ("eager", "sdpa"):
         if stage.model.attention != attention:
             yield Mode(name=f"{attention} attention", scenario=_with(scenario, model={"attention": attention}))
@@ -272,13 +263,6 @@ def _changed_modes(scenario: Scenario, ladder: Sequence[Workload]) -> Iterator[M
         if stage.autocast is None or stage.autocast.dtype != dtype:
             yield Mode(name=f"{dtype} autocast", scenario=_with(scenario, autocast={"dtype": dtype}))
     yield from _training_modes(ladder)
-
-
-def _policy_modes(scenario: Scenario) -> Iterator[Mode]:
-    """The mixed-precision policy of the shards with the other half precision, if it computes in one."""
-    other = _OTHER.get(getattr(scenario.distributed, "param_dtype", None) or "")
-    if other is not None:
-        yield Mode(name=f"param_dtype {other}", scenario=_with_policy(scenario, param_dtype=other))
 
 
 def _modes_with_culprits(workload: Workload, culprits: Sequence[str]) -> Iterator[Mode]:
