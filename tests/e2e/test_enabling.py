@@ -58,7 +58,7 @@ def enabled(light: Light) -> Light:
     return light
 
 
-def test_it_is_off_until_enabled_and_removed_without_a_trace(light: Light) -> None:
+def test_recording_is_off_until_enabled_and_disable_leaves_site_packages_as_it_was(light: Light) -> None:
     """Without the variable not one more module is imported, and `disable` leaves site-packages as it was."""
     before = sorted(path.name for path in light.packages.iterdir())
     modules = light("-c", MODULES).out

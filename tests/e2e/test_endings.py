@@ -43,7 +43,9 @@ REPORTS = {
 
 
 @pytest.mark.parametrize("row", ENDINGS, ids=lambda row: row[0])
-def test_each_row_of_the_table_decides_for_its_reports(row: tuple[str, object, ExitCode]) -> None:
+def test_each_exit_code_belongs_to_the_reports_that_its_row_of_the_table_names(
+    row: tuple[str, object, ExitCode],
+) -> None:
     """The first that holds, and no status is left without a row."""
     words, _, code = row
     for report in REPORTS[words]:

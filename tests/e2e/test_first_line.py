@@ -74,6 +74,6 @@ def test_a_verb_says_what_it_does_before_it_imports_what_it_needs_for_that(verb:
     assert [name for name in HEAVY if name in modules] == []
 
 
-def test_no_verb_is_forgotten() -> None:
+def test_every_verb_is_listed_as_quick_or_says_at_once_what_it_does() -> None:
     """A new one has to say at once what it does, or to be quick."""
     assert {*COMMANDS, *AT_ONCE} == set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]

@@ -95,7 +95,7 @@ def test_scenarios_that_are_healthy_pass_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inputs", [{}, {"run": "scenarios/", "exec": "train.py"}], ids=["none", "both"])
-def test_one_of_run_and_exec_is_needed(inputs: dict[str, str], tmp_path: Path) -> None:
+def test_the_action_needs_exactly_one_of_run_and_exec(inputs: dict[str, str], tmp_path: Path) -> None:
     """An error on the job's page, before anything has run."""
     ran = step(tmp_path, "Run dtypedoctor", **inputs)
     assert ran.code == 2

@@ -35,7 +35,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "run"
 
 
-def test_only_the_output_of_the_script_holds_them(left: Path) -> None:
+def test_secrets_of_a_script_stand_in_its_raw_output_only(left: Path) -> None:
     """Every file of the run but the two that are raw, which nobody else can open; nothing private is left over."""
     files = [path for path in left.rglob("*") if path.is_file()]
     held = {

@@ -230,7 +230,7 @@ def test_what_is_no_budget_is_a_usage_error(text: str) -> None:
         budget_of(text)
 
 
-def test_off_is_no_budget() -> None:
+def test_overhead_budget_off_measures_everything() -> None:
     """It measures everything."""
     assert budget_of("off") is None
     assert budget_of(None) is None

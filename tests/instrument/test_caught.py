@@ -296,7 +296,7 @@ def test_a_failure_that_no_rule_explains_is_listed(tmp_path: Path) -> None:
     assert any("nothing that raised it succeeded later" in line and "Long" in line for line in report.coverage)
 
 
-def test_each_place_is_recorded_a_few_times_only(tmp_path: Path) -> None:
+def test_an_exception_that_is_caught_in_every_call_is_recorded_a_few_times_only(tmp_path: Path) -> None:
     """A program that raises in every call does not fill its trace."""
 
     def work(_: Any) -> None:

@@ -159,7 +159,7 @@ def test_the_reducer_of_ddp_is_seen_and_gradients_are_what_they_are_unwatched(tm
 
 
 @pytest.mark.usefixtures("group")
-def test_everything_is_put_back(tmp_path: Path) -> None:
+def test_the_functions_of_torch_distributed_are_put_back_after_the_watch(tmp_path: Path) -> None:
     """After the watch no collective passes through it any more."""
     wait = dist.Work.wait
     with Watched(tmp_path) as watched:

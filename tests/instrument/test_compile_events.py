@@ -182,7 +182,7 @@ def test_recompiles_carry_the_guard_that_failed_and_the_limit_ends_them() -> Non
     assert hit.guard == "tensor 'x' size mismatch at index 0. expected 9, actual 10"
 
 
-def test_only_what_happens_inside_is_reported() -> None:
+def test_graph_breaks_outside_of_the_watch_are_not_reported() -> None:
     """Breaks before entering and after leaving belong to others."""
 
     compiled = torch.compile(broken, backend="eager", dynamic=False)

@@ -180,7 +180,9 @@ def after_a_graph_break() -> Any:
 
 @pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("make", [alone, inside_of_a_compiled_one, after_a_graph_break, lambda: Stack(Net(), Net())])
-def test_nothing_is_compiled_otherwise(tmp_path: Path, make: Callable[[], Any]) -> None:
+def test_the_watch_changes_no_graph_break_recompilation_result_or_gradient(
+    tmp_path: Path, make: Callable[[], Any]
+) -> None:
     """Graphs, graph breaks and recompilations, results and gradients are those without the watch."""
 
     def run() -> tuple[dict[str, int], dict[str, int], list[Tensor]]:

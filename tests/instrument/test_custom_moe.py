@@ -117,7 +117,9 @@ def test_the_promoting_norm_fails_in_the_first_dense_weight_behind_it(options: d
         ({}, True),
     ],
 )
-def test_what_cures_it(options: dict[str, Any], autocast: bool, qlora: bool) -> None:
+def test_each_fix_of_the_mixture_of_experts_makes_it_train(
+    options: dict[str, Any], autocast: bool, qlora: bool
+) -> None:
     """A norm that casts back, no keep list, dtypes made uniform against the list, bfloat16 autocast: each trains."""
     losses = train(build_custom_moe(CustomMoeConfig(qlora=qlora, **options)), autocast=autocast)
     assert losses[-1] < losses[0] - 0.1
@@ -205,7 +207,7 @@ def test_building_is_repeatable_and_leaves_the_random_state_alone() -> None:
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_only_the_updates_are_trained() -> None:
+def test_with_a_rank_only_the_adapters_are_trained() -> None:
     """Everything else is frozen; without a rank everything is trained."""
     adapted = build_custom_moe(CustomMoeConfig())
     assert all(".lora_" in name for name, p in adapted.named_parameters() if p.requires_grad)

@@ -84,7 +84,7 @@ def test_an_assignment_to_data_is_named(tmp_path: Path) -> None:
     assert (note.set_at, note.set_by, note.dtype) == (f"{made}:4", "p.data = …", "float32")
 
 
-def test_arguments_are_not_recorded(tmp_path: Path) -> None:
+def test_arguments_of_the_call_that_set_a_dtype_are_not_recorded(tmp_path: Path) -> None:
     """They may hold a token."""
 
     def load(token: str) -> nn.Module:
@@ -94,7 +94,7 @@ def test_arguments_are_not_recorded(tmp_path: Path) -> None:
     assert {note.set_by for note in trace.all(ParameterNote)} == {"load().half()"}
 
 
-def test_what_is_gone_is_forgotten(tmp_path: Path) -> None:
+def test_dtype_lines_of_modules_that_are_gone_are_forgotten(tmp_path: Path) -> None:
     """Memory is bounded by the modules that are alive, and torch is as it was before."""
     lines = DtypeLines(Session(TraceWriter(tmp_path)).guard.shield)
     original = nn.Module._apply

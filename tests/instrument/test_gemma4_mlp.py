@@ -100,7 +100,7 @@ def test_elements_that_are_lost_are_counted_as_rescued() -> None:
         installed.undo()
 
 
-def test_it_is_undone_and_proves_that_it_was_in_place() -> None:
+def test_the_correction_proves_that_it_was_in_place_and_is_undone() -> None:
     """The class runs another code object while installed and its own afterwards."""
     model, _ = mlp()
     original = Gemma4TextMLP.forward

@@ -270,7 +270,7 @@ def test_a_capsule_keeps_the_limit_that_was_given(tmp_path: Path, limit: int, is
         (recomputes_backward, "backward-overflow", "aten.mm.default", "backward"),
     ],
 )
-def test_one_run_names_the_operator(
+def test_one_run_with_a_replay_in_place_names_the_operator(
     tmp_path: Path, program: Callable[[], Any], finding: str, op: str, phase: str
 ) -> None:
     """The finding is what a second run with the op trace on would say, and nothing is left to look at."""

@@ -355,7 +355,7 @@ def test_averages_that_move_once_or_are_assigned_anew_are_found(
     ],
     ids=["assigned", "first", "copy", "copied", "wide", "float32", "equal", "masters"],
 )
-def test_quick_averages_are_none(tmp_path: Path, work: Callable[[object], None]) -> None:
+def test_moving_averages_that_move_are_no_lost_writes(tmp_path: Path, work: Callable[[object], None]) -> None:
     """They move in every step, or have nowhere to go."""
     assert findings(tmp_path, work) == []
 

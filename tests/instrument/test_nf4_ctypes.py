@@ -212,7 +212,7 @@ def test_the_linear_layer_equals_its_float32_reference_forward_and_backward() ->
         assert (found.grad.double() - expected.grad).norm() <= 2 * epsilon * expected.grad.norm()
 
 
-def test_the_corrections_are_undone() -> None:
+def test_the_corrections_of_nf4_are_undone() -> None:
     """The fast path and the stream choice are the originals again, also after a second undo, and nothing counts on."""
     model = build_nf4_compiled(Nf4CompiledConfig())
     originals = nf4_ctypes.dequantize, nf4_ctypes.launch_stream

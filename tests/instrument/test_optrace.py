@@ -196,7 +196,7 @@ def results(trace: Trace) -> list[str]:
     return [op.op for op in trace.all(Op)]
 
 
-def test_tracing_changes_no_result(tmp_path: Path) -> None:
+def test_the_op_trace_changes_no_gradient(tmp_path: Path) -> None:
     """Gradients under the op trace are bitwise those without it."""
     net, x = Product(), torch.randn(3, 4)
     net(x).sum().backward()

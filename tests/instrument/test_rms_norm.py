@@ -63,7 +63,7 @@ def test_torchs_own_rms_norm_follows_its_input() -> None:
     assert norm(rows(torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_both_equal_torchs_in_float32() -> None:
+def test_both_norms_equal_torchs_in_float32() -> None:
     """Same formula, to float32's rounding."""
     x = rows(torch.float32)
     for cls in (PromotingRMSNorm, CastingRMSNorm):
@@ -144,7 +144,7 @@ def test_undoing_keeps_a_forward_that_somebody_else_had_put_there() -> None:
     assert norm.forward is theirs
 
 
-def test_it_cures_transformers_llama_with_float32_norms() -> None:
+def test_the_cast_after_norms_cures_transformers_llama_with_float32_norms() -> None:
     """LlamaRMSNorm promotes as well; nothing here is written for the builtin model only."""
     torch.manual_seed(0)
     model = llama_tiny().to(torch.bfloat16)

@@ -113,7 +113,7 @@ def test_an_overflow_that_an_activation_saturates_has_done_no_harm(tmp_path: Pat
     assert (one.values["op"], one.values["relative_error"]) == ("aten.tanh.default", 0.0)
 
 
-def test_replaced_elements_are_counted(tmp_path: Path) -> None:
+def test_elements_that_the_program_replaces_after_an_overflow_are_counted(tmp_path: Path) -> None:
     """Two of four products overflow, and are zero afterwards."""
     gate, up = torch.tensor([1.0, 400.0, 400.0, 2.0]).half(), torch.tensor([1.0, 400.0, -400.0, 2.0]).half()
     (one,) = seen(tmp_path, "absorbed", lambda a, b: torch.nan_to_num(a * b, 0.0, 0.0, 0.0), gate, up)

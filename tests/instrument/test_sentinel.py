@@ -50,7 +50,7 @@ def coverage_of(directory: Path, work: Any) -> Coverage:
     return found
 
 
-def test_it_is_on_outside_of_module_calls_only(tmp_path: Path) -> None:
+def test_the_sentinel_is_on_outside_of_module_calls_only(tmp_path: Path) -> None:
     """Inside of a call the routine look may be on, the sentinel is not; after it the sentinel is back, alone."""
     module = Asking()
     outside: list[Any] = []
@@ -164,7 +164,7 @@ def test_compiled_functions_are_compiled_as_without_it(tmp_path: Path) -> None:
     assert len(graphs) == 1
 
 
-def test_it_leaves_when_compiled_code_runs_where_torch_would_compile_it_anew(
+def test_the_sentinel_leaves_when_compiled_code_runs_where_torch_would_compile_it_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a torch that cannot leave a mode on beside compiled code, operators are watched until some runs, and that is told."""

@@ -173,20 +173,20 @@ PATHS = [name for name in NAMES if name.startswith(("_C.", "nn.")) and name != "
 """Paths below torch; a build without CUDA has no streams."""
 
 
-def test_all_are_tried() -> None:
+def test_every_private_name_of_torch_is_tried_by_a_test() -> None:
     """Every private name in the module is tried by one of the tests below."""
     tried = {*ATTRIBUTES, *MODULES, *PATHS, *WRITTEN_IN, *FILES, "_C._cuda_getCurrentRawStream"}
     assert sorted(set(NAMES) - tried) == []
     assert sorted({*HOLDERS, *WRITTEN_IN, *FILES} - set(NAMES) - {"_saved_self", "_saved_min", "_saved_max"}) == []
 
 
-def test_nothing_is_lost() -> None:
+def test_no_private_name_is_missing_from_the_installed_torch() -> None:
     """Nothing goes unwatched on the torch that is installed because a private name of it is gone."""
     assert private.LOST == {}
 
 
 @pytest.mark.parametrize("name", HOLDERS)
-def test_attribute(name: str) -> None:
+def test_an_object_of_torch_has_the_private_attribute(name: str) -> None:
     """The object has the attribute."""
     if name == "_should_skip_dynamo" and "__init_subclass__" not in vars(private.DispatchMode.__base__):
         pytest.skip("this torch wraps no mode, so it need not ask (2.9.1)")
@@ -214,7 +214,7 @@ def test_import(module: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITTEN_IN)
-def test_written(name: str) -> None:
+def test_torch_gives_its_objects_the_private_attribute(name: str) -> None:
     """The code that makes such objects gives them the attribute."""
     if name == "_cast_forward_inputs" and torch.__version__ < "2.10":
         pytest.skip("this torch casts inside of another function; cast_for_unit does it itself (2.9.1)")

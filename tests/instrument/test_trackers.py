@@ -163,7 +163,7 @@ def test_a_loop_of_ones_own_with_accelerate(tmp_path: Path) -> None:
     expect(events_of(tmp_path / "logs"), prefix="", module="1")
 
 
-def test_statistics_measure_nothing_more(tmp_path: Path) -> None:
+def test_statistics_for_trackers_measure_nothing_more(tmp_path: Path) -> None:
     """The trace has the same records as without them."""
 
     def recorded(statistics: bool) -> list[tuple[float, int]]:
@@ -223,7 +223,7 @@ def test_series_are_bounded_and_stay() -> None:
     assert kept.take().keys() == first.keys()
 
 
-def test_underflow_and_lost_updates(statistics: Statistics) -> None:
+def test_trackers_get_the_shares_of_underflow_and_of_lost_updates(statistics: Statistics) -> None:
     """Shares of what the checks around optimizer steps have counted."""
 
     def seen(what: Any) -> Observed[Any]:

@@ -142,7 +142,7 @@ def test_dropout_is_taken_out_of_the_figure(tmp_path: Path) -> None:
     assert all(module.training for module in policy.modules())
 
 
-def test_the_same_weights_outside_of_the_policys_region(tmp_path: Path) -> None:
+def test_a_reference_outside_of_the_policys_autocast_region_is_found(tmp_path: Path) -> None:
     """Both are float32; only the policy is called under autocast."""
     policy = Speaker()
     reference = copy.deepcopy(policy)

@@ -50,7 +50,7 @@ def test_workloads_stand_first_from_cheap_to_whole(grpo: dict[str, Mode]) -> Non
     ]
 
 
-def test_each_mode_changes_what_it_says(grpo: dict[str, Mode]) -> None:
+def test_each_bisect_mode_changes_what_it_says(grpo: dict[str, Mode]) -> None:
     """dtype, attention, autocast, compiler, checkpointing, loss scale."""
     assert first(grpo["model in bfloat16"])["model"]["dtype"] == "bfloat16"
     assert first(grpo["eager attention"])["model"]["attention"] == "eager"
@@ -80,7 +80,7 @@ def test_a_backward_pass_is_also_asked_with_the_culprits_kept(grpo: dict[str, Mo
         assert grpo[name].scenario.corrections[0].modules == [CULPRIT]
 
 
-def test_what_is_on_is_switched_off() -> None:
+def test_what_a_scenario_has_on_is_switched_off_by_a_bisect_mode() -> None:
     """A scenario with autocast, compiler and checkpointing is run without each."""
     scenario = case_of("builtin:llama-tiny", "float32", "forward")
     step = scenario.model_dump()["steps"][0]

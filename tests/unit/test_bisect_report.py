@@ -95,7 +95,7 @@ def test_a_little_memory_is_not_told_as_a_measurement() -> None:
     assert summary(cost=cost)["cost in float32"] == "+4 KiB of weights, less than 1 MiB at the peak"
 
 
-def test_doubts_are_said() -> None:
+def test_a_bisection_says_its_doubts() -> None:
     """Flaky runs, probes that failed otherwise, treatment that hurts, notes."""
     told = summary(flaky=["with nothing treated: fail, then pass"], unresolved=2, monotone=False, note="luck")
     assert told["flaky"].endswith("fail, then pass")
@@ -158,7 +158,7 @@ def test_an_older_report_can_still_be_shown() -> None:
     assert remedy_yaml(OLDEST) == ""
 
 
-def test_it_keeps_the_contract_and_can_be_read_back() -> None:
+def test_a_bisection_keeps_the_contract_of_report_json_and_can_be_read_back() -> None:
     """As report.json."""
     text = render_json(report())
     shown = from_json(text)

@@ -53,14 +53,14 @@ def lint(tmp_path: Path) -> Lint:
     return run
 
 
-def test_the_package_keeps_them(lint: Lint) -> None:
+def test_the_package_keeps_all_import_contracts(lint: Lint) -> None:
     """Nothing is planted, and all contracts are kept."""
     found = lint({})
     assert "0 broken" in found
     assert found.endswith("ended with 0")
 
 
-def test_each_crossing_is_named(lint: Lint) -> None:
+def test_each_planted_import_that_breaks_a_contract_is_named(lint: Lint) -> None:
     """Each planted import is reported as the module that holds it and what it imports."""
     found = lint(CROSSINGS)
     assert found.endswith("ended with 1")

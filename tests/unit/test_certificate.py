@@ -52,7 +52,7 @@ def test_equal_numbers_and_parameters_are_equal() -> None:
     ],
     ids=["steps", "gradient", "loss", "parameters", "exit"],
 )  # fmt: skip
-def test_a_difference_is_named(other: Run, reason: str) -> None:
+def test_the_first_difference_between_the_watched_and_the_bare_run_is_named(other: Run, reason: str) -> None:
     """The first in which they differ, with both values."""
     assert compare_unwatched(run(*STEPS), other) == Observer(bitwise_equal=False, reason=reason)
 

@@ -16,7 +16,7 @@ def found(*ranks: Rank) -> list[Finding]:
     return list(compare_ranks(ranks))
 
 
-def test_both_lines_and_both_dtypes_are_named() -> None:
+def test_a_collective_of_two_dtypes_is_told_with_both_lines_and_both_dtypes() -> None:
     """The rank whose dtype is the rarest has the finding."""
     first = (0, "all_reduce@train.py:3", "float16")
     odd = (0, "all_reduce@metrics.py:7", "float32")
@@ -69,7 +69,7 @@ def test_a_message_is_compared_at_both_ends() -> None:
     assert one.evidence[0].startswith("Rank 0, message 1 from rank 0 to rank 1 of process group 0: send of float16")
 
 
-def test_it_comes_before_what_follows_from_it_and_after_what_was_there_before() -> None:
+def test_a_collective_of_two_dtypes_comes_before_what_follows_from_it_and_after_what_was_there_before() -> None:
     """Wrong values of a collective may be what another finding is about."""
     ranks = (rank(0, calling((0, "all_reduce", "float16"))), rank(1, calling((0, "all_reduce", "float32"))))
 

@@ -99,7 +99,7 @@ def test_the_headline_names_what_differs(kind: str, phase: str, said: str) -> No
     assert said in headline(found)
 
 
-def test_nothing_compared_is_said_in_capitals() -> None:
+def test_a_comparison_without_anything_in_common_is_headed_nothing_compared() -> None:
     """Two traces that share nothing are not merely incomplete."""
     empty = TraceBuilder().build()
     assert headline(compared(empty, three_modules().build())) == "NOTHING COMPARED: no tensor was measured in A"

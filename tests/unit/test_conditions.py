@@ -94,7 +94,7 @@ def test_a_condition_is_proposed_where_it_settles_something(
     assert with_tie_breakers(finding, TraceBuilder().add(record).build()).remedies == ("bfloat16", *offered)
 
 
-def test_a_diagnosis_proposes_them() -> None:
+def test_a_diagnosis_proposes_the_conditions_that_would_settle_it() -> None:
     """The overflow of a trace in which a region of its dtype was open."""
     (plain,) = diagnose(overflow().build())
     (region,) = diagnose(overflow().add(REGION).build())

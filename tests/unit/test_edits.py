@@ -54,7 +54,9 @@ def scene(tmp_path: Path, *lines: str, op: str = "aten.log.default", folder: Pat
         ("without-compiler", "aten.mm.default", "f = torch.compile(m, dynamic=False)", "f = m"),
     ],
 )  # fmt: skip
-def test_a_line_is_changed(maker: str, op: str, old: str, new: str, tmp_path: Path) -> None:
+def test_an_edit_holds_the_line_as_it_is_and_as_it_should_be(
+    maker: str, op: str, old: str, new: str, tmp_path: Path
+) -> None:
     """One line, as it stands in the file, and what it should be."""
     found, _ = edits_for(scene(tmp_path, old, op=op), [maker])
     assert found == (Edit(file="train.py", line=2, old=old, new=new),)

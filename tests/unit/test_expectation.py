@@ -26,7 +26,7 @@ FOUND = [finding("note", Severity.INFO), finding("root"), finding("consequence")
 TRIED = trials(cure=Outcome.FIXED, cast=Outcome.NOT_FIXED, other=Outcome.FIXED)
 
 
-def test_everything_came_true() -> None:
+def test_further_findings_and_fixes_do_not_break_an_expectation() -> None:
     """Further findings behind the expected ones, notes and other remedies do not matter."""
     assert is_met(EXPECTED, FOUND, TRIED) == (True, "fails with root, consequence, fixed by cure.")
     two = Expectation(findings=["root"], cured_by=["cure", "other"])

@@ -107,7 +107,7 @@ def test_broad_handlers_and_untyped_kinds_are_counted(tmp_path: Path) -> None:
     assert code.untyped_kinds() == {"twins", "packed-bits"}
 
 
-def test_only_the_column_now_is_written() -> None:
+def test_only_the_column_now_of_the_figures_is_written() -> None:
     """Before and goal stay as they are."""
     page = "text\n| broad excepts | 36 | 24 | 6 |\nmore\n"
     assert with_counts(page, {"broad excepts": 1_023}) == "text\n| broad excepts | 36 | 1,023 | 6 |\nmore\n"

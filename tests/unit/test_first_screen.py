@@ -45,12 +45,12 @@ def crowded() -> Report:
 @pytest.mark.parametrize(
     "report", [*everything(), crowded()], ids=["healthy", "overflow", "mismatch", "worker-died", "hostile", "crowded"]
 )
-def test_it_fits_one_screen(report: Report) -> None:
+def test_the_first_screen_has_at_most_forty_lines(report: Report) -> None:
     """Forty lines at a hundred columns, however much there is to tell."""
     assert len(shown(report).splitlines()) <= MOST_LINES
 
 
-def test_it_holds_verdict_place_edit_reason_and_one_command() -> None:
+def test_the_first_screen_holds_verdict_place_edit_reason_and_one_command() -> None:
     """In this order; what is left out is in the file that it names."""
     report = replace(overflow(), noticed="the loss is NaN in step 3, at train.py:41")
     text = shown(report)

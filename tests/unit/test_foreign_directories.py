@@ -236,7 +236,7 @@ def test_a_strangers_run_directory_does_no_harm(name: str, outcomes: dict[str, l
         harmless(outcome, 0, 2, 3, 10)
 
 
-def test_what_is_named_and_not_there_is_counted(tmp_path: Path) -> None:
+def test_a_record_that_promises_files_which_are_not_there_is_counted(tmp_path: Path) -> None:
     """A record that promises two thousand million files is believed as a number."""
     run = tmp_path / "run"
     events(end(details=HUGE))(run)

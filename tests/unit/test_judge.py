@@ -123,7 +123,7 @@ def test_another_error_than_before_is_no_cure_either() -> None:
     assert (other.outcome, other.reason) == (Outcome.NOT_FIXED, "domain-error occurs")
 
 
-def test_information_is_no_objection() -> None:
+def test_a_finding_that_is_information_does_not_make_a_fix_fail() -> None:
     """An overflow that an activation saturates is worth knowing; that it is there does not mean that nothing was cured."""
     harmless = absorbed("aten.tanh.default", error=0.0)
     assert [found.severity for found in diagnose(harmless.build())] == [Severity.INFO]

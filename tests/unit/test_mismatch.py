@@ -18,7 +18,7 @@ from dtypedoctor.trace.records.models import ModelConfig
 
 
 @pytest.mark.parametrize(("name", "example"), EXAMPLES.items(), ids=list(EXAMPLES))
-def test_an_example_fires(name: str, example: Example) -> None:
+def test_a_mismatch_example_gives_its_finding(name: str, example: Example) -> None:
     """The first finding has the id, the module, the confidence and the named reason of the example, and says what happened."""
     first = next(detect_mismatch(example.fires()))
     assert (first.id, first.fqn, first.confidence) == (name, example.fqn, example.confidence)

@@ -72,18 +72,18 @@ def _defined(node: ast.AST) -> Iterator[str]:
         "'torch._dynamo.convert_frame' in sys.modules",
     ],
 )
-def test_what_counts_as_private(code: str) -> None:
+def test_every_use_of_a_private_name_of_torch_is_found(code: str) -> None:
     """An import, an attribute, an attribute that is asked for by text and a module that is named by text are found."""
     assert list(private_names(code))
 
 
 @pytest.mark.parametrize("code", ["self._writer", "sys._getframe()", "torch.nn.Module.__call__", "'_foreach_norm'"])
-def test_what_does_not_count(code: str) -> None:
+def test_private_names_that_are_not_torchs_do_not_count(code: str) -> None:
     """What is a class's own, Python's own, a method of the language or an operator's name is none of torch's private names."""
     assert not list(private_names(code))
 
 
-def test_one_module_names_them() -> None:
+def test_one_module_alone_names_private_names_of_torch() -> None:
     """Nothing but ``_torch_private.py`` uses a private name of torch."""
     found = {
         str(path.relative_to(PACKAGE)): names

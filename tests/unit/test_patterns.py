@@ -21,7 +21,7 @@ def test_a_pattern_is_compiled_at_its_first_use():
         late.match("")
 
 
-def test_it_does_what_the_compiled_pattern_does():
+def test_a_lazy_pattern_does_what_the_compiled_one_does():
     """Methods, attributes and flags are those of the standard library's pattern, also in a copy."""
     late, made = regex("(a)b", re.IGNORECASE), re.compile("(a)b", re.IGNORECASE)
     for one in (late, copy.deepcopy(late)):

@@ -111,7 +111,7 @@ def leaked(shown: str) -> list[str]:
     return [needle for needle in (*NEEDLES, *OWN_NEEDLES) if needle in shown or json.dumps(needle)[1:-1] in shown]
 
 
-def test_there_are_enough_of_them() -> None:
+def test_at_least_250_secrets_are_planted() -> None:
     """At least 250 secrets of 50 shapes, in a dozen places."""
     assert len(PLANTED) >= 250
     assert len(SHAPES) >= 50

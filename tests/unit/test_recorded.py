@@ -18,6 +18,6 @@ def test_a_recorded_run_is_diagnosed_as_before(name: str, tmp_path: Path, rewrit
     assert now == document[name]
 
 
-def test_there_is_nothing_else_in_the_file() -> None:
+def test_conclusions_are_kept_of_recorded_runs_only() -> None:
     """A recording that was removed leaves no conclusions behind."""
     assert sorted(json.loads(CONCLUDED.read_text(encoding="utf-8"))) == NAMES

@@ -286,7 +286,7 @@ def test_the_search_goes_from_blocks_to_their_parts() -> None:
         (Outcome.FAIL, Outcome.UNRESOLVED, "with everything treated the outcome is unresolved, it must be pass"),
     ],
 )
-def test_it_refuses_to_start_unless_nothing_fails_and_everything_passes(
+def test_a_reduction_starts_only_where_no_treatment_fails_and_all_of_it_passes(
     nothing: Outcome, everything: Outcome, message: str
 ) -> None:
     """The refusal says which of the two is wrong, and a run that does not fail is not run with treatments at all."""

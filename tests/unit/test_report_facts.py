@@ -83,7 +83,7 @@ def test_a_chain_that_ends_at_the_failing_op_tells_it_once() -> None:
     assert [link.op for link in told] == ["aten.mm.default (inplace: not cast)", "aten.mul.Tensor"]
 
 
-def test_both_sides_of_a_mismatch_are_told() -> None:
+def test_a_mismatch_is_told_with_the_origin_of_both_dtypes() -> None:
     """Where the odd dtype came from, and the one that it met; a parameter is named once."""
     (_, odd), (about, met) = chains(mismatch().findings[0])
     assert len(odd) == 2

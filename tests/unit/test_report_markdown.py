@@ -157,7 +157,7 @@ def test_any_text_in_a_list_or_a_block_stays_there(text: str) -> None:
     assert block.type == "fence"
 
 
-def test_nobody_is_mentioned_and_no_formula_begins() -> None:
+def test_a_message_mentions_nobody_on_github_and_begins_no_formula() -> None:
     """An at sign or a dollar in an error message pings nobody and starts no mathematics."""
     assert prose("ask @octocat for $5$") == "ask @&#8203;octocat for \\$5\\$"
     assert prose("weights of down_proj and __init__") == "weights of down_proj and \\_\\_init\\_\\_"

@@ -32,7 +32,7 @@ def flow(inputs: list[str], outputs: list[str], weights: list[str] | None = None
                 weights=weights or [], autocast=autocast)  # fmt: skip
 
 
-def test_each_column_holds_the_largest_of_its_step() -> None:
+def test_a_column_of_the_magnitude_map_holds_the_largest_of_its_step() -> None:
     """Several calls in one step count once, at their worst; a step without a call is a gap."""
     trace = TraceBuilder().sample("a", 1.0, step=1).sample("a", 3.0, step=1).sample("a", 2.0, step=3).build()
     (series,) = module(picture_of(trace, "before"), "a").series
@@ -108,7 +108,7 @@ def test_an_empty_trace_is_an_empty_picture() -> None:
         (flow(["int64"], ["float32"]), ""),
     ],
 )
-def test_why_a_dtype_changes(seen: Flow, why: str) -> None:
+def test_the_dtype_flow_says_why_a_dtype_changes(seen: Flow, why: str) -> None:
     """Autocast first, then promotion, then a cast; a container that only hands on is silent."""
     assert why_it_changes(seen) == why
 

@@ -38,7 +38,7 @@ def every_format(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def test_there_are_a_hundred_secrets() -> None:
+def test_a_hundred_secrets_are_tried() -> None:
     """Sixteen kinds of token in five places each, and more than twenty ways to tell who and where."""
     assert len(SECRETS) >= 100
 
@@ -220,7 +220,7 @@ def test_names_tell_what_they_hold(name: str, expected: bool) -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(st.text(alphabet="aA1-_./:=@ \"'\\e&?<", min_size=1, max_size=6))
-def test_no_text_takes_long(piece: str) -> None:
+def test_redacting_a_long_text_takes_no_time(piece: str) -> None:
     """Patterns that go over a text again and again would hang on a name of a megabyte."""
 
     def seconds(length: int) -> float:

@@ -44,7 +44,7 @@ def parts_of_words(text: str) -> set[str]:
 
 @pytest.mark.parametrize("width", [40, 60, 100, 200])
 @pytest.mark.parametrize("report", [healthy(), overflow(), mismatch(), worker_died()], ids=lambda report: report.name)
-def test_no_word_is_broken(report: Report, width: int) -> None:
+def test_names_are_broken_at_their_joints_only(report: Report, width: int) -> None:
     """At every width names are broken behind dots, dashes, slashes and underscores only, and bars are whole."""
     known = parts_of_words(shown(report, width=10_000))
     broken = [

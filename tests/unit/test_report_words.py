@@ -106,7 +106,7 @@ def test_ascii_text_is_ascii(text: str) -> None:
     [(65504.0, "65,504"), (77178.09375, "77,178"), (0.0, "0"), (6.104e-05, "6.104e-5"), (3.3895e38, "3.389e38"),
      (None, "–"), (float("nan"), "NaN"), (float("inf"), "inf"), (1234.5678, "1235")],
 )  # fmt: skip
-def test_numbers_are_short(value: float | None, expected: str) -> None:
+def test_numbers_are_shown_with_four_digits(value: float | None, expected: str) -> None:
     """Four digits, the limit of float16 in full, and a dash for what is missing."""
     assert number(value) == expected
 

@@ -25,7 +25,7 @@ from dtypedoctor.trials.second_run import CloserLook
 from dtypedoctor.trials.treatment import NOT_REQUESTED, _rerun_advice
 
 
-def test_nothing_is_proven_by_a_part_of_a_trace() -> None:
+def test_a_damaged_trace_proves_no_finding() -> None:
     """A proven finding becomes likely and says why; one that is not proven stays as it is."""
     proven = overflow().findings[0]
     capped = cap_confidence(proven)

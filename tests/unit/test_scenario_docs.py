@@ -47,7 +47,7 @@ def test_a_table_says_what_is_wanted_and_what_holds_if_left_out() -> None:
         assert row in tables[part]
 
 
-def test_every_part_is_reached() -> None:
+def test_the_tables_of_keys_reach_every_part_of_a_scenario() -> None:
     """The tables are followed from the scenario down, through lists and unions."""
     assert set(key_tables()) == {"Scenario", *Scenario.model_json_schema()["$defs"]}
 

@@ -37,7 +37,7 @@ def test_the_shipped_scenarios_read_back_equal(tmp_path: Path) -> None:
         assert load_scenario(written(tmp_path, to_yaml(scenario), name=scenario.name)) == scenario
 
 
-def test_what_is_left_out_is_what_has_its_default() -> None:
+def test_a_dumped_scenario_leaves_out_defaults() -> None:
     """A minimal scenario for a ticket shows only what matters."""
     _, _, steps = to_yaml(load_scenario(resolve("gemma4_grpo_bf16"))).partition("steps:\n")
     assert steps.splitlines() == [

@@ -231,7 +231,7 @@ def test_the_first_step_needs_a_model(tmp_path: Path) -> None:
         ("{model: M, workload: S, compile: {}}", "a script makes its model and its regions itself: leave out model, compile"),
     ],
 )  # fmt: skip
-def test_nothing_beside_a_script_is_ignored(tmp_path: Path, steps: str, why: str) -> None:
+def test_what_stands_beside_a_script_in_a_scenario_is_refused(tmp_path: Path, steps: str, why: str) -> None:
     """A script has a process to itself, so another step would not be run, and a model or a region would have no effect."""
     steps = steps.replace("S", "{kind: script, path: a.py}").replace("F", "{kind: forward}")
     text = f"name: example\nsummary: s\nsteps: [{steps.replace('M', '{name: builtin:gemma4-tiny}')}]\n"

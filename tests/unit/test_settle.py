@@ -58,7 +58,7 @@ def test_a_cure_that_changes_the_cause_alone_proves_it() -> None:
         ),
     ],
 )
-def test_anything_else_proves_nothing(tried: Trial) -> None:
+def test_a_trial_that_settles_something_else_proves_nothing(tried: Trial) -> None:
     """A finding stays as it was."""
     assert confirm_by_trials([finding()], [tried]) == (finding(),)
 

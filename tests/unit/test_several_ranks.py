@@ -253,7 +253,7 @@ def test_a_rank_of_which_nobody_knows_the_end_leads_those_that_complain_of_it() 
         {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"},
     ],
 )
-def test_what_is_not_a_rank_is_one_process(environment: dict[str, str]) -> None:
+def test_incomplete_rank_variables_mean_one_process(environment: dict[str, str]) -> None:
     """Half of the variables, or nonsense in them, is no job; nor is Slurm's batch script, which has no step, or a single process of srun."""
     assert member(environment) is None
 

@@ -168,7 +168,7 @@ def test_a_scaler_in_the_run_speaks_against_underflow() -> None:
     assert diagnose(scaled(2, scaler=True).build()) == ()
 
 
-def test_few_updates_say_nothing() -> None:
+def test_three_lost_updates_are_no_update_stall() -> None:
     """Three lost updates may be chance."""
     assert diagnose(updates(wanted=3, lost=3).build()) == ()
 

@@ -40,7 +40,7 @@ def test_the_census_counts_tensors_elements_and_states(tmp_path: Path) -> None:
     assert counted["config_dtype"] == counted["load_dtype"] == "bfloat16"
 
 
-def test_weights_are_not_loaded(tmp_path: Path) -> None:
+def test_inspecting_a_checkpoint_loads_no_weights(tmp_path: Path) -> None:
     """A file of 64 MB costs kilobytes of memory."""
     path = write_safetensors(tmp_path / "model.safetensors", {"w": ("F16", [4], None)})
     header = json.dumps({"w": {"dtype": "F16", "shape": [32 << 20], "data_offsets": [0, 64 << 20]}}).encode()

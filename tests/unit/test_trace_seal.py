@@ -41,7 +41,7 @@ def test_moved_lines_are_put_back_in_order(order: list[int]) -> None:
 
 
 @given(gone=st.sets(st.integers(0, len(BODIES) - 2), max_size=len(BODIES) - 1))
-def test_lost_lines_are_counted(gone: set[int]) -> None:
+def test_lost_lines_of_a_trace_are_counted(gone: set[int]) -> None:
     """All but those at the very end, whose loss leaves no gap."""
     opened = open_lines(b"".join(line for place, line in enumerate(lines()) if place not in gone))
     assert opened.missing == len(gone)

@@ -117,7 +117,7 @@ def test_nothing_is_compiled_before_there_is_an_instance():
     assert inspect.isfunction(vars(Late)["__init__"])
 
 
-def test_pickles():
+def test_a_value_that_was_pickled_comes_back_equal():
     """A frozen value comes back equal."""
     value = OURS[0](name="a", parts=[1])
     assert pickle.loads(pickle.dumps(value)) == value
