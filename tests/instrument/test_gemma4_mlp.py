@@ -32,30 +32,6 @@ def test_the_limit_is_exact_in_both_half_formats_and_the_next_value_is_not() -> 
     assert torch.tensor(SAFE_LIMIT + 128).bfloat16().float().item() != SAFE_LIMIT + 128
 
 
-def test_in_float16_it_equals_the_float32_reference_forward_and_backward() -> None:
-    """Within float16's rounding of the projections, and at least as close as the original."""
-    model, layer = mlp()
-    x = torch.randn(5, 64)
-    reference = layer(x)
-    reference.sum().backward()
-    wanted = layer.up_proj.weight.grad.clone()
-    model.zero_grad()
-    model.half()
-    installed = install_mlp_float32_product(model, [])
-    try:
-        out = layer(x.half())
-        out.sum().backward()
-    finally:
-        installed.undo()
-    torch.testing.assert_close(out.float(), reference, rtol=4e-3, atol=2e-3 * reference.abs().max().item())
-    torch.testing.assert_close(
-        layer.up_proj.weight.grad.float(), wanted, rtol=1e-2, atol=5e-3 * wanted.abs().max().item()
-    )
-    assert installed.counters.hits == 1
-    assert installed.counters.elements("rescued") == 0
-    assert installed.counters.elements("clamped") == 0
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_other_dtypes_take_the_original_path_bit_for_bit(dtype: torch.dtype) -> None:
     """Only float16 is touched."""
@@ -98,18 +74,6 @@ def test_elements_that_are_lost_are_counted_as_rescued() -> None:
         assert installed.counters.elements("rescued") == 64
     finally:
         installed.undo()
-
-
-def test_the_correction_proves_that_it_was_in_place_and_is_undone() -> None:
-    """The class runs another code object while installed and its own afterwards."""
-    model, _ = mlp()
-    original = Gemma4TextMLP.forward
-    installed = install_mlp_float32_product(model, [])
-    assert Gemma4TextMLP.forward is not original
-    assert "gemma4/corrections.py:" in installed.proof
-    installed.undo()
-    installed.undo()
-    assert Gemma4TextMLP.forward is original
 
 
 def test_another_signature_is_refused_with_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:

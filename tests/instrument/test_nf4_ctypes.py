@@ -212,21 +212,6 @@ def test_the_linear_layer_equals_its_float32_reference_forward_and_backward() ->
         assert (found.grad.double() - expected.grad).norm() <= 2 * epsilon * expected.grad.norm()
 
 
-def test_the_corrections_of_nf4_are_undone() -> None:
-    """The fast path and the stream choice are the originals again, also after a second undo, and nothing counts on."""
-    model = build_nf4_compiled(Nf4CompiledConfig())
-    originals = nf4_ctypes.dequantize, nf4_ctypes.launch_stream
-    for install in (install_custom_op, install_stream_per_call):
-        installed = install(model, ())
-        assert (nf4_ctypes.dequantize, nf4_ctypes.launch_stream) != originals
-        installed.undo()
-        installed.undo()
-        assert (nf4_ctypes.dequantize, nf4_ctypes.launch_stream) == originals
-        nf4_ctypes.dequantize_compile_safe(*packed())
-        assert installed.counters.hits == 0
-    assert nf4_ctypes.launches == []
-
-
 def test_the_corrections_refuse_what_they_are_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model without NF4, a fast path of another signature, a second installation."""
     model = build_nf4_compiled(Nf4CompiledConfig())
