@@ -107,6 +107,60 @@ def test_a_rerun_that_goes_another_way_is_in_the_headline(tmp_path: Path) -> Non
     assert "FileNotFoundError" in headline
 
 
+RESUMES = {
+    "a checkpoint": (
+        "start = torch.load('state.pt')['step'] if os.path.exists('state.pt') else 1",
+        "torch.save({'step': step + 1}, 'state.pt')",
+    ),
+    "a log through os.open": (
+        "start = 1",
+        "os.write(os.open('log.txt', os.O_WRONLY | os.O_CREAT | os.O_APPEND), b'step')",
+    ),
+}
+"""What a script continues of an earlier run in its folder: how it begins, and what it does in each step."""
+REPLACES = {
+    "reads what it has written itself": (
+        "start = 1",
+        "torch.save(step, 'state.pt'); assert torch.load('state.pt') == step",
+    ),
+    "opens what is no file": (
+        "import sys; start = 1; os.mkdir(f'gone{os.getpid()}'); os.chdir(f'gone{os.getpid()}'); os.rmdir(os.getcwd()); sys.audit('open', 'x')",
+        """os.close(os.dup(1))
+        try:
+            open('a\\0b')
+        except ValueError:
+            pass""",
+    ),
+}
+
+
+@pytest.mark.release(all_but=1)
+@pytest.mark.parametrize(("begin", "end"), RESUMES.values(), ids=RESUMES)
+def test_a_rerun_in_place_does_not_continue_what_the_first_run_wrote(begin: str, end: str, tmp_path: Path) -> None:
+    """Its files are those of one run; the finding is the first run's, and the report says why there is no second."""
+    script, alone = written(tmp_path / "program", begin, end), written(tmp_path / "alone", begin, end)
+    assert python(alone, cwd=alone.parent).code == 0
+    finished = forked("exec", "--rerun", "--rerun-in-place", "--out", tmp_path / "report", script, cwd=script.parent)
+    report = report_of(tmp_path / "report")
+    assert finished.code == 10
+    assert files(script.parent) == files(alone.parent)
+    assert [(one["id"], one["fqn"], one["step"]) for one in report["findings"]] == [("float16-overflow", "1", 3)]
+    assert "written during its first run" in str(report["coverage"])
+
+
+@pytest.mark.release(all_but=1)
+@pytest.mark.parametrize(("begin", "end"), REPLACES.values(), ids=REPLACES)
+def test_a_script_that_begins_anew_is_run_again_in_place(begin: str, end: str, tmp_path: Path) -> None:
+    """The run without instrumentation is not kept from the files that it begins anew."""
+    script = written(tmp_path / "program", begin, end)
+    forked("exec", "--rerun", "--rerun-in-place", "--out", tmp_path / "report", script, cwd=script.parent)
+    report = report_of(tmp_path / "report")
+    assert [(one["id"], one["op"], one["confidence"]) for one in report["findings"]] == [
+        ("float16-overflow", "aten.mul.Tensor", "proven")
+    ]
+    assert "written during its first run" not in str(report["coverage"])
+
+
 def without_view(folder: Path, *arguments: str | Path) -> list[str]:
     """The command in a mount namespace where a file system is mounted below ``folder``, over which no overlay is laid."""
     (folder / "mounted").mkdir()
