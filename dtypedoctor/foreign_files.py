@@ -1,21 +1,26 @@
-"""Opens files that may come from a stranger: regular ones only, up to a size, and never out of the directory that was named.
+"""Opens and writes files of directories that may come from a stranger: regular ones only, up to a size, and never out of the directory that was named.
 
 A run directory or a model folder that was downloaded may hold anything under any name: a pipe that never answers, a link to a
 device without an end or to somebody's keys, a file of a terabyte that takes no room, brackets nested a hundred thousand deep.
-Whoever reads one goes through here, and gets an ``OSError`` or a ``ValueError`` in words that can be shown.
+Whoever reads one goes through here, and gets an ``OSError`` or a ``ValueError`` in words that can be shown. What is written goes into a new file, which
+then takes the name: a link of that name is replaced and not followed.
 """
 
+import contextlib
 import errno
 import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 LARGEST_JSON = 64 << 20
 """Bytes of a file that is read and parsed as a whole; a large report takes a few million."""
 
 _PLAIN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
@@ -28,8 +33,27 @@ def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
     Raises:
         OSError: it cannot be opened, is a link, or is no regular file.
     """
+    return os.fdopen(_regular(path, _PLAIN | (0 if follow else os.O_NOFOLLOW)), "rb")
+
+
+def append_file(path: Path, *, mode: int = 0o666) -> BinaryIO:
+    """Opens a regular file, which is made where there is none, to read it and to write at its end, without a buffer.
+
+    Raises:
+        OSError: it cannot be opened, is a link, or is no regular file.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | os.O_NOFOLLOW
+    return cast("BinaryIO", os.fdopen(_regular(path, flags, mode), "ab+", buffering=0))
+
+
+def _regular(path: Path, flags: int, mode: int = 0) -> int:
+    """The descriptor of a regular file.
+
+    Raises:
+        OSError: it cannot be opened, is a link, or is no regular file.
+    """
     try:
-        descriptor = os.open(path, _PLAIN | (0 if follow else os.O_NOFOLLOW))
+        descriptor = os.open(path, flags, mode)
     except ValueError as error:  # a NUL in the name
         raise OSError(errno.EINVAL, str(error)) from error
     except OSError as error:
@@ -39,7 +63,27 @@ def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file")
-    return os.fdopen(descriptor, "rb")
+    return descriptor
+
+
+def write_file(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
+    """Writes a file as a whole: readers see the old content or the new one, never half of it, and no link is followed.
+
+    Raises:
+        OSError: it cannot be written; what had the name has it still.
+    """
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name[:200]}.{os.urandom(8).hex()}")
+    is_written = False
+    try:
+        with os.fdopen(os.open(temporary, _NEW, mode), "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+        is_written = True
+    finally:
+        if not is_written:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
 
 
 def read_file(path: Path, limit: int = LARGEST_JSON, *, follow: bool = False) -> bytes:
@@ -61,6 +105,17 @@ def read_head(path: Path, limit: int, *, follow: bool = False) -> bytes:
         OSError: it cannot be opened.
     """
     with open_file(path, follow=follow) as file:
+        return file.read(limit)
+
+
+def read_tail(path: Path, limit: int) -> bytes:
+    """The last ``limit`` bytes of a regular file, or all where there are fewer.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    with open_file(path) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
         return file.read(limit)
 
 

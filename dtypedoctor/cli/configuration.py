@@ -5,13 +5,13 @@ shows the whole command. Only options that change what is measured or printed ca
 """
 
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dtypedoctor.cli.output import current_name
 from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import read_head
 
 FILE = "pyproject.toml"
 RUNS = "runs"
@@ -35,6 +35,8 @@ _REPLACES = {
 }
 """The keys that do not count where an option is typed that cannot stand beside them."""
 _TABLE = b"[tool.dtypedoctor]"
+_LARGEST = 1 << 20
+"""Bytes of a ``pyproject.toml``, which every verb reads."""
 
 
 def with_project_defaults(words: Sequence[str], options_of: Callable[[str], Mapping[str, bool]]) -> list[str]:
@@ -76,11 +78,12 @@ def _nearest() -> tuple[Path, dict[str, Any]] | None:
     for place in (folder, *folder.parents):
         path = place / FILE
         try:
-            status = path.stat()
             # In a folder that others can write to, such as /tmp, it would decide where their neighbors' runs are kept.
-            content = path.read_bytes() if stat.S_ISREG(status.st_mode) and status.st_uid in owners else b""
-        except OSError:
+            content = read_head(path, _LARGEST + 1, follow=True) if path.stat().st_uid in owners else b""
+        except OSError:  # there is none, or it is no regular file
             continue
+        if _TABLE in content and len(content) > _LARGEST:
+            raise UsageError(f"{path}: larger than {_LARGEST >> 20} MiB", "Settings are a few lines; make it smaller.")
         settings = _settings(path, content) if _TABLE in content else None
         if settings is not None:
             return path, settings
@@ -99,8 +102,9 @@ def _settings(path: Path, content: bytes) -> dict[str, Any] | None:
 
     try:
         tool = tomllib.loads(content.decode("utf-8")).get("tool")
-    except ValueError as error:
-        raise UsageError(f"{path}: cannot be read: {error}", "It must be TOML, in UTF-8.") from error
+    except (ValueError, RecursionError) as error:
+        why = "nested too deep" if isinstance(error, RecursionError) else error
+        raise UsageError(f"{path}: cannot be read: {why}", "It must be TOML, in UTF-8.") from None
     settings = tool.get("dtypedoctor") if isinstance(tool, dict) else None
     if not isinstance(settings, dict):
         return None
@@ -109,8 +113,8 @@ def _settings(path: Path, content: bytes) -> dict[str, Any] | None:
         if key not in known:
             meant = did_you_mean(key, known)
             raise UsageError(f"{path}: [tool.dtypedoctor]: unknown key {key!r}{meant}", f"Known: {', '.join(known)}.")
-    if not isinstance(settings.get(RUNS, ""), str):
-        raise UsageError(f"{path}: [tool.dtypedoctor]: {RUNS} must be text, got {settings[RUNS]!r}")
+    if not isinstance(runs := settings.get(RUNS, ""), str) or "\0" in runs:
+        raise UsageError(f"{path}: [tool.dtypedoctor]: {RUNS} must be text, got {runs!r}"[:400])
     return settings
 
 

@@ -4,7 +4,6 @@ A ``.pth`` file in this environment's site-packages has every Python process of 
 ``worker/hooked.py``, which is referenced by its path; the first process of a job calls ``job-report`` when it ends.
 """
 
-import json
 import shlex
 import sys
 import sysconfig
@@ -14,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import is_real_directory, parse_json, read_file, reason
 
 SWITCH = "DTYPEDOCTOR"
 _HOOK = Path(__file__).resolve().parents[1] / "worker" / "hooked.py"
@@ -119,6 +119,8 @@ def job_report(
     from dtypedoctor.trials.treatment import treat
 
     told = _read_job(directory)
+    if not is_real_directory(directory / BEFORE):  # where files are written, too
+        raise UsageError(f"{directory / BEFORE}: no directory with the records of a job", "Give its run directory.")
     words = told["argv"][1:]
     ended = WorkerExit(code=int(told["failed"]), timed_out=False, seconds=0.0)
     run = collect_job(directory / BEFORE, ended)
@@ -144,10 +146,11 @@ def job_report(
 
 def _read_job(directory: Path) -> dict[str, Any]:
     try:
-        told = json.loads((directory / "job.json").read_text(encoding="utf-8"))
+        told = parse_json(read_file(directory / "job.json"))
         return {"argv": list(map(str, told["argv"])), "failed": bool(told["failed"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{directory}: no job has ended here", "Give the run directory of a job.") from error
+        why = "" if isinstance(error, FileNotFoundError) else f" (job.json: {reason(error)})"
+        raise UsageError(f"{directory}: no job has ended here{why}", "Give the run directory of a job.") from error
 
 
 def _scenario(words: list[str]) -> Any:

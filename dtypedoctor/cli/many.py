@@ -18,7 +18,7 @@ from dtypedoctor.cli.pace import Pace
 from dtypedoctor.cli.reported import exit_code
 from dtypedoctor.cli.scenario_files import allow_directory
 from dtypedoctor.errors import DoctorError, UsageError
-from dtypedoctor.foreign_files import parse_json, read_file
+from dtypedoctor.foreign_files import append_file, parse_json, read_file, write_file
 from dtypedoctor.redaction.redact import redact, without_process_secrets
 from dtypedoctor.report.build import REPORT_JSON
 from dtypedoctor.report.files import MATRIX_JSON, read_report
@@ -138,7 +138,7 @@ def _readable(lines: Sequence[bytes]) -> Iterator[MatrixRow]:
 
 def _append(batch: Batch, values: Mapping[str, object]) -> None:
     line = json.dumps(values, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n"
-    with contextlib.suppress(OSError), (batch.directory / JOURNAL).open("ab+", buffering=0) as file:
+    with contextlib.suppress(OSError), append_file(batch.directory / JOURNAL) as file:
         if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
             line = b"\n" + line
         file.write(line)
@@ -211,7 +211,7 @@ def _counted(batch: Batch, done: Mapping[str, Done]) -> Counted:
 
 def _leave_matrix(directory: Path, rows: Sequence[MatrixRow]) -> None:
     try:
-        (directory / MATRIX_JSON).write_text(render_matrix_json(rows, exit_code=matrix_exit(rows)), encoding="utf-8")
+        write_file(directory / MATRIX_JSON, render_matrix_json(rows, exit_code=matrix_exit(rows)))
         print(f"Matrix: {directory / MATRIX_JSON}", file=sys.stderr)
     except OSError as error:  # the disk is full, or the directory is gone: it can still be shown
         print(f"dtypedoctor: cannot write the matrix to {directory}: {error.strerror}", file=sys.stderr)
@@ -271,7 +271,7 @@ def _job(batch: Batch, scenario: Scenario) -> Job:
     clear(place)  # what an interruption has left there
     asked = place / "scenario" / f"{scenario.name}.yaml"
     asked.parent.mkdir(parents=True)
-    asked.write_text(json.dumps(scenario.model_dump(mode="json", exclude_defaults=True)), encoding="utf-8")
+    write_file(asked, json.dumps(scenario.model_dump(mode="json", exclude_defaults=True)))
     options = [] if batch.remedies else ["--no-remedies"]
     if batch.resident is not None:
         options.append("--resident-workers" if batch.resident else "--fresh-workers")

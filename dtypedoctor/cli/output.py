@@ -16,6 +16,7 @@ import typer
 
 from dtypedoctor.cli import completion
 from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import write_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -301,7 +302,7 @@ def leave_page(directory: Path, document: "Document", *, open_it: bool) -> None:
 
     page = directory / "report.html"
     try:
-        page.write_text(render_html(document), encoding="utf-8", errors="backslashreplace")
+        write_file(page, render_html(document))
     except OSError as error:
         print(f"dtypedoctor: cannot write {page}: {error.strerror}", file=sys.stderr)
         return

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from dtypedoctor.foreign_files import parse_json, read_file
+from dtypedoctor.foreign_files import parse_json, read_file, write_file
 from dtypedoctor.runner.directories import TIMING
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.unpatched import to_json
@@ -80,7 +80,7 @@ class Pace:
         self.end()
         found = {"kind": self._kind, "seconds": {part: round(took, 3) for part, took in self._took.items()}}
         with contextlib.suppress(OSError):  # the disk is full: only an estimate is lost
-            (self._directory / TIMING).write_text(to_json(found), encoding="utf-8")
+            write_file(self._directory / TIMING, to_json(found))
 
     def _read_earlier(self, *, in_matrix: bool) -> dict[str, float]:
         for path in self._files(in_matrix=in_matrix):

@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dtypedoctor.foreign_files import read_file, write_file
 from dtypedoctor.patterns import regex
 from dtypedoctor.redaction.secrets import (
     ALLOWED_VARIABLES,
@@ -269,7 +270,7 @@ def write_request_file(directory: Path, text: str) -> None:
         descriptor = os.open(directory / PRIVATE_REQUEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(text.encode())
-    (directory / _REQUEST).write_text(public, encoding="utf-8")
+    write_file(directory / _REQUEST, public)
 
 
 def read_request(directory: Path) -> bytes:
@@ -279,8 +280,8 @@ def read_request(directory: Path) -> bytes:
         OSError: there is none.
     """
     with contextlib.suppress(FileNotFoundError):
-        return (directory / PRIVATE_REQUEST).read_bytes()
-    return (directory / _REQUEST).read_bytes()
+        return read_file(directory / PRIVATE_REQUEST)
+    return read_file(directory / _REQUEST)
 
 
 def forget_request(directory: Path) -> None:

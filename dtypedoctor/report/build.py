@@ -9,6 +9,7 @@ from dtypedoctor.analysis import noted
 from dtypedoctor.diagnosis.distributed import coverage_of
 from dtypedoctor.diagnosis.wording import named_in
 from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import write_file
 from dtypedoctor.plugins import left_out
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.replay.capsule import MODEL, Capsule, NoCapsule, read_capsule
@@ -208,15 +209,8 @@ def write_report(directory: Path, report: Report) -> None:
     the prompt, keeps them.
     """
     public = redact(report)
-    _replace(directory / REPORT_JSON, render_json(public))
-    _replace(directory / REPORT_MD, render_markdown(run_document(public)))
+    write_file(directory / REPORT_JSON, render_json(public))
+    write_file(directory / REPORT_MD, render_markdown(run_document(public)))
     edits = report.do_this[0].edits if report.do_this else ()
     if edits and Path(edits[0].file).is_file():  # not a cell of a notebook; what may be a secret is in no edit
-        _replace(directory / PATCH, f"{diff_of(edits)}\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file as a whole: readers see the old content or the new one, never half of it."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-    temporary.replace(path)
+        write_file(directory / PATCH, f"{diff_of(edits)}\n")

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import open_file
 from dtypedoctor.guardian import make_private_folder, make_run_directory, move_into
 from dtypedoctor.interruptions import say
 from dtypedoctor.patterns import regex
@@ -241,7 +242,7 @@ def clear(place: Path) -> None:
 
 def _is_run(trace: Path) -> bool:
     try:
-        with trace.open("rb") as file:
+        with open_file(trace) as file:
             return _REFUSED not in file.read(_ENOUGH)
     except OSError:  # what cannot be looked into is left alone
         return True
@@ -250,7 +251,7 @@ def _is_run(trace: Path) -> bool:
 def _ever(trace: Path, begin: bytes) -> bool:
     """Whether a line of a trace begins like this; also where it cannot be read."""
     try:
-        with trace.open("rb") as file:
+        with open_file(trace) as file:
             return any(line.startswith(begin) for line in file)
     except OSError:
         return True

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from dtypedoctor.errors import NodeLostError, UsageError, is_installed
+from dtypedoctor.foreign_files import append_file
 from dtypedoctor.guardian import end
 from dtypedoctor.scenario.model import Scenario
 
@@ -138,7 +139,7 @@ def run_scenario(job: Job, begun: Callable[["subprocess.Popen[bytes]"], None] = 
             the machine's doing.
     """
     began = time.monotonic()
-    with job.log.open("ab") as log:
+    with append_file(job.log) as log:
         process = subprocess.Popen(
             [sys.executable, *job.command], cwd=job.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )  # fmt: skip

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import append_file
 from dtypedoctor.interruptions import noticing
 from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.runner.run import STDERR, STDOUT, Run, WorkerExit, collect, write_request
@@ -262,7 +263,7 @@ def _streams_to(path: Path) -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     kept = os.dup(1), os.dup(2)
-    with path.open("ab") as file:
+    with append_file(path) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:
@@ -503,9 +504,8 @@ def redirect(directory: Path) -> None:
 
 def _redirect(path: Path, descriptor: int) -> None:
     """Lets what is written to ``descriptor`` go to the end of ``path``, which is the user's alone: it is raw."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(handle, descriptor)
-    os.close(handle)
+    with append_file(path, mode=0o600) as file:
+        os.dup2(file.fileno(), descriptor)
 
 
 def _leave_with_the_doctor() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.foreign_files import parse_json, read_file
+from dtypedoctor.foreign_files import open_file, parse_json, read_file, write_file
 from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.trace.ranks import NODE, node_directories
 
@@ -96,7 +96,7 @@ def alone(folder: Path) -> Iterator[None]:
     """Inside, no other machine is inside; where the file system has no locks, all may be."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            file = stack.enter_context((folder / JOB).open("rb"))
+            file = stack.enter_context(open_file(folder / JOB))
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -117,7 +117,7 @@ def _write_once(path: Path, content: dict[str, Any]) -> None:
     own = path.with_name(
         f".{path.name}.{os.urandom(8).hex()}"
     )  # containers of one machine may have the same process numbers
-    own.write_text(json.dumps(content), encoding="utf-8")
+    write_file(own, json.dumps(content))
     try:
         with contextlib.suppress(FileExistsError):
             os.link(own, path)

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any, Self
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import parse_json, read_file
 from dtypedoctor.guardian import PROGRAM, end
 from dtypedoctor.interruptions import interrupt
 from dtypedoctor.redaction.redact import forget_request
@@ -610,10 +611,10 @@ def request_of_rank(request: Request, rank: int) -> Request:
 
 def _failures(directory: Path) -> dict[int, dict[str, Any]]:
     try:
-        found = json.loads((directory / FAILURES).read_text(encoding="utf-8"))
-    except OSError:  # none has failed, or torchrun itself was ended
+        found = parse_json(read_file(directory / FAILURES))
+        return {int(rank): {"code": int(told["code"]), "time": float(told["time"])} for rank, told in found.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none has failed, or torchrun itself was ended
         return {}
-    return {int(rank): failure for rank, failure in found.items()}
 
 
 def collect_rank(place: Path, rank: int, ended: WorkerExit, *, foreign: bool = False) -> Run:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dtypedoctor.errors import EmptyTraceError, UsageError
-from dtypedoctor.foreign_files import is_real_directory, parse_json, read_file
+from dtypedoctor.foreign_files import is_real_directory, parse_json, read_file, read_tail, write_file
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.redaction.redact import forget_request, write_request_file
 from dtypedoctor.redaction.secrets import masked
@@ -42,6 +42,8 @@ EXIT = "exit.json"
 """Where it is written down how the worker ended."""
 NO_END = "left no end record and no exit status (it was killed together with dtypedoctor, or is still running)"
 _LONGEST_LINE = 5000
+_LARGEST_END = 1 << 20
+"""Bytes of the standard error in which the last line is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,10 +131,10 @@ class Run:
         if self.exit.code <= 0 or self.exit.timed_out:
             return self.exit.describe()
         try:
-            lines = (self.directory / STDERR).read_text(encoding="utf-8", errors="replace").split("\n")
+            end = read_tail(self.directory / STDERR, _LARGEST_END).decode("utf-8", "replace")
         except OSError:
-            lines = []
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+            end = ""
+        last = next((line.strip() for line in reversed(end.split("\n")) if line.strip()), "")
         return self.exit.describe() + (f": {masked(elided(last[:_LONGEST_LINE]))[:200]}" if last else "")
 
 
@@ -156,7 +158,7 @@ def collect(directory: Path, ended: WorkerExit, *, foreign: bool = False) -> Run
     """
     forget_request(directory)
     with contextlib.suppress(OSError):  # a full disk, or the directory is gone: what is known is told all the same
-        (directory / EXIT).write_text(to_json(asdict(ended)), encoding="utf-8")
+        write_file(directory / EXIT, to_json(asdict(ended)))
     trace = _trace(directory)
     run = Run(trace=steps_by_call(trace) if foreign else trace, exit=ended, directory=directory, foreign=foreign)
     refused = run.trace.last(Refused)
@@ -195,7 +197,8 @@ def _nothing(why: str) -> Trace:
 def led_by(ranks: tuple[Run, ...], rank: int) -> Run:
     """The run of one rank, which stands for that of all; it is also noted where they lie."""
     leading = next(run for run in ranks if run.rank == rank)
-    lead(leading.directory.parent, rank)
+    with contextlib.suppress(OSError):  # something else has the link's name
+        lead(leading.directory.parent, rank)
     return replace(leading, ranks=ranks)
 
 

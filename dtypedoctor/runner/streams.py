@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
+from dtypedoctor.foreign_files import write_file
 from dtypedoctor.runner.run import STDERR, STDOUT
 from dtypedoctor.trace.ranks import STREAMS
 from dtypedoctor.values import dataclass
@@ -133,7 +134,7 @@ class Streams:
         for place in ranks:
             pair = self._of(place, live=live)
             self._of_ranks += pair
-            (place / STREAMS).write_text(json.dumps([_address(pipe) for pipe in pair]), encoding="utf-8")
+            write_file(place / STREAMS, json.dumps([_address(pipe) for pipe in pair]))
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.foreign_files import read_head, reason
+from dtypedoctor.foreign_files import open_file, read_head, reason
 from dtypedoctor.trace.cursor import CURSOR, read_called, read_entered, read_mark, read_stopped
 from dtypedoctor.trace.details import FOLDED, detail_files, folded_from_json
 from dtypedoctor.trace.events import (
@@ -255,7 +255,7 @@ class Follower:
     def where(self) -> Where | None:
         """The module entered last; None before the first."""
         try:
-            data = (self._directory / CURSOR).read_bytes()
+            data = read_head(self._directory / CURSOR, _PAGE)
         except OSError:
             return None
         mark = read_mark(data)
@@ -268,9 +268,9 @@ class Follower:
 
     def _read_on(self) -> None:
         try:
-            with (self._directory / EVENTS).open("rb") as file:
+            with open_file(self._directory / EVENTS) as file:
                 file.seek(self._offset)
-                data = file.read()
+                data = file.read(LARGEST)
         except OSError:
             return
         whole, _, _ = data.rpartition(b"\n")

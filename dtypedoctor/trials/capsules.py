@@ -15,7 +15,7 @@ from dtypedoctor.diagnosis.incidents import GRADIENTS
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.errors import UsageError
-from dtypedoctor.foreign_files import parse_json, read_file
+from dtypedoctor.foreign_files import parse_json, read_file, write_file
 from dtypedoctor.patterns import regex
 from dtypedoctor.redaction.messages import ELIDED
 from dtypedoctor.redaction.redact import redact, short_paths, without_process_secrets
@@ -264,7 +264,7 @@ def _placed(description: dict[str, Any], tensors: Path, directory: Path) -> Caps
     public = {**redact(description), "source": _without_secrets(description["source"])}
     directory.mkdir()
     tensors.rename(directory / CAPSULE_TENSORS)
-    (directory / CAPSULE).write_text(to_json(public), encoding="utf-8")
+    write_file(directory / CAPSULE, to_json(public))
     return read_capsule(directory)
 
 

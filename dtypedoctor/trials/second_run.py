@@ -10,7 +10,7 @@ from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.window import eager_window, shows_failure, suspicious_windows
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.errors import UsageError
-from dtypedoctor.foreign_files import parse_json, read_file
+from dtypedoctor.foreign_files import parse_json, read_file, write_file
 from dtypedoctor.runner.process import ending_by_interrupt
 from dtypedoctor.runner.run import Run, open_run
 from dtypedoctor.scenario.model import Request, Scenario, Window
@@ -94,7 +94,7 @@ def keep_look(look: CloserLook) -> None:
         return
     told = {"of": look.before.directory.name, "certificate": look.certificate, "differs": look.differs}
     with contextlib.suppress(OSError):  # it is told in this run's report all the same
-        (look.closer.directory / LOOK).write_text(to_json(told), encoding="utf-8")
+        write_file(look.closer.directory / LOOK, to_json(told))
 
 
 def kept_look(run: Run) -> CloserLook:

@@ -9,6 +9,7 @@ from math import exp, expm1, fsum, sqrt
 from statistics import median
 
 from dtypedoctor.analysis import analysis_of, ending_of
+from dtypedoctor.foreign_files import read_file
 from dtypedoctor.patterns import regex
 from dtypedoctor.redaction.messages import without_volatile
 from dtypedoctor.runner.run import STDOUT, Run
@@ -229,9 +230,10 @@ def _as_far_as_seen(watched: Run, unwatched: Run) -> str:
     if not watched.foreign:
         return ""
     printed = [run.directory / STDOUT for run in (watched, unwatched)]
-    if not all(path.is_file() for path in printed):  # a user's launcher has put the output of all ranks into one stream
+    try:
+        ours, theirs = map(read_file, printed)
+    except OSError:  # a user's launcher has put the output of all ranks into one stream
         return "; the script ended in the same way"
-    ours, theirs = (path.read_bytes() for path in printed)
     if ours == theirs:
         return "; the script ended in the same way and printed the same"
     if max(len(ours), len(theirs)) <= MAX_COMPARED and _lasting(watched, ours) == _lasting(unwatched, theirs):

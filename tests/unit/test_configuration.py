@@ -76,6 +76,10 @@ def test_the_folder_of_runs_is_relative_to_the_file(project: Path, monkeypatch: 
         ("propagate-exit = 'yes'", "propagate-exit must be true or false, got 'yes'"),
         ("runs = 5", "runs must be text, got 5"),
         ("capsule-limit = ", "cannot be read: Invalid value"),
+        (f"capsule-limit = {'[' * 100_000}", "cannot be read: nested too deep"),
+        (f"capsule-limit = {'9' * 900_000}", "cannot be read: "),
+        (f"# {'x' * (1 << 20)}", "larger than 1 MiB"),
+        (r'runs = "\u0000"', "runs must be text"),
     ],
 )
 def test_what_cannot_be_used_is_refused(text: str, message: str, project: Path) -> None:
@@ -85,6 +89,21 @@ def test_what_cannot_be_used_is_refused(text: str, message: str, project: Path) 
         completed("exec", "a.py")
     assert str(project) in refused.value.message
     assert message in refused.value.message
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "sparse"])
+def test_what_is_no_file_of_settings_is_passed_over(kind: str, project: Path) -> None:
+    """A pipe that nobody writes to, a link to a device without an end, a folder, a terabyte without the table."""
+    if kind == "sparse":
+        with project.open("wb") as file:
+            file.truncate(1 << 40)
+    else:
+        {
+            "pipe": lambda: os.mkfifo(project),
+            "device": lambda: project.symlink_to("/dev/zero"),
+            "folder": project.mkdir,
+        }[kind]()
+    assert completed("exec", "a.py") == ["exec", "a.py"]
 
 
 def test_other_projects_are_not_read(project: Path) -> None:

@@ -224,9 +224,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
         run.parent.mkdir()
         build(run)
         commands += [["report", str(run)], ["report", str(run), "--format", "html"], ["report", str(run), "-f", "json"],
-                     ["compare", str(run), str(whole)]]  # fmt: skip
+                     ["compare", str(run), str(whole)], ["job-report", str(run)]]  # fmt: skip
     found = iter(probed(*commands))
-    return {name: [next(found) for _ in range(4)] for name in HOSTILE}
+    return {name: [next(found) for _ in range(5)] for name in HOSTILE}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -234,6 +234,50 @@ def test_a_strangers_run_directory_does_no_harm(name: str, outcomes: dict[str, l
     """Each verb answers within seconds and two gigabytes, with one of its own exit codes and nothing that a terminal obeys."""
     for outcome in outcomes[name]:
         harmless(outcome, 0, 2, 3, 10)
+
+
+JOB = {"argv": ["python", "train.py"], "failed": False}
+WRITTEN = ("report.json", "report.json.part", "report.md", "report.md.part", "do-this.patch", "job.json", "before/exit.json", "before/leading",
+           "before/request.json", "before/failures.json", "before/rank-0/exit.json", "before/stderr.txt", "before/events.jsonl", "before/cursor.bin")  # fmt: skip
+OBSTACLES: dict[str, Callable[[Path, Path], object]] = {
+    "link": lambda path, victim: path.symlink_to(victim),
+    "pipe": lambda path, _: os.mkfifo(path),
+    "device": lambda path, _: path.symlink_to("/dev/zero"),
+    "folder": lambda path, _: path.mkdir(),
+    "terabyte": lambda path, _: (path.touch(), os.truncate(path, 1 << 40)),
+    "brackets": lambda path, _: path.write_text(NESTED),
+    "list": lambda path, _: path.write_text("[1]"),
+    "digits": lambda path, _: path.write_text('{"argv": ["x"], "failed": ' + "9" * 5_000_000 + "}"),
+    "colors": lambda path, _: path.write_text(json.dumps({"argv": ["python", ESCAPES], "failed": True, "0": {"code": "x", "time": ESCAPES}})),
+}  # fmt: skip
+
+
+def test_the_report_of_a_job_is_written_nowhere_else(tmp_path: Path) -> None:
+    """Each file that it reads or writes is a link to somebody's file, a pipe, a device, a folder, a terabyte or damaged: it answers, and the file is as it was."""
+    commands, victims = [], []
+    for name in WRITTEN:
+        for kind, build in OBSTACLES.items():
+            place = tmp_path / f"{len(commands)}"
+            run, victim = place / "run", place / "victim.txt"
+            left(run / "before" / "rank-0" if "rank-0" in name else run / "before")
+            (run / "job.json").write_text(json.dumps(JOB))
+            victim.write_text(json.dumps(JOB))
+            (run / name).unlink(missing_ok=True)
+            build(run / name, victim)
+            commands.append(["job-report", str(run)])
+            victims.append((name, kind, victim))
+    elsewhere = tmp_path / "elsewhere"
+    left(elsewhere)
+    (tmp_path / "outward").mkdir()
+    (tmp_path / "outward" / "job.json").write_text(json.dumps(JOB))
+    (tmp_path / "outward" / "before").symlink_to(elsewhere)
+    before = sorted(path.name for path in elsewhere.iterdir())
+    *outcomes, outward = probed(*commands, ["job-report", str(tmp_path / "outward")])
+    for outcome, (name, kind, victim) in zip(outcomes, victims, strict=True):
+        harmless(outcome, 0, 2, 3, 10)
+        assert victim.read_text() == json.dumps(JOB), (name, kind)
+    harmless(outward, 2)
+    assert sorted(path.name for path in elsewhere.iterdir()) == before
 
 
 def test_a_record_that_promises_files_which_are_not_there_is_counted(tmp_path: Path) -> None:

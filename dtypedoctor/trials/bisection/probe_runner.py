@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.foreign_files import parse_json, read_file, read_head
+from dtypedoctor.foreign_files import append_file, parse_json, read_file, read_head
 from dtypedoctor.redaction.redact import public_text
 from dtypedoctor.runner.directories import clear
 from dtypedoctor.runner.run import EXIT, Run, WorkerExit, collect
@@ -327,7 +327,7 @@ class Journal:
 
     def note(self, event: str, **values: Any) -> None:
         """Appends one event; without room for it the log lacks it, and nothing else is lost."""
-        with contextlib.suppress(OSError), self._path.open("ab", buffering=0) as file:
+        with contextlib.suppress(OSError), append_file(self._path) as file:
             file.write(_line({"event": event, **values}))
 
     def asked(self) -> Asked:

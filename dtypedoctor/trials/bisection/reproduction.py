@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.foreign_files import parse_json, read_file
+from dtypedoctor.foreign_files import parse_json, read_file, write_file
 from dtypedoctor.patterns import regex
 from dtypedoctor.replay.script import TENSORS, CannotBeWrittenError, Claim, script_text
 from dtypedoctor.scenario.model import Capture, Request
@@ -115,7 +115,8 @@ def _attempt(
 
 
 def _written(directory: Path, text: str, tensors: Path, meanwhile: Callable[[], None]) -> tuple[int, str, str]:
-    (directory / SCRIPT).write_text(text, encoding="utf-8")
+    write_file(directory / SCRIPT, text)
+    (directory / TENSORS).unlink(missing_ok=True)
     shutil.copyfile(tensors, directory / TENSORS)
     return run_clean(directory / SCRIPT, TIME_LIMIT, meanwhile)
 
