@@ -4,7 +4,7 @@ Read in this order: experiments on attention, values that rounding made 0, the o
 incidents are failures.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import fields
 from functools import cached_property
 
@@ -25,7 +25,7 @@ from dtypedoctor.diagnosis.wording import limit_of
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, Replay, Sample, ScalerState, TensorNote
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.execution import AttentionReplayed, EagerCall
+from dtypedoctor.trace.records.execution import AttentionReplayed, EagerCall, RoundedBefore
 from dtypedoctor.values import dataclass
 
 SDPA = "torch.nn.functional.scaled_dot_product_attention"
@@ -84,68 +84,37 @@ def attention_experiment(trace: Trace, op: Op) -> AttentionExperiment | None:
     return None
 
 
-GUARDS = frozenset(
-    {"add", "sub", "rsub", "clamp", "clamp_min", "maximum", "full", "full_like", "scalar_tensor", "fill"}
-)
-"""Ops whose number is a guard, or is all that they write."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vanished:
-    """What rounding made 0 of.
-
-    Attributes:
-        tensor: the operand, where the walk ends.
-        maker: the op that rounded; None where the tensor was made outside of the op trace, or of a number.
-        number: the number in the code that is 0 in the dtype of the op's result, as text; None where it is a computed value.
-    """
-
-    tensor: TensorNote
-    maker: Op | None
-    number: str | None = None
-
-
-def vanished(graph: OpGraph, op: Op) -> Vanished | None:
-    """What rounding made 0 of behind an operand of ``op``; None where no operand is 0 that would not be."""
-    tensor = _lost(op.inputs)
-    while tensor is not None:
-        maker = graph.producer(tensor)
-        if maker is None or maker.n >= op.n:
-            return Vanished(tensor=tensor, maker=None)
-        number = next(
-            (text for text in maker.scalars if overload_free(maker.op) in GUARDS and is_zero_in(text, maker)), None
-        )
-        before = _lost(maker.inputs)
-        if number is not None or before is None or before.id == tensor.id:
-            return Vanished(tensor=tensor, maker=maker, number=number)
-        tensor = before
-    return None
+def rounded_before(graph: OpGraph, op: Op) -> RoundedBefore | None:
+    """The rounding without which ``op`` is finite; None where its own dtype is all that matters, or no rounding is known to matter."""
+    return next((seen.what for seen in graph.trace.observed(RoundedBefore) if seen.what.of == op.n), None)
 
 
 def overflow_behind(graph: OpGraph, op: Op) -> Op | None:
     """The op whose overflow made 0 of an operand of ``op``: the reciprocal root of inf is 0, and so is what a norm then returns."""
-    found = vanished(graph, op)
-    if found is None or found.maker is None or all(t.finite for t in found.maker.inputs):
+    rounded = rounded_before(graph, op)
+    if rounded is None or not rounded.overflows:
         return None
-    bad = next(t for t in found.maker.inputs if not t.finite)
-    producer = graph.producer(bad)
-    return next(iter(ancestry(graph, producer).computed), None) if producer is not None else None
+    return next((maker for maker in graph.ops if maker.n == rounded.n), None)
 
 
 def is_zero_in(text: str, op: Op) -> bool:
     """Whether a number other than 0 rounds to 0 in the dtype of the op's result."""
-    known = DTYPES.get(op.outputs[0].dtype) if op.outputs else None
+    return bool(op.outputs) and rounds_to(text, op.outputs[0].dtype) == 0
+
+
+def rounds_to(text: str, dtype: str) -> int | None:
+    """0, 1 or -1, where a number that is none of these rounds to it; epsilons and the bounds of probabilities do."""
+    known = DTYPES.get(dtype)
     try:
-        value = abs(float(text))
+        value = float(text)
     except ValueError:
-        return False
-    return known is not None and 0.0 < value <= known.smallest / 2
-
-
-def _lost(tensors: Iterable[TensorNote]) -> TensorNote | None:
-    """The operand that is 0 and would not be; a lone number, or one with a name, before what was computed."""
-    lost = [t for t in tensors if t.lost]
-    return next((t for t in lost if t.name is not None or not t.shape), next(iter(lost), None))
+        return None
+    if known is None or value in (0.0, 1.0, -1.0):
+        return None
+    if abs(value) <= known.smallest / 2:
+        return 0
+    spacing = known.epsilon if abs(value) > 1 else known.epsilon / 2
+    return (1 if value > 0 else -1) if abs(abs(value) - 1) <= spacing / 2 else None
 
 
 NARROW = frozenset({"float16", "complex32", "float8_e5m2", "float8_e4m3fn"})
@@ -194,7 +163,7 @@ class Origin:
 
     @cached_property
     def program(self) -> Replay | None:
-        """The same op on the operands that the program would have, had it been float32 since the op trace began."""
+        """The same op on the operands that the program would have, were everything before it that is known in float32."""
         return self.graph.replay(self.op, "float32-program")
 
     @property

@@ -20,7 +20,7 @@ from dtypedoctor._torch_private import memory_key
 from dtypedoctor.instrument.frames import Line, line_of, own_statement
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import Arguments, address_of, has_out, is_inplace, scalars, tensors_of
-from dtypedoctor.instrument.replay import note_replay, replay_wider
+from dtypedoctor.instrument.replay import replay_wider
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Extent, extent_of, measurable, real_of
 from dtypedoctor.instrument.whereabouts import OUTSIDE
@@ -157,7 +157,8 @@ class BadValues:
         self._last_ids: dict[Any, list[int]] = {}
         self._unused: dict[int, Bad] = {}
         self._records = 0
-        self._made = 0
+        self.made: int | None = None
+        """Number of the record of the operator that has just run, where it has made what is not finite of finite operands."""
         self.noticed: Callable[[], None] = lambda: None
         self.kept: Callable[[Ran], None] = lambda ran: None
 
@@ -187,7 +188,7 @@ class BadValues:
 
     def ran(self, ran: Ran) -> None:
         """An operator has run that was given, or has returned, something that is not finite."""
-        self._made = 0
+        self.made = None
         self._find_sources(ran)
         if any(ends is not None and not ends.finite for ends in ran.ends):
             self._passed_on(ran)
@@ -201,11 +202,6 @@ class BadValues:
             if bad is not None:
                 bad.used = True
                 self.known.pop(memory_key(tensor.untyped_storage()), None)
-
-    def in_float32(self, results: Sequence[Tensor]) -> None:
-        """The operator that has just run returns these for what its operands would be in a float32 program; empty where that is not known."""
-        if results and self._made:
-            note_replay(self._session.writer, self._made, "float32-program", list(results))
 
     def read(self, tensor: Tensor, value: object, line: Line | None) -> None:
         """The program has read a number out of a tensor."""
@@ -297,7 +293,7 @@ class BadValues:
             outputs = [_note(t, e, number) for t, e, number in zip(ran.results, extents, ids, strict=True)]
             n = self._write(ran, inputs, outputs)
             if not values:
-                self._made = n
+                self.made = n
                 self._replay(ran, n)
 
     def _notice_given(self, ran: Ran) -> None:

@@ -1,37 +1,50 @@
-"""The float32 program beside the real one: what each tensor of an op trace would hold had everything since its start been float32.
+"""The float32 program beside the real one: what a value would be had everything before it been computed in float32.
 
 An operator run again on the operands that it got says whether that operator needs a wider dtype. It does not say whether those
-operands are what they should be: an epsilon of 1e-12 is 0 in float16, and 0/0 is NaN in every dtype. So each operator that takes
-part in half precision is run a second time on what its operands would be in float32, back to the weights and inputs that were
-there when the trace began, and its result is kept beside the real one as long as there is room.
+operands are what they should be: an epsilon of 1e-12 is 0 in float16, and 0/0 is NaN in every dtype. So each operator that takes part in
+half precision is remembered with its operands, as long as there is room. Where one makes inf or NaN, what led to it is computed again in
+float32, back to the last exact values. If that is finite, the operators behind it are taken away again from the far end: the last one
+without which it is not finite is the one that rounds.
 """
 
 import weakref
-from collections import OrderedDict
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import field
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dtypedoctor._torch_private import tree_map, without_autocast
+from dtypedoctor._torch_private import OpOverload, has_no_memory, is_wrapped, tree_map, without_autocast
+from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import (
     Arguments,
-    TensorIds,
+    address_of,
     bytes_of,
-    fits,
     for_wider,
+    is_unfinished,
     keep_written,
     leaves_memory_as_it_was,
+    scalars,
     tensors_of,
     written,
 )
-from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.statistics import extent_of, measurable
 from dtypedoctor.interruptions import contained
+from dtypedoctor.trace.events import Replay
+from dtypedoctor.trace.records.execution import RoundedBefore
+from dtypedoctor.values import dataclass
 
 MAX_HELD = {"cpu": 16 << 20, "cuda": 256 << 20}
-"""Bytes of float32 values that are kept on a device. Those of tensors that are gone go first, then the oldest; where they are missing the
-real value stands for them."""
+"""Bytes of operands that are kept on a device; those of the oldest operators go first."""
+MAX_STEPS = 4096
+"""Operators that are remembered."""
+MAX_EXPLAINED = 64
+"""Operators of one window, or of one run outside of modules, of which it is asked what makes them fail."""
 SMALL = 4096
 """Elements of the largest tensor whose float32 original is kept when it is cast and elements of it are lost."""
 
@@ -39,9 +52,14 @@ HALF = (torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn)
 
 
 class Originals:
-    """The float32 values of small tensors that a cast to half precision has rounded to 0 or to inf."""
+    """The float32 values of small tensors that a cast to half precision has rounded to 0 or to inf.
+
+    Attributes:
+        outside: how values came about outside of modules, before an op trace began.
+    """
 
     def __init__(self) -> None:
+        self.outside: Float32Program | None = None
         self._held: list[tuple[weakref.ref[Tensor], Tensor]] = []
 
     def cast(self, original: Tensor, result: Tensor) -> None:
@@ -65,96 +83,326 @@ def _is_small_cast(original: Tensor, result: Tensor) -> bool:
     return wide and measurable(result) and result.dtype in HALF and 0 < original.numel() <= SMALL
 
 
-class Float32Program:
-    """Keeps the float32 values of an op trace's tensors by their numbers.
+Layout = tuple[Any, Any, Any, torch.dtype]
+"""Shape, strides and offset of a tensor in its memory, and its dtype."""
 
-    Args:
-        ids: numbers the tensors; the same as the op trace's.
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """An operator that has run.
+
+    Attributes:
+        func, arguments: the operator and its arguments, which share the program's memory; None where nothing is known of it.
+        makers: the results of other steps that its operands are, or views of, each with how it reads them, by the operand's identity.
+        order: steps with a lower one came before it.
+        size: bytes of its operands.
+        name: of the parameter that is its result, where it is the cast of one.
+        source, fqn, n: its line, its module, and the number of its record, where it has one.
     """
 
-    def __init__(self, ids: TensorIds) -> None:
-        self._ids = ids
-        self._values: OrderedDict[int, tuple[Tensor, StorageWeakRef]] = OrderedDict()
+    func: Any
+    arguments: Arguments | None
+    order: int
+    size: int = 0
+    makers: dict[int, tuple["Result", Layout]] = field(default_factory=dict)
+    name: str = ""
+    source: str | None = None
+    fqn: str | None = None
+    n: int = 0
+
+    @property
+    def operands(self) -> list[Tensor]:
+        """The tensors among its arguments."""
+        return tensors_of(self.arguments) if self.arguments is not None else []
+
+    def forget(self) -> None:
+        """Lets go of the operands: the float32 program begins after this step."""
+        self.arguments = None
+        self.makers.clear()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """A tensor that a step has made: the how-manieth, and how it lies in its memory."""
+
+    step: Step
+    index: int
+    held: StorageWeakRef
+    layout: Layout
+    is_whole: bool
+
+    def read_as(self, value: Tensor, layout: Layout) -> Tensor | None:
+        """Reads ``value``, which stands for this result, as a view of it is read; None where the view holds more than the result."""
+        if layout[:3] == self.layout[:3]:
+            return value
+        if not self.is_whole or layout[3] is not self.layout[3]:
+            return None
+        flat = value.new_empty(value.numel())
+        flat.as_strided(*self.layout[:3]).copy_(value)
+        return flat.as_strided(*layout[:3])
+
+
+class Float32Program:
+    """Remembers how values came about, and computes them again in float32 from the last exact ones.
+
+    Args:
+        session: where what is found goes.
+        most: elements of the operands and results of an operator that is remembered; None for any number.
+        before: another one, which knows what was made before this one began.
+    """
+
+    def __init__(self, session: Session, most: int | None = None, before: "Float32Program | None" = None) -> None:
+        self._session, self._most, self._before = session, most, before
+        self._made: dict[int, Result] = {}
+        self._steps: deque[Step] = deque()
         self._bytes = 0
+        self._explained = 0
 
     def forget(self) -> None:
         """The window is closed."""
-        self._values.clear()
-        self._bytes = 0
+        self._made.clear()
+        self._steps.clear()
+        self._bytes = self._explained = 0
 
-    def learn(self, tensor: Tensor, value: Tensor) -> None:
-        """``tensor`` would hold ``value``."""
-        self._keep(tensor, value)
+    def learn(self, tensor: Tensor, value: Tensor, name: str = "") -> None:
+        """``tensor`` is what a cast has left of ``value``; it is the parameter ``name``, where it has a name."""
+        self._keep(Step(_CAST, ((value,), {"dtype": tensor.dtype}), next(_ORDER), value.nbytes, name=name), [tensor])
 
-    def follow(self, func: Any, arguments: Arguments, numbers: list[int], results: list[Tensor]) -> list[Tensor] | None:
-        """Runs ``func`` on the float32 values of its operands and keeps what comes of it.
+    def begins_with(self, tensors: Iterable[Tensor]) -> None:
+        """Nothing is known of how ``tensors`` came about: a module has returned them, or operators that cannot be run again."""
+        self._keep(Step(None, None, next(_ORDER)), [t for t in tensors if _is_plain(t)])
+
+    def ran(self, func: Any, given: Arguments, kept: Arguments, results: Sequence[Tensor], *,
+            source: str | None, fqn: str | None, n: int = 0) -> Step | None:  # fmt: skip
+        """Remembers an operator that has run.
 
         Args:
             func: the operator.
-            arguments: what it was given, with copies of what it has written to.
-            numbers: the numbers that the tensors among the arguments had before the call, in order.
+            given: its arguments.
+            kept: the same with copies of what it has written to.
             results: what it returned (or wrote to).
+            source, fqn, n: see :class:`Step`.
 
         Returns:
-            The float32 results, in the order of ``results``; None where they are those of the real run, or cannot be had.
+            What to ask :meth:`explain` about; None where no half precision was involved, so that its operands are all that matters.
         """
-        operands = tensors_of(arguments)
-        held = {id(t): self._values[n][0] for t, n in zip(operands, numbers, strict=True) if n in self._values}
-        if not self._takes_part(func, held, operands, results):
+        operands = tensors_of(given)
+        addresses = [address_of(tensor) for tensor in operands]
+        makers = [self._maker(address) for address in addresses]
+        if not any(makers) and not any(t.dtype in HALF for t in (*operands, *results)):
             return None
-        copied = [t for t in operands if t.dtype in HALF and id(t) not in held]
-        if not fits(bytes_of([*copied, *results], 4), results[0].device):
-            return None
-        exact = _run(func, arguments, held)
-        if exact is None or len(exact) != len(results):
-            return None
-        for real, other in zip(results, exact, strict=True):
-            if measurable(real) and measurable(other) and real.shape == other.shape:
-                self._keep(real, other)
-        return exact
+        memories = set(addresses) - {address_of(tensor) for tensor in written(func, given)}
+        if any(address_of(tensor) in memories for tensor in results):
+            return None  # a view is known by the memory that it reads
+        if not results or leaves_memory_as_it_was(func) or not self._may_be_repeated(func, [*operands, *results]):
+            self.begins_with(results)
+            return Step(None, None, 0)
+        # Aliases keep the memory and neither the tensors nor their graph, which the program may want to die or to swap.
+        copies = operands if kept is given else tensors_of(kept)
+        aliases = {id(tensor): tensor.detach() for tensor in copies}
+        step = Step(func, _mapped(aliases, kept), next(_ORDER), bytes_of(copies), source=source, fqn=fqn, n=n)
+        for made, tensor, copy in zip(makers, operands, copies, strict=True):
+            if made is not None:
+                step.makers[id(aliases[id(copy)])] = made, _layout(tensor)
+        self._keep(step, results)
+        return step
 
-    def lost(self, tensor: Tensor) -> int:
-        """How many elements of ``tensor`` are 0 that would not be."""
-        value, _ = self._values.get(self._ids.of(tensor)[0], (None, None))
-        if value is None or value.shape != tensor.shape:
-            return 0
-        return int((tensor.eq(0) & value.ne(0)).sum())
+    def explain(self, step: Step | None, n: int) -> None:
+        """Says what operator ``n``, which has made inf or NaN, gives in the float32 program, and which operator before it rounds too much."""
+        if step is None:
+            return
+        behind, exact = {step: 0}, False
+        results: list[Tensor] = []
+        self._explained += 1
+        if step.arguments is not None and self._explained <= MAX_EXPLAINED:
+            behind, exact = self._behind(step)
+            results = _computed(step, behind, torch.float32)
+        extents = [extent for t in results if (extent := extent_of(t)) is not None]
+        if not extents:
+            self._write(n, finite=False, note="what came before it was not kept")
+            return
+        # What is finite in float32 and not in float64 is the rounding error of a sum: x - x.mean() of equal numbers.
+        in_float64 = _computed(step, behind, torch.float64)
+        finite = all(e.finite for e in extents) and (not in_float64 or _is_finite(in_float64))
+        self._write(n, finite=finite, absmax=max(e.absmax for e in extents), dtype="float32", exact=exact)
+        if finite and (rounding := _rounding(step, behind)) is not None:
+            self._tell(rounding, n)
 
-    def _takes_part(self, func: Any, held: dict[int, Tensor], operands: list[Tensor], results: list[Tensor]) -> bool:
+    def _write(self, of: int, *, absmax: float | None = None, **how: Any) -> None:
+        writer = self._session.writer
+        writer.write(Replay(n=writer.next_n(), of=of, how="float32-program", absmax=absmax, **how))
+
+    def _tell(self, step: Step, n: int) -> None:
+        narrow, wide = _run(step, {}, None), _run(step, {}, torch.float32)
+        pairs = [(real, other) for real, other in zip(narrow, wide, strict=True) if measurable(real)]
+        if not pairs:
+            return
+        rounded = RoundedBefore(
+            of=n,
+            n=step.n,
+            op=str(step.func),
+            source=step.source,
+            module=step.fqn,
+            parameter=step.name,
+            dtype=dtype_name(pairs[0][0]),
+            scalars=scalars(step.arguments) if step.arguments is not None else [],
+            elements=sum(real.numel() for real, _ in pairs),
+            zeros=sum(int(((real == 0) & (other != 0)).sum()) for real, other in pairs),
+            ones=sum(int(((real.abs() == 1) & (other.abs() != 1)).sum()) for real, other in pairs),
+            overflows=sum(int((~real.isfinite() & other.isfinite()).sum()) for real, other in pairs),
+        )
+        self._session.emit(rounded)
+
+    def _behind(self, last: Step) -> tuple[dict[Step, int], bool]:
+        """The steps that lead to ``last``, with how far they are from it, and whether they begin with exact values only.
+
+        A step counts where it gives again what the program had from it; else something has written to its operands since.
+        """
+        parameters = {
+            address_of(tensor) for _, _, tensor, _, is_buffer in self._session.names.tensors() if not is_buffer
+        }
+        distance, exact = {last: 0}, True
+        again: dict[Step, list[Tensor]] = {}
+        waiting = deque([last])
+        while waiting:
+            step = waiting.popleft()
+            for operand in step.operands:
+                if id(operand) not in step.makers:
+                    exact &= operand.dtype not in HALF or address_of(operand) in parameters
+                    continue
+                made, layout = step.makers[id(operand)]
+                if made.step not in again:
+                    again[made.step] = _run(made.step, {}, None)
+                if not _gives(made, again[made.step], layout, operand):
+                    exact = False
+                    step.makers.pop(id(operand))
+                elif made.step not in distance:
+                    distance[made.step] = distance[step] + 1
+                    waiting.append(made.step)
+        return distance, exact
+
+    def _maker(self, address: int) -> Result | None:
+        made = self._made.get(address)
+        return made if made is not None or self._before is None else self._before._maker(address)
+
+    def _may_be_repeated(self, func: Any, tensors: Sequence[Tensor]) -> bool:
+        if not isinstance(func, OpOverload) or func.namespace != "aten" or is_unfinished(func):
+            return False
         if torch.Tag.nondeterministic_seeded in func.tags:
             return False  # it would draw from the program's random numbers
-        if leaves_memory_as_it_was(func) or not results:
+        if self._most is not None and sum(t.numel() for t in tensors) > self._most:
             return False
-        return bool(held) or any(t.dtype in HALF for t in (*operands, *results))
+        return all(map(_is_plain, tensors))
 
-    def _keep(self, tensor: Tensor, value: Tensor) -> None:
-        number, room = self._ids.of(tensor)[0], MAX_HELD.get(value.device.type, MAX_HELD["cpu"])
-        self._drop(number)
-        self._bytes += value.nbytes
-        self._values[number] = value, StorageWeakRef(tensor.untyped_storage())
-        if self._bytes > room:
-            for gone in [n for n, (_, memory) in self._values.items() if memory.expired()]:
-                self._drop(gone)
-        while self._bytes > room and self._values:
-            self._drop(next(iter(self._values)))
+    def _keep(self, step: Step, results: Sequence[Tensor]) -> None:
+        if len(self._made) > 2 * MAX_STEPS:
+            self._made = {number: made for number, made in self._made.items() if not made.held.expired()}
+        for index, tensor in enumerate(results):
+            if _is_plain(tensor):
+                storage = tensor.untyped_storage()
+                is_whole = tensor.numel() * tensor.element_size() == storage.nbytes()
+                self._made[address_of(tensor)] = Result(step, index, StorageWeakRef(storage), _layout(tensor), is_whole)
+        self._steps.append(step)
+        self._bytes += step.size
+        room = max((MAX_HELD.get(t.device.type, 0) for t in results), default=MAX_HELD["cpu"])
+        while self._steps and (self._bytes > room or len(self._steps) > MAX_STEPS):
+            gone = self._steps.popleft()
+            self._bytes -= gone.size
+            gone.forget()
 
-    def _drop(self, number: int) -> None:
-        if number in self._values:
-            value, _ = self._values.pop(number)
-            self._bytes -= value.nbytes
+
+_ORDER = count()
+_CAST = torch.ops.aten._to_copy.default
 
 
-def _run(func: Any, arguments: Arguments, held: dict[int, Tensor]) -> list[Tensor] | None:
-    def widened(value: Any) -> Any:
-        if isinstance(value, Tensor) and id(value) in held:
-            return held[id(value)]
-        if measurable(value):
-            return value.float() if value.dtype in HALF else value
-        return torch.float32 if isinstance(value, torch.dtype) and value in HALF else value
+def _mapped(aliases: dict[int, Tensor], value: Any) -> Any:
+    """``value`` with aliases of the tensors in it; for each operator of a program, so torch's own function would take too long."""
+    if isinstance(value, Tensor):
+        return aliases[id(value)]
+    if isinstance(value, (tuple, list)):
+        return type(value)([_mapped(aliases, item) for item in value])
+    return {name: _mapped(aliases, item) for name, item in value.items()} if isinstance(value, dict) else value
 
-    args, kwargs = keep_written(func, for_wider(func, tree_map(widened, arguments)))
-    with contained() as trial, torch.no_grad(), without_autocast():
-        result = func(*args, **kwargs)
-    if trial.error is not None:  # an operator without a float32 form: the real value stands for its result
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor has memory of its own kind, which may be read and kept; integers and truth values may, too."""
+    return measurable(tensor) or (
+        type(tensor) is Tensor and not tensor.is_floating_point() and not tensor.is_complex() and tensor.layout is torch.strided
+        and tensor.device.type in MAX_HELD and not is_wrapped(tensor) and not has_no_memory(tensor)
+    )  # fmt: skip
+
+
+def _layout(tensor: Tensor) -> Layout:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def _gives(made: Result, values: list[Tensor], layout: Layout, operand: Tensor) -> bool:
+    value = made.read_as(values[made.index], layout) if len(values) > made.index else None
+    return value is not None and value.dtype is operand.dtype and torch.equal(value, operand)
+
+
+def _rounding(last: Step, behind: dict[Step, int]) -> Step | None:
+    """The nearest step that has to be in float32, with those between, for ``last`` to be finite; None where ``last`` alone has to."""
+
+    def is_enough(steps: Collection[Step]) -> bool:
+        return _is_finite(_computed(last, steps, torch.float32))
+
+    def within(distance: int) -> list[Step]:
+        return [step for step, far in behind.items() if far <= distance]
+
+    least, most = -1, max(behind.values())
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (least, middle) if is_enough(within(middle)) else (middle, most)
+    if most == 0:
         return None
-    return tensors_of(result) or written(func, (args, kwargs))
+    nearer = within(most - 1)
+    there = [step for step, far in behind.items() if far == most]
+    return next((step for step in there if is_enough([*nearer, step])), there[0])
+
+
+def _computed(last: Step, steps: Collection[Step], dtype: torch.dtype) -> list[Tensor]:
+    """What ``last`` returns if it and ``steps`` are computed in ``dtype``; the other operands are what the program had. Empty where it cannot be had."""
+    values: dict[Step, list[Tensor]] = {}
+    for step in sorted({*steps, last}, key=lambda step: step.order):
+        stand_ins = {}
+        for number, (made, layout) in step.makers.items():
+            if made.step in values and len(values[made.step]) > made.index:
+                value = made.read_as(values[made.step][made.index], layout)
+                if value is not None:
+                    stand_ins[number] = value
+        values[step] = _run(step, stand_ins, dtype)
+    return values[last]
+
+
+def _run(step: Step, stand_ins: dict[int, Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    """Runs a step again, in ``dtype`` where it is not None; empty where it cannot be run."""
+    if step.arguments is None or not all(map(_is_there, step.operands)):
+        return []
+    narrow = HALF if dtype is torch.float32 else (*HALF, torch.float32)
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, Tensor) and id(value) in stand_ins:
+            return stand_ins[id(value)]
+        if dtype is None:
+            return value
+        if isinstance(value, Tensor):
+            return value.to(dtype) if value.dtype in narrow else value
+        return dtype if isinstance(value, torch.dtype) and value in narrow else value
+
+    arguments = tree_map(widened, step.arguments)
+    args, kwargs = keep_written(step.func, arguments if dtype is None else for_wider(step.func, arguments))
+    with contained() as trial, torch.no_grad(), without_autocast():
+        result = step.func(*args, **kwargs)
+    if trial.error is not None:  # an operator without a form in this dtype: the real value stands for its result
+        return []
+    return tensors_of(result) or written(step.func, (args, kwargs))
+
+
+def _is_there(tensor: Tensor) -> bool:
+    """FSDP takes the memory of a parameter away while the tensors that use it live on."""
+    return not tensor.numel() or tensor.untyped_storage().nbytes() >= tensor.nbytes
+
+
+def _is_finite(results: Sequence[Tensor]) -> bool:
+    return bool(results) and all(bool(t.isfinite().all()) for t in results if t.is_floating_point())

@@ -18,11 +18,11 @@ from dtypedoctor.instrument.collectives import Collectives, Row
 from dtypedoctor.instrument.contents import tensors_given
 from dtypedoctor.instrument.dtype_lines import DtypeLines, lines_of_notebook
 from dtypedoctor.instrument.facts import ModelFacts, ShardCalls
-from dtypedoctor.instrument.float32_program import Originals
+from dtypedoctor.instrument.float32_program import Float32Program, Originals
 from dtypedoctor.instrument.gradients import LeafGradients, OptimizerSamples, ScalerLog, UnscaleLog
 from dtypedoctor.instrument.in_place import InPlaceReplays
 from dtypedoctor.instrument.naming import CodePlaces
-from dtypedoctor.instrument.operators import Arguments
+from dtypedoctor.instrument.operators import Arguments, tensors_of
 from dtypedoctor.instrument.optrace import OpTrace, OpWindow, OpWindows
 from dtypedoctor.instrument.parameter_ends import ParameterJourneys
 from dtypedoctor.instrument.phases import Exports, Phases, ScalerStep, Threads
@@ -31,12 +31,14 @@ from dtypedoctor.instrument.readable import Arrivals, values_of
 from dtypedoctor.instrument.sentinel import Sentinel
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.checks import SilentChecks
-from dtypedoctor.instrument.statistics import Rooted
+from dtypedoctor.instrument.statistics import HALF, Rooted
 from dtypedoctor.instrument.watch import ModuleWatch
 from dtypedoctor.instrument.whereabouts import CaughtLog, RegionLog, behind, call_arguments, raised_record
 from dtypedoctor.trace.events import WORKED_ELSEWHERE, NotWatched
 from dtypedoctor.trace.writer import TraceWriter
 
+FOLLOWED = 1 << 18
+"""Elements of the operands and results of an operator outside of modules up to which it is remembered how a value came about."""
 MAX_ACCUMULATED = 100
 """Backward passes whose gradients are recorded although they are finite and no optimizer takes them."""
 
@@ -103,6 +105,8 @@ class Instruments:
         self._dtype_lines = DtypeLines(session.guard.shield, lines_of_notebook())
         session.names.set_by = self._dtype_lines.set_by
         originals = Originals()
+        originals.outside = self._program = Float32Program(session, FOLLOWED)
+        self._computes_in_half: dict[int, bool] = {}
         self.silent = SilentChecks(session, originals, look=look)
         self.silent.make_again(window.call for window in windows if window.eager)
         self._ops = OpTrace(session, originals)
@@ -149,7 +153,7 @@ class Instruments:
         modules.before_any = [self._enters_modules]
         modules.before_root = [self._before_call, self._facts.tell, self.code_places.learn, silent.before_call]
         modules.on_error = [self._ops.refused_by_module, self._note_left]
-        modules.on_return = [silent.returned]
+        modules.on_return = [silent.returned, self._note_returned]
         modules.after_root = [silent.after_call, self._after_call]
         modules.after_any = [self._leaves_modules]
         modules.hear_gradients(self._note_gradient, self._bad.known)
@@ -403,6 +407,15 @@ class Instruments:
         if self._bad.any:
             self._bad.enters(given(), module)
 
+    def _note_returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Outside of modules the float32 program begins with what a module returns, where half precision is at work in it."""
+        root = id(module)
+        if root not in self._computes_in_half:
+            self._computes_in_half[root] = any(parameter.dtype in HALF for parameter in module.parameters())
+        results = tensors_of(output)
+        if self._computes_in_half[root] or self._regions.any or any(t.dtype in HALF for t in results):
+            self._program.begins_with(results)
+
     def _leaves_modules(self) -> None:
         if (sentinel := self._here()) is not None:
             sentinel.modules_end()
@@ -415,6 +428,7 @@ class Instruments:
         sentinel.computed = self._note_child
         sentinel.writing, sentinel.wrote = self.silent.writing, self.silent.writes.after
         sentinel.follow = self.silent.ran
+        sentinel.program = self._program
         sentinel.rounded, sentinel.overflowed = self.silent.overflows.wants, self.silent.overflows.ran
         sentinel.rejected = self.guard.shield(self._keep_rejected, OPERATOR_CAPSULES)
         return sentinel

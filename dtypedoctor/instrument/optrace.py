@@ -40,7 +40,6 @@ from dtypedoctor.instrument.operators import (
 from dtypedoctor.instrument.replay import (
     AttentionReplay,
     Ran,
-    note_replay,
     replay_promotion,
     replay_refused,
     replay_wider,
@@ -76,7 +75,7 @@ class OpTrace(OperatorMode):
         self._names, self._guard = session.names, session.guard
         self._ids = TensorIds(first_id)
         self._known = KnownTensors(session.names, self._ids)
-        self._exact = Float32Program(self._ids)
+        self._program = Float32Program(session, before=originals.outside)
         self._originals = originals
         self._sent: dict[int, tuple[str, list[TensorNote]]] = {}
         self._whereabouts = Whereabouts(session)
@@ -109,7 +108,7 @@ class OpTrace(OperatorMode):
             self.leave()
             self.leave_root()
             self._attention.forget()
-            self._exact.forget()
+            self._program.forget()
 
     def enter_root(self, args: Any, kwargs: Any) -> None:
         """An outermost module is called with these arguments; :meth:`leave_root` has to follow when the call ends."""
@@ -126,13 +125,17 @@ class OpTrace(OperatorMode):
         with self._aside():
             self._known.refresh()
             self._weights.look_at(self._names)
+            names = {id(tensor): f"{'buffer' if is_buffer else 'parameter'} {name}"
+                     for _, name, tensor, _, is_buffer in self._names.tensors()}  # fmt: skip
             for tensor, original in self._originals.of([tensor for _, _, tensor, _, _ in self._names.tensors()]):
-                self._exact.learn(tensor, original)
+                self._program.learn(tensor, original, names[id(tensor)])
 
     def _made_of_number(self, result: Tensor, number: float) -> None:
         with self._aside():
             if measurable(result) and result.dtype in HALF:
-                self._exact.learn(result, torch.full(result.shape, number, device=result.device))
+                self._program.learn(
+                    result, torch.full(result.shape, number, device=result.device), f"number {number:g}"
+                )
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -178,7 +181,7 @@ class OpTrace(OperatorMode):
             changed = written(func, arguments)
             for tensor in changed:
                 self._ids.wrote(tensor)
-            self._done(n, func, kept, inputs, tensors_of(result) or changed)
+            self._done(n, func, arguments, kept, inputs, tensors_of(result) or changed)
         return result
 
     def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -209,8 +212,8 @@ class OpTrace(OperatorMode):
         with noticing(refused, Exception):
             return self.taken_apart(func, *arguments)
 
-    def _done(self, n: int, func: Any, kept: Arguments, inputs: list[TensorNote], results: list[Tensor]) -> None:
-        exact = self._exact.follow(func, kept, [note.id for note in inputs], results)
+    def _done(self, n: int, func: Any, given: Arguments, kept: Arguments, inputs: list[TensorNote],
+              results: list[Tensor]) -> None:  # fmt: skip
         outputs = self._notes(results)
         operands = tensors_of(kept)
         place = self._whereabouts.here(sys._getframe(), _device(operands + results))
@@ -219,10 +222,10 @@ class OpTrace(OperatorMode):
         self._weights.check(n, str(func), operands, place.root, place.fqn)
         if any(map(is_spread, operands)):
             return  # an operator on shards may communicate, and what one rank repeats alone would wait for ever
+        step = self._program.ran(func, given, kept, results, source=place.source, fqn=place.fqn, n=n)
         if _originates(inputs, outputs):
             replay_wider(self._writer, n, func, *kept)
-            if exact is not None:
-                note_replay(self._writer, n, "float32-program", exact)
+            self._program.explain(step, n)
         if self._promotions < MAX_PROMOTIONS and results and fits(bytes_of(operands + results), results[0].device):
             self._promotions += replay_promotion(self._writer, n, func, kept, results)
         self._attention.saw(Ran(n, func, kept, inputs, results, outputs))
@@ -280,7 +283,6 @@ class OpTrace(OperatorMode):
             name=name,
             origin=origin,
             storage=storage,
-            lost=self._exact.lost(tensor) if extent is not None else 0,
         )
 
     def _write(self, n: int, name: str, place: OpPlace, tensors: tuple[list[TensorNote], list[TensorNote]], *,

@@ -37,6 +37,7 @@ from dtypedoctor._torch_private import (
     sequence_number,
 )
 from dtypedoctor.instrument.bad_values import FINITE, BadValues, Ends, Ran, ends_of
+from dtypedoctor.instrument.float32_program import Float32Program, Step
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.operators import (
     Arguments,
@@ -149,7 +150,8 @@ class Sentinel(OperatorMode):
             nothing itself.
         rounded: says whether an operator with these finite results is to be handed to ``overflowed``.
         overflowed: called with each operator of a forward pass that was run while something is not finite: it, its arguments with copies of what it has written
-            to, its arguments, its result; returns its results in float32 where only what half precision has rounded to 0 makes it fail.
+            to, its arguments, its result.
+        program: remembers how values came about.
     """
 
     supports_higher_order_operators = True
@@ -195,7 +197,8 @@ class Sentinel(OperatorMode):
         self.wrote: Callable[[Any, Line | None], None] = lambda *_: None
         self.follow: Callable[[Any, Arguments, Any], None] = lambda *_: None
         self.rounded: Callable[[Sequence[Tensor]], bool] = lambda _: False
-        self.overflowed: Callable[[Any, Arguments, Arguments, Any], Sequence[Tensor]] = lambda *_: ()
+        self.overflowed: Callable[[Any, Arguments, Arguments, Any], None] = lambda *_: None
+        self.program = Float32Program(session)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -487,16 +490,31 @@ class Sentinel(OperatorMode):
         self._coverage.operators_measured += self._missed == missed
         exact = not plan.writes or kept is not arguments
         call = (func, kept, arguments, result) if exact and node is None else None
+        step = self._remembered(func, arguments, kept if exact else None, results, line)
         if not self._bad.any and _all_finite(ends):
             if call is not None and self.rounded(results):
                 self.overflowed(*call)
             return
         operands = [] if plan.fresh else tensors_of(arguments)
         self._bad.ran(Ran(func, kept, exact, operands, results, ends, line, node))
+        if self._bad.made is not None:
+            self.program.explain(step, self._bad.made)
         if call is not None:
-            self._bad.in_float32(self.overflowed(*call))
+            self.overflowed(*call)
         if plan.writes:
             self._bad.overwritten([tensor for tensor, end in zip(results, ends, strict=True) if end is None])
+
+    def _remembered(
+        self, func: Any, arguments: Arguments, kept: Arguments | None, results: list[Tensor], line: Line | None
+    ) -> Step | None:
+        if not results or not self._readings.may_read(results[0]):
+            return None
+        if kept is None:  # too large to be copied before it was written to
+            self.program.begins_with(results)
+            return None
+        source = None if line is None else line.source
+        with self._position.mute(), torch.no_grad():
+            return self.program.ran(func, arguments, kept, results, source=source, fqn=None)
 
     def _where(self) -> tuple[Line | None, str | None]:
         """The line that an operator belongs to, in a backward pass the one that it differentiates; and the autograd node."""

@@ -152,6 +152,11 @@ class RegionLog:
         self._session = session
         self._told: set[AutocastRegion] = set()
 
+    @property
+    def any(self) -> bool:
+        """Whether any region was entered."""
+        return bool(self._told)
+
     def tell(self, region: AutocastRegion) -> None:
         """A region is entered."""
         if region in self._told or len(self._told) >= MAX_REGIONS:

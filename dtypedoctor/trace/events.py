@@ -165,8 +165,7 @@ class TensorNote:
     ``id`` is equal for two notes exactly when they are the same tensor in the same version within one op trace.
     ``name`` is the parameter, buffer, plain attribute or model input whose memory it is (whole, perhaps transposed), where
     known, and ``origin`` says which: ``parameter`` ``buffer`` ``attribute`` ``input``. ``storage`` is equal for two notes
-    exactly when they share memory; 0 where that is unknown. ``lost`` counts the elements that are 0 and would not be, had
-    everything since the op trace began been computed in float32.
+    exactly when they share memory; 0 where that is unknown.
     """
 
     id: int
@@ -179,7 +178,6 @@ class TensorNote:
     name: str | None = None
     origin: str = ""
     storage: int = 0
-    lost: int = 0
 
     @property
     def finite(self) -> bool:
@@ -227,10 +225,10 @@ class Op:
 class Replay:
     """The op with number ``of`` was run again on the same operands in another way.
 
-    ``how`` is ``float32`` or ``float64`` (wider), ``float32-program`` (on the operands that a program all in float32 since the
-    op trace began would have), ``equal-dtypes`` (all in the widest), ``all-as-DTYPE``, ``operand-I-as-DTYPE``
+    ``how`` is ``float32`` or ``float64`` (wider), ``float32-program`` (on the operands that the program would have, were everything before it
+    that is known in float32), ``equal-dtypes`` (all in the widest), ``all-as-DTYPE``, ``operand-I-as-DTYPE``
     (only operand I cast, counted over ``Op.inputs``) or ``narrowest-dtype``. ``note`` is the message of a replay that raised,
-    ``dtype`` the dtype of the result of one that did not.
+    ``dtype`` the dtype of the result of one that did not; ``exact``, of the ``float32-program``, whether it begins with nothing that was rounded before.
     """
 
     n: int
@@ -240,6 +238,7 @@ class Replay:
     absmax: float | None
     note: str = ""
     dtype: str | None = None
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ def normalised(x: Tensor) -> Tensor:
         (lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-12), "1e-12"),
         (lambda x: x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12), "1e-12"),
         (lambda x: x / (x.sum() + torch.full((), 1e-12, dtype=x.dtype)), "1e-12"),
-        (lambda x: x / (x.sum() + torch.tensor(1e-12, dtype=x.dtype)), "number or tensor from before"),
+        (lambda x: x / (x.sum() + torch.tensor(1e-12, dtype=x.dtype)), "number 1e-12"),
         (lambda x: torch.log(torch.softmax(x + torch.tensor([0, -30, 0, 0], dtype=x.dtype), -1)), "_softmax"),
         (lambda x: torch.log(1 - (1 - (x + 1e-4).bfloat16())), "rsub"),
     ],
@@ -115,7 +115,65 @@ def test_a_domain_error_of_what_was_rounded_before_the_op_trace_is_not_proven(tm
     rounded = torch.full((8192,), 1e-9).half()
     (found,) = findings(tmp_path, lambda: Apply(torch.log)(rounded * 1.0))
     assert (found.id, found.confidence) == ("domain-error", "likely")
-    assert "was not computed again in float32" in found.cause
+    assert "Whether float32 helps is not known" in found.cause
+
+
+def shifted_apart(x: Tensor) -> Tensor:
+    """The overlap of boxes over their area, after an offset in which their size is lost."""
+    boxes = (x[:2] * 0.05 + torch.tensor([0.0, 0.02, 0.03, 0.06], dtype=x.dtype)) + 1000.0
+    area = (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2])
+    return area / area.sum()
+
+
+def written_in_place(x: Tensor) -> Tensor:
+    """An epsilon that is added in place to the row of a matrix."""
+    rows = (x * 0).clone()
+    rows.add_(1e-8)
+    return torch.log(rows[0])
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x: torch.log(1 - (x + 1) + 1e-8), "The number 1e-08 rounds to 0 in float16"),
+        (lambda x: torch.log(1 - (x + 1).clamp(max=1 - 1e-6)), "The number 0.999999 rounds to 1 in float16"),
+        (lambda x: torch.log(1 - (x - 1e-4).exp()), "The result of aten.exp.default rounds to 1 in float16"),
+        (lambda x: 1 / ((x + 1e-5) ** 2).float(), "The result of aten.pow.Tensor_Scalar rounds to 0 in float16"),
+        (written_in_place, "The number 1e-08 rounds to 0 in float16"),
+        (shifted_apart, "The result of aten.add.Tensor rounds in float16 at "),
+    ],
+    ids=["epsilon", "bound", "exponential", "cast back", "in place", "boxes"],
+)
+def test_what_rounds_before_an_operator_outside_of_modules_is_found(
+    function: Callable[[Tensor], Tensor], words: str, tmp_path: Path
+) -> None:
+    """The operator is not finite in float32 on what it was given, and is on what it would have been given."""
+    (found,) = diagnose(watched(tmp_path, lambda _: function(ZEROS.float().half()).sum().item()))
+    assert (found.id, found.confidence) == ("rounds-out-of-domain", "proven")
+    assert words in found.summary
+
+
+def test_no_sentence_says_that_float32_fails_too_of_what_a_module_has_rounded(tmp_path: Path) -> None:
+    """A probability that a half-precision module returns as 1 may have been less; that of a float32 one was 1."""
+
+    def of(model: nn.Module, folder: str) -> Finding:
+        (tmp_path / folder).mkdir()
+        return diagnose(watched(tmp_path / folder, lambda _: torch.log(1 - model(ZEROS.float() + 1)).sum().item()))[0]
+
+    narrow = of(Apply(lambda x: (x - 1e-6).half()), "narrow")
+    assert (narrow.id, narrow.confidence) == ("domain-error", "likely")
+    assert "Whether float32 helps is not known" in narrow.cause
+    wide = of(Apply(lambda x: x * 1.0), "wide")
+    assert (wide.id, wide.confidence) == ("domain-error", "proven")
+
+
+def test_the_rounding_error_of_a_sum_in_float32_is_no_other_value(tmp_path: Path) -> None:
+    """The deviation of equal numbers is 0, although float32 may not sum them up to that."""
+    equal = torch.full((7,), 0.1).half()
+    (found,) = diagnose(
+        watched(tmp_path, lambda _: ((equal - equal.mean()) / (equal - equal.mean()).abs().sum()).sum().item())
+    )
+    assert (found.id, found.confidence) == ("domain-error", "likely")
 
 
 def test_an_overflow_that_made_a_norm_return_zeros_stands_behind_the_division_by_them(tmp_path: Path) -> None:

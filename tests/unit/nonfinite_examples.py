@@ -4,12 +4,19 @@ from typing import Any
 
 from traces import TraceBuilder, tensor
 
-from dtypedoctor.trace.events import Observation, Raised, Replay, ScalerState
+from dtypedoctor.trace.events import Observation, Op, Raised, Replay, ScalerState
 
 
 def replayed(trace: TraceBuilder, of: int, absmax: float | None, *, finite: bool = True, how: str = "float32") -> None:
     """The op with number ``of`` was run again in a wider dtype."""
     trace.add(Replay(n=trace.n(), of=of, how=how, finite=finite, absmax=absmax))
+
+
+def rounding(trace: TraceBuilder, guard: Op, failing: Op) -> None:
+    """The rounding of ``guard`` to 0 is why ``failing`` fails."""
+    values = {"of": failing.n, "n": guard.n, "op": guard.op, "source": guard.source, "module": guard.fqn, "parameter": "", "dtype": "float16",
+              "scalars": guard.scalars, "elements": 8, "zeros": 8, "ones": 0, "overflows": 0}  # fmt: skip
+    trace.add(Observation(n=trace.n(), step=1, call=1, phase="forward", kind="rounded-before", fqn="", values=values))
 
 
 def overflow(*, dtype: str = "float16", float32: float | None = 77178.0, finite: bool = True) -> TraceBuilder:
@@ -33,10 +40,12 @@ def unread_memory() -> TraceBuilder:
 def guarded(*, epsilon: str = "1e-12", program_finite: bool = True) -> TraceBuilder:
     """A division by a sum to which an epsilon was added that its dtype does not have."""
     trace = TraceBuilder()
-    trace.op("aten.add.Tensor", "scale", [tensor(1, 0.0)], [tensor(2, 0.0, lost=8)], scalars=[epsilon])
-    birth = trace.op("aten.div.Tensor", "scale", [tensor(3), tensor(2, 0.0, lost=8)], [tensor(4, nan=8)])
+    guard = trace.op("aten.add.Tensor", "scale", [tensor(1, 0.0)], [tensor(2, 0.0)], scalars=[epsilon])
+    birth = trace.op("aten.div.Tensor", "scale", [tensor(3), tensor(2, 0.0)], [tensor(4, nan=8)])
     replayed(trace, birth.n, 0.0, finite=False)
     replayed(trace, birth.n, 5.0, finite=program_finite, how="float32-program")
+    if program_finite:
+        rounding(trace, guard, birth)
     return trace.sample("scale", 0.0, nan=8).sample("", 0.0, nan=8)
 
 

@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 from checkpoints import write_safetensors
 from report_builders import overflow
-from traces import TraceBuilder, tensor
+from traces import TraceBuilder
 
 from dtypedoctor.diagnosis import cap_confidence
 from dtypedoctor.diagnosis.checkpoint import Subject, read_checkpoint
 from dtypedoctor.diagnosis.incidents import cannot_settle
-from dtypedoctor.diagnosis.nonfinite_origin import Vanished
 from dtypedoctor.diagnosis.rule import Confidence
 from dtypedoctor.diagnosis.wording import named_in
 from dtypedoctor.errors import UsageError
 from dtypedoctor.rules.mismatch.census import _adapts
-from dtypedoctor.rules.nonfinite.undefined import _maker, _what_vanished
+from dtypedoctor.rules.nonfinite.undefined import _what_rounds
 from dtypedoctor.trace.events import ParameterNote, ScalerState
+from dtypedoctor.trace.records.execution import RoundedBefore
 from dtypedoctor.trials.reduction import Outcome as Tried
 from dtypedoctor.trials.results import Outcome, Trial
 from dtypedoctor.trials.search import Node, _ddmin
@@ -73,17 +73,18 @@ def test_an_adapter_is_narrower_than_the_frozen_matrix_and_as_long_on_one_side(s
     assert not _adapts(adapter, replace(base, shape=[64]))
 
 
-def test_what_rounding_made_zero_of_is_named_as_closely_as_it_is_known() -> None:
-    """The number in the code, the operator, the parameter, or only that it came from before."""
-    maker = TraceBuilder().op("aten.sub.Tensor", "norm", [tensor(1)], [tensor(2)])
-    note = tensor(2, 0.0, lost=3)
-    assert _what_vanished(Vanished(tensor=note, maker=maker, number="1e-8")) == "The number 1e-8 rounds to 0 in float16"
-    assert _what_vanished(Vanished(tensor=note, maker=maker)) == "The result of aten.sub.Tensor rounds to 0 in float16"
-    named = replace(note, name="eps", origin="buffer")
-    assert _what_vanished(Vanished(tensor=named, maker=None)) == "The buffer eps rounds to 0 in float16"
-    assert _what_vanished(Vanished(tensor=note, maker=None, number="1e-8")).startswith("A number or tensor from before")
-    makers = [_maker(Vanished(tensor=t, maker=m)) for t, m in ((note, maker), (named, None), (note, None))]
-    assert makers == ["aten.sub.Tensor", "eps", "the program"]
+def test_what_rounds_is_named_as_closely_as_it_is_known() -> None:
+    """The number in the code, the parameter, the operator, or only that something does."""
+    rounded = RoundedBefore(of=2, n=1, op="aten.sub.Tensor", source="train.py:7", module="norm", parameter="", dtype="float16", scalars=[],
+                            elements=8, zeros=3, ones=0, overflows=0)  # fmt: skip
+    bound = replace(rounded, zeros=0, ones=8, scalars=["0.9999999"], dtype="bfloat16")
+    assert _what_rounds(replace(rounded, scalars=["2", "1e-8"])) == "The number 1e-8 rounds to 0 in float16"
+    assert _what_rounds(bound) == "The number 0.9999999 rounds to 1 in bfloat16"
+    assert _what_rounds(replace(bound, scalars=["0.5"])) == "The result of aten.sub.Tensor rounds to 1 in bfloat16"
+    assert _what_rounds(replace(rounded, parameter="buffer eps")) == "The buffer eps rounds to 0 in float16"
+    assert _what_rounds(rounded) == "The result of aten.sub.Tensor rounds to 0 in float16"
+    assert _what_rounds(replace(rounded, zeros=0)) == "The result of aten.sub.Tensor rounds in float16"
+    assert _what_rounds(None).startswith("Rounding moves an operand")
 
 
 def test_a_finding_names_its_module_with_class_and_line_once() -> None:

@@ -115,8 +115,6 @@ class AbsorbedOverflows:
     _shadows: dict[int, _Shadow] = field(default_factory=dict)
     _count: int = 0
     _begun: Counter[str] = field(default_factory=Counter)
-    made: list[Tensor] = field(default_factory=list)
-    """The float32 results of the last operator that has made inf or NaN of what was rounded to 0; empty if it was not the last one seen."""
 
     @property
     def is_following(self) -> bool:
@@ -130,7 +128,6 @@ class AbsorbedOverflows:
 
     def saw(self, seen: Seen) -> None:
         """Follows what has overflowed, or finds out that this op has."""
-        self.made = []
         if _reads_no_values(seen):
             return
         held = self._held(seen)
@@ -237,7 +234,6 @@ class AbsorbedOverflows:
                 return  # made by something else
             made = replace(overflow.op, made_by=seen.name, made_at=self._place().source)
             overflow = replace(overflow, op=made)
-            self.made = _measurable(wide)
         self._keep(seen, wide, overflow)
 
     def _keep(self, seen: Seen, wide: Sequence[Tensor], overflow: _Overflow) -> None:
@@ -322,7 +318,7 @@ class OverflowsOutside:
         small = (t for t in results if t.dtype is torch.float16 and measurable(t) and 0 < t.numel() <= MOST_ROUNDED)
         return any(self._readings.reads(t) and not t.all() for t in small)
 
-    def ran(self, func: Any, kept: Arguments, given: Arguments, result: Any) -> list[Tensor]:
+    def ran(self, func: Any, kept: Arguments, given: Arguments, result: Any) -> None:
         """An operator has run that was given, or has returned, something that is not finite, or for which :meth:`wants` is true.
 
         Args:
@@ -330,14 +326,11 @@ class OverflowsOutside:
             kept: what it was given, with copies of what it has written to since.
             given: the same without copies.
             result: what it returned.
-
-        Returns:
-            Its results in float32, where it has made inf or NaN of what float16 had rounded to 0, and float32 does not.
         """
         if not self._check.is_following and not any(t.dtype in NARROW for t in tensors_of(result)):
-            return []  # nothing is followed, and nothing can begin to be: at nearly each operator of a program that masks with -inf
+            return  # nothing is followed, and nothing can begin to be: at nearly each operator of a program that masks with -inf
         if func.namespace != "aten" or not _may_be_repeated((kept, result), self._readings):
-            return []
+            return
         if self._position.call != self._call or not self._check.is_following:
             self._call, self._ids = self._position.call, TensorIds()
             self._check.end()
@@ -347,7 +340,6 @@ class OverflowsOutside:
             self._ids.wrote(tensor)
         with self._position.mute(), torch.no_grad(), without_autocast():
             self._check.saw(Seen(func, kept, tensors_of(result), self._ids, before))
-        return self._check.made
 
 
 def _in_float32(seen: Seen, shadows: dict[int, Tensor]) -> list[Tensor]:

@@ -6,7 +6,7 @@ Last, an operator that could not be run again, so that nothing says which of the
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.nonfinite_origin import FLOAT32_MAX, NARROW, Origin, Vanished, is_zero_in, vanished
+from dtypedoctor.diagnosis.nonfinite_origin import FLOAT32_MAX, NARROW, Origin, is_zero_in, rounded_before, rounds_to
 from dtypedoctor.diagnosis.ops import all_finite, overload_free
 from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.wording import (
@@ -24,6 +24,7 @@ from dtypedoctor.dtypes import DTYPES, HALF, parts_of
 from dtypedoctor.rules import Statement, make_finding_at
 from dtypedoctor.rules.nonfinite.growth import growth_before, growth_over_calls, largest_weight_before
 from dtypedoctor.trace.events import Op, TensorNote
+from dtypedoctor.trace.records.execution import RoundedBefore
 
 
 def judge_domain(origin: Origin) -> Finding | None:
@@ -48,17 +49,17 @@ def _operator(origin: Origin) -> str:
 
 
 def _proof_of_domain(origin: Origin) -> str | None:
-    """What shows that float32 has it too: the op on its own operands and on those of the float32 program.
+    """What shows that float32 has it too: the op on its own operands and on those of the float32 program, from the last exact values on.
 
     In a program without half precision these are the same. A float32 program that begins with what half precision has rounded
-    before the op trace shows nothing: a 0 among it may have been another number.
+    shows nothing: a 0 among it may have been another number.
     """
     op, replay, program = origin.op, origin.replay, origin.program
     if replay is None or replay.note:
         return None
-    if program is not None and not program.note:
+    if program is not None:
         in_float32 = f"{op.op} on the operands of the same program in float32 is not finite either"
-        return None if program.finite or _begins_rounded(origin) else in_float32
+        return in_float32 if program.exact and not program.finite else None
     if _saw_half_precision(origin):
         return None
     return f"{op.op} run again on the same operands in {replay.how} has no finite float32 result either"
@@ -70,36 +71,25 @@ def _saw_half_precision(origin: Origin) -> bool:
     return any(parts_of(tensor.dtype) in HALF for op in until for tensor in (*op.inputs, *op.outputs))
 
 
-def _begins_rounded(origin: Origin) -> bool:
-    """Whether the op's operands go back to half-precision values, other than weights, that no recorded op has made."""
-    behind, seen = [origin.op], {origin.op.n}
-    while behind:
-        op = behind.pop()
-        for operand in op.inputs:
-            maker = origin.graph.producer(operand)
-            if maker is None and operand.dtype in HALF and operand.origin != "parameter":
-                return True
-            if maker is not None and maker.n not in seen:
-                seen.add(maker.n)
-                behind.append(maker)
-    return False
-
-
 def _cause_of_domain(origin: Origin, *, proven: bool) -> str:
-    replay = origin.replay
+    replay, program = origin.replay, origin.program
     if replay is not None and replay.finite and replay.absmax is not None and replay.absmax > FLOAT32_MAX:
         return f"{_BEYOND}{_of_growth(origin)} This is not a mixed-precision problem."
     undefined = (
         "The operation is not defined for these operands (a division by zero, the logarithm of a negative number …)"
     )
-    narrow = next((t.dtype for t in origin.op.inputs if t.dtype in HALF), "half-precision")
     if proven:
         return f"{undefined} or its result is larger than float32 can hold. This is not a mixed-precision problem."
-    if not _saw_half_precision(origin):
+    if program is None and not _saw_half_precision(origin):
         return f"{undefined}, and nothing that it computes with is in half precision. This is not a mixed-precision problem."
+    again = (
+        "What it computes with goes back to half precision, and was computed again in float32 only from there on"
+        if program is not None and not program.note
+        else "Some of what it computes with is in half precision, and was not computed again in float32"
+    )
     return (
-        f"{undefined}, and no wider dtype helps it. Some of what it computes with is {narrow}, though, and was not computed again "
-        "in float32: a number that was rounded to 0 (or to 1) before would be another one."
+        f"{undefined}. {again}: a number that was rounded to 0 (or to 1) before would be another one. Whether float32 helps is not known; "
+        "run what comes before it in float32 to tell."
     )
 
 
@@ -188,8 +178,9 @@ def _in_a_wider_dtype(origin: Origin) -> Iterator[str]:
         yield f"It could not be run again in a wider dtype{why}."
     elif not replay.finite:
         yield f"The same op on the same operands in {replay.how} is not finite either."
-        if program is not None and not program.finite:
-            yield "Nor is it on the operands that the program has when all of it is computed in float32 since the op trace began."
+        if program is not None and not program.finite and not program.note:
+            since = "from the last exact values on" if program.exact else "as far back as is known"
+            yield f"Nor is it on the operands that the program has when it is computed in float32 {since}."
     elif replay.absmax is not None and replay.absmax > FLOAT32_MAX:
         yield f"The same op in {replay.how} gives {replay.absmax:.6g}, beyond float32's largest, {FLOAT32_MAX:.6g}."
     elif replay.absmax is None:
@@ -205,44 +196,48 @@ def judge_rounded(origin: Origin) -> Finding | None:
         return None
     if again.finite and (again.absmax is None or again.absmax <= FLOAT32_MAX):
         return None  # a wider dtype is all that this op needs
-    found = vanished(origin.graph, op)
+    rounded = rounded_before(origin.graph, op)
+    where = f" at {rounded.source}" if rounded is not None and rounded.source not in (None, op.source) else ""
     statement = Statement(
         id="rounds-out-of-domain",
         proven_by=(
-            f"{op.op} on the operands of the same program in float32, since the op trace began, is finite (up to "
-            f"{program.absmax:,.6g}); on its own operands it is not, in {again.how} either"
+            f"{op.op} on the operands of the same program in float32 is finite (up to {program.absmax:,.6g}); on its own operands it is not, in "
+            f"{again.how} either"
         ),
-        summary=f"{_what_vanished(found)}, and {op.op} in {short(place(op))} makes {_result(origin)} of it in step {op.step} ({op.phase}).",
-        cause=_cause_of_rounding(found),
-        evidence=tuple(_rounding_evidence(origin, found)),
+        summary=f"{_what_rounds(rounded)}{where}, and {op.op} in {short(place(op))} makes {_result(origin)} of it in step {op.step} ({op.phase}).",
+        cause=_cause_of_rounding(rounded),
+        evidence=tuple(_rounding_evidence(origin, rounded)),
     )
-    return make_finding_at(origin, statement)
+    finding = make_finding_at(origin, statement)
+    if not where or rounded is None:
+        return finding
+    return replace(finding, op=rounded.op, source=rounded.source, fqn=rounded.module or place(op), dtype=rounded.dtype)
 
 
-def _what_vanished(found: Vanished | None) -> str:
-    if found is None:
+def _what_rounds(rounded: RoundedBefore | None) -> str:
+    if rounded is None:
         return "Rounding moves an operand to where the operator is not defined"
-    dtype = found.tensor.dtype
-    if found.number is not None and found.maker is not None:
-        return f"The number {found.number} rounds to 0 in {found.maker.outputs[0].dtype}"
-    if found.maker is not None:
-        return f"The result of {found.maker.op} rounds to 0 in {dtype}"
-    if found.tensor.name is not None:
-        return f"The {found.tensor.origin} {found.tensor.name} rounds to 0 in {dtype}"
-    return f"A number or tensor from before rounds to 0 in {dtype}"
+    known = (
+        f"The number {text} rounds to {to}"
+        for text in rounded.scalars
+        if (to := rounds_to(text, rounded.dtype)) is not None
+    )
+    what = f"The {rounded.parameter}" if rounded.parameter else f"The result of {rounded.op}"
+    result = f"{what} rounds{' to 0' if rounded.zeros else ' to 1' if rounded.ones else ''}"
+    return f"{next(known, result)} in {rounded.dtype}"
 
 
 def _result(origin: Origin) -> str:
     return "NaN" if origin.result.num_nan else "inf"
 
 
-def _cause_of_rounding(found: Vanished | None) -> str:
-    if found is None:
+def _cause_of_rounding(rounded: RoundedBefore | None) -> str:
+    if rounded is None or not rounded.zeros:
         return (
             "In float32 the same program is finite here. Its values differ by rounding only, and one of them has crossed a border: "
-            "1 - 1e-4 is 1 in bfloat16, and a small negative number under a root was positive."
+            "1 - 1e-4 is 1 in bfloat16, two numbers become equal, and a small negative number under a root was positive."
         )
-    known = DTYPES[found.tensor.dtype] if found.tensor.dtype in DTYPES else DTYPES["float16"]
+    known = DTYPES[rounded.dtype] if rounded.dtype in DTYPES else DTYPES["float16"]
     return (
         f"The smallest positive {known.name} number is {known.smallest:.3g}; whatever is below half of that becomes 0, and so does "
         "a difference below half of the spacing of numbers. An epsilon that guards a division has to be representable: take one from "
@@ -250,17 +245,18 @@ def _cause_of_rounding(found: Vanished | None) -> str:
     )
 
 
-def _rounding_evidence(origin: Origin, found: Vanished | None) -> Iterator[str]:
+def _rounding_evidence(origin: Origin, rounded: RoundedBefore | None) -> Iterator[str]:
     op = origin.op
     yield f"{bad_elements(origin.result)} of the {origin.result.dtype} result of {op.op} are inf or NaN; its operands are finite."
-    if found is not None:
-        at = f" at {found.maker.source}" if found.maker is not None and found.maker.source else ""
-        yield f"{found.tensor.lost} elements that {_maker(found)}{at} leaves are 0; in float32 they are not."
+    if rounded is not None:
+        at = f" at {rounded.source}" if rounded.source else ""
+        lost, to = (rounded.zeros, "0") if rounded.zeros else (rounded.ones, "1")
+        yield (
+            f"With {rounded.op}{at} and what lies between in float32, it is finite; with only what lies between, it is not."
+        )
+        if lost:
+            yield f"{lost:,} of {rounded.elements:,} elements of its {rounded.dtype} result are {to}; in float32 they are not."
     yield from how_the_run_ended(origin.trace)
-
-
-def _maker(found: Vanished) -> str:
-    return found.maker.op if found.maker is not None else found.tensor.name or "the program"
 
 
 DIVISIONS = frozenset(

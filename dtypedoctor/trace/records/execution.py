@@ -43,6 +43,37 @@ class LogFilter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedBefore:
+    """The operator whose rounding makes a later one fail: with it and all between the two in float32, the later one is finite.
+
+    Attributes:
+        of: number of the op that makes inf or NaN.
+        n: number of the op that rounds; 0 where it is not recorded.
+        op, source, module: what it is, its line and its module.
+        parameter: name of the parameter that a cast has rounded.
+        dtype: of its result.
+        scalars: its numbers, as text.
+        elements: of its result.
+        zeros, ones, overflows: those of them that are 0, 1 or not finite, and would be something else in float32.
+    """
+
+    KIND: ClassVar[str] = "rounded-before"
+
+    of: int
+    n: int
+    op: str
+    source: str | None
+    module: str | None
+    parameter: str
+    dtype: str
+    scalars: list[str]
+    elements: int
+    zeros: int
+    ones: int
+    overflows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionReplayed:
     """Attention whose softmax made NaN, run again on the same operands.
 
