@@ -34,7 +34,7 @@ from dtypedoctor.values import dataclass
 
 _WORDS = {Outcome.FIXED: "fixed", Outcome.NOT_FIXED: "not fixed", Outcome.NOT_TRIED: "not tried"}
 _WORDS_HERE = {
-    Outcome.FIXED.value: "fixed here",
+    Outcome.FIXED.value: "fixed on this call",
     Outcome.NOT_FIXED.value: "not fixed",
     Outcome.NOT_TRIED.value: "not tried",
 }
@@ -48,13 +48,13 @@ _BEARINGS = {
 _MARK = " Unsafe."
 _DIAGNOSTIC = " Diagnostic only, not a fix."
 _UNSAFE = "Unsafe: it may hide the failure instead of fixing it."
-_FIXED_HERE = "Fixed here: this call passes with it. Whether it fixes the whole script: `dtypedoctor exec --try FIX SCRIPT`, or the edit in the script."
+_FIXED_HERE = "Fixed on this call: it alone was made again. Whether it fixes the whole script: `dtypedoctor exec --try FIX SCRIPT`, or the edit in the script."
 _PASSES = "the failing call passes with it"
 _MOST_NAMED = 2
 """Fixes that a headline names."""
 _LOOKS = {
     "fixed": Look.GOOD,
-    "fixed here": Look.GOOD,
+    "fixed on this call": Look.GOOD,
     "raises, as intended": Look.GOOD,
     "passes": Look.GOOD,
     "not fixed": Look.BAD,
@@ -74,7 +74,7 @@ class RemedyLine:
     Attributes:
         id: its id.
         change: what it changes, beginning with a capital letter; empty where that is not known.
-        outcome: ``fixed``, ``fixed here`` (the call of a capsule), ``not fixed``, ``not tried``, ``raises, as intended``, ``never reached``; of an ablation
+        outcome: ``fixed``, ``fixed on this call`` (of a capsule), ``not fixed``, ``not tried``, ``raises, as intended``, ``never reached``; of an ablation
             ``passes``, ``fails the same way``, ``fails elsewhere``.
         reason: what decided.
         result: how far its run came, beside the baseline (``3/3 steps; 0/3 without it``); empty without a run.
@@ -227,12 +227,14 @@ def outcome_words(trial: Trial, *, here: bool = False) -> str:
 
     Args:
         trial: of a fix or an ablation.
-        here: it was tried on the call of a capsule: what works is *fixed here*.
+        here: it was tried on the call of a capsule: what works is *fixed on this call*.
     """
     if here and _is_fix(trial):
-        return "fixed here"
+        return "fixed on this call"
     if trial.diagnostic is not None and trial.outcome is not Outcome.NOT_TRIED:
         return _BEARINGS[trial.diagnostic.bearing]
+    if trial.outcome is Outcome.FIXED and trial.remains:
+        return "does not recur, others do"
     if trial.as_intended:
         return "raises, as intended"
     return "never reached" if trial.never_reached else _WORDS[trial.outcome]
@@ -266,8 +268,15 @@ def cured_sentence(trials: Sequence[Trial], *, here: bool = False) -> str:
     safe = [trial.remedy for trial in fixed if trial.safe]
     if safe:
         more = f" (and {len(safe) - _MOST_NAMED} more)" if len(safe) > _MOST_NAMED else ""
-        return f" Fixed{' here' if here else ''} by {' or '.join(safe[:_MOST_NAMED])}{more}."
-    return f" It disappears with {fixed[0].remedy}, which may only hide it." if fixed else ""
+        return f"{' On this call, fixed' if here else ' Fixed'} by {' or '.join(safe[:_MOST_NAMED])}{more}."
+    if fixed:
+        return f" It disappears with {fixed[0].remedy}, which may only hide it."
+    partly = next((trial for trial in trials if trial.outcome is Outcome.FIXED and trial.remains), None)
+    return (
+        f" It does not recur with {partly.remedy}, but {', '.join(partly.remains)} is found."
+        if partly is not None
+        else ""
+    )
 
 
 def remedy_lines(report: Report) -> list[RemedyLine]:
@@ -289,7 +298,7 @@ def _of_trial(trial: Trial, report: Report) -> RemedyLine:
 
 
 def _is_fix(trial: Trial) -> bool:
-    return trial.outcome is Outcome.FIXED and trial.diagnostic is None
+    return trial.outcome is Outcome.FIXED and trial.diagnostic is None and not trial.remains
 
 
 def _mark(trial: Trial) -> str:
@@ -608,7 +617,7 @@ def _surface(consequence: Finding) -> _Fact:
 def _fixed_by(report: Report) -> Iterator[_Fact]:
     fixes = cures(report)[:_MOST]
     if fixes:
-        yield from _labelled("fixed by" if report.replay is None else "fixed here by", "or by", fixes)
+        yield from _labelled("fixed by" if report.replay is None else "on this call, fixed by", "or by", fixes)
         return
     if any(trial.outcome is not Outcome.NOT_TRIED and trial.diagnostic is None for trial in report.trials):
         yield "fixed by", f"none of the fixes tried; `dtypedoctor explain {report.findings[0].id}` lists others"

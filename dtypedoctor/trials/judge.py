@@ -85,16 +85,20 @@ def judge(remedy: Remedy, scenario: Scenario, run: Run, baselines: Baselines) ->
 
 
 def _remaining(before: Sequence[Finding], after: Trace) -> tuple[str, ...]:
-    """Ids of the warnings that are found after the first finding of the untreated run, and in ``after`` too."""
-    known = [finding.id for finding in before if finding.severity is not Severity.INFO]
-    found = {finding.id for finding in analysis_of(after).findings if finding.severity is Severity.WARNING}
-    return tuple(dict.fromkeys(name for name in known[1:] if name in found and name != known[0]))
+    """Ids of the warnings that are found in ``after``, new ones too, but for the first finding of the untreated run."""
+    first = next((finding.id for finding in before if finding.severity is not Severity.INFO), None)
+    warnings = (f.id for f in analysis_of(after).findings if f.severity is Severity.WARNING and f.id != first)
+    return tuple(dict.fromkeys(warnings))
 
 
 def _why_fixed(trace: Trace, before: Sequence[Finding], remains: Sequence[str]) -> str:
     if remains:
-        others = "another finding remains" if len(remains) == 1 else "other findings remain"
-        return f"{before[0].id} does not recur; {others}: {', '.join(remains)}"
+        first = before[0].id if before else "the failure"
+        known = {finding.id for finding in before}
+        kept, new = [name for name in remains if name in known], [name for name in remains if name not in known]
+        others = "another finding remains" if len(kept) == 1 else "other findings remain"
+        also = [f"{others}: {', '.join(kept)}"] if kept else []
+        return "; ".join([f"{first} does not recur", *also, *([f"new: {', '.join(new)}"] if new else [])])
     return f"all steps completed, the finding does not recur, {_finite(trace)}"
 
 
@@ -158,6 +162,8 @@ def _objections(
         )
     if after.steps_completed < after.steps_planned:
         yield f"only {after.steps_completed}/{after.steps_planned} steps completed"
+    if after.steps_completed < baselines.before.steps_completed:
+        yield f"only {after.steps_completed} of the {baselines.before.steps_completed} steps that the run without it completed"
     before = {f.id for f in baselines.findings}
     errors = {f.id for f in baselines.findings if f.severity is not Severity.INFO}
     for finding in analysis.findings:

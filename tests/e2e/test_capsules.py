@@ -113,7 +113,7 @@ def test_a_capsule_replays_without_its_script(tmp_path: Path) -> None:
     said = " ".join(finished.out.split())
     assert "replay of the call of scores (Scores) from capsule capsule, float16 on cpu." in said
     assert "Same verdict as in the run: float16-overflow, aten.mul.Tensor." in said
-    assert "Fixed here by bfloat16 or keep-float32." in said
+    assert "On this call, fixed by bfloat16 or keep-float32." in said
     assert "vocab_size" not in said
     written = (tmp_path / "again" / "report.json").read_text()
     assert str(tmp_path) not in written

@@ -12,8 +12,9 @@ from traces import TraceBuilder
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
+from dtypedoctor.report.run_facts import cured_sentence
 from dtypedoctor.runner.run import Run, WorkerExit
-from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.trace.events import Correction, End, Metric, ProbeLogProbs, Raised, Resources
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.judge import Baselines, judge, not_tried
@@ -103,8 +104,28 @@ def test_a_fix_of_the_first_finding_is_one_although_a_warning_remains() -> None:
     assert trial.reason == "float16-overflow does not recur; another finding remains: update-stall"
 
 
+def test_fixed_by_is_said_only_of_a_run_without_findings() -> None:
+    """A warning that the run of the fix has, and the failing run had not, is named beside it."""
+    trial = tried(updates(), findings=FOUND[:1])
+    assert (trial.outcome, trial.remains) == (Outcome.FIXED, ("update-stall",))
+    assert trial.reason == "float16-overflow does not recur; new: update-stall"
+    assert cured_sentence([trial]) == " It does not recur with bfloat16, but update-stall is found."
+    assert cured_sentence([tried(trained())]) == " Fixed by bfloat16."
+
+
+def test_a_run_that_ends_before_the_failing_one_had_come_so_far_is_not_fixed() -> None:
+    """A script may leave early with a fix; nobody planned its steps."""
+    script = Scenario(
+        name="case", summary="A program.", steps=[ScenarioStep(workload=Script(kind="script", path="train.py"))]
+    )
+    trial = judge(
+        CURE, script, run(trained(1), steps=1), Baselines(before=replace(BEFORE, steps_planned=0), findings=FOUND)
+    )
+    assert trial.reason == "only 1 of the 3 steps that the run without it completed"
+
+
 def test_a_fix_that_leaves_the_first_finding_is_none() -> None:
-    """A warning that comes first has to be gone, and one that is new is in nobody's way."""
+    """A warning that comes first has to be gone."""
     stall = replace(FOUND[0], id="update-stall", severity=Severity.WARNING)
     trial = tried(updates(), findings=(stall, FOUND[0]))
     assert (trial.outcome, trial.reason, trial.remains) == (Outcome.NOT_FIXED, "update-stall recurs", ())

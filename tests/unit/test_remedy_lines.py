@@ -138,13 +138,13 @@ def test_a_fix_that_works_on_the_call_of_a_capsule_is_fixed_here() -> None:
     """Everywhere in the report; whether it fixes the run is another question, and what answers it is named."""
     report = replace(overflow(), replay=REPLAY)
     text = render_markdown(run_document(report))
-    assert {line.outcome for line in remedy_lines(report)} == {"fixed here", "not tried"}
+    assert {line.outcome for line in remedy_lines(report)} == {"fixed on this call", "not tried"}
     assert "dtypedoctor exec --try FIX SCRIPT" in text
     assert "replay of the call of layers.0.mlp (Gemma4TextMLP) from capsule runs/first/capsule, float16" in text
     assert REPLAY["verdict"] in text
-    assert "fixed here by" in dict(summary_facts(report))
-    assert "fixed here" not in render_markdown(run_document(overflow()))
-    assert cured_sentence([report.trials[1]], here=True) == " Fixed here by bfloat16."
+    assert "on this call, fixed by" in dict(summary_facts(report))
+    assert "on this call" not in render_markdown(run_document(overflow()))
+    assert cured_sentence([report.trials[1]], here=True) == " On this call, fixed by bfloat16."
 
 
 def test_a_replay_in_another_dtype_says_what_failed_in_the_run() -> None:

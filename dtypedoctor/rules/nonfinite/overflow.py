@@ -36,17 +36,16 @@ def judge_overflow(origin: Origin) -> Finding | None:
         return None
     op, dtype = origin.op, origin.result.dtype
     limit = limit_of(dtype)
-    later = f"Later {'operators' if place(op) is None else 'modules'} only propagate it."
     statement = Statement(
         id="float16-overflow",
         proven_by=proof(origin),
         summary=f"{dtype} overflow in {short(place(op))}, step {op.step}, {op.phase}: {needs(origin)}.",
         cause=(
             f"{op.op} at {op.source} has finite operands, and a sum inside of it grows beyond the largest finite {dtype} value, "
-            f"{number(limit)}, although the result would not. {later}"
+            f"{number(limit)}, although the result would not."
             if fits(origin)
             else f"{op.op} at {op.source} has finite operands and a result larger than the largest finite {dtype} value, "
-            f"{number(limit)}, which becomes inf.{_of_the_input(op)} {later}"
+            f"{number(limit)}, which becomes inf.{_of_the_input(op)}"
         ),
         evidence=tuple(overflow_evidence(origin)),
     )
@@ -109,7 +108,7 @@ def overflow_evidence(origin: Origin) -> Iterator[str]:
         yield f"The same op on the same operands in {replay.how} is finite, absmax {number(replay.absmax)}."
     seen = origin.incident.site
     if seen is not None and seen.kind == "output" and seen.fqn != place(op):
-        yield f"{short(seen.fqn)} ({seen.cls}) is the first module that outputs inf or NaN; it only propagates it."
+        yield f"{short(seen.fqn)} ({seen.cls}) is the first module that outputs inf or NaN."
     yield from how_the_run_ended(origin.trace)
 
 

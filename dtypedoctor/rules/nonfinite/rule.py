@@ -110,7 +110,7 @@ FLOAT16_OVERFLOW = FindingSpec(
     ablations=("autocast-off", *OF_ANY_FINDING),
     fits_wider_dtype=True,
     nonfinite=True,
-    do_this="Use bfloat16 in the place of float16: its max is 3.4e38, so {module} no longer overflows.",
+    do_this="Use bfloat16 in the place of float16: its max is 3.4e38. That this result then fits is known; that nothing after it overflows, only a run tells.",
     edits=("half-to-bfloat16",),
 )
 ATTENTION_SCORE_OVERFLOW = FindingSpec(
