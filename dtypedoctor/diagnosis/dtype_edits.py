@@ -79,12 +79,16 @@ def _arguments(source: Source, node: ast.Call, op: Op, scene: Scene) -> Changes 
     if op.inplace and isinstance(node.func, ast.Attribute):
         return _into_destination(source, node, node.func.attr, op)
     out = [keyword.value for keyword in node.keywords if keyword.arg == "out"]
-    return _into_out(source, node, source.text(out[0])) if out else _odd_arguments(source, node, op, scene)
+    return (
+        _into_out(source, node, source.text(out[0]), _tensors_in(node, op, len(op.inputs) - 1))
+        if out
+        else _odd_arguments(source, node, op, scene)
+    )
 
 
-def _into_out(source: Source, node: ast.Call, out: str) -> Changes:
+def _into_out(source: Source, node: ast.Call, out: str, tensors: Sequence[int]) -> Changes | None:
     """``function(a, b, out=c)``: the arguments in the dtype of ``c``."""
-    return source, [change for argument in _positional(node) for change in source.after(argument, f".to({out}.dtype)")]
+    return some(source, [change for i in tensors for change in source.after(node.args[i], f".to({out}.dtype)")])
 
 
 def _held(op: Op) -> str | None:
@@ -99,6 +103,9 @@ def _held(op: Op) -> str | None:
 def _module_input(source: Source, node: ast.Call, op: Op, scene: Scene, held: str) -> Changes | None:
     """The input of a module, cast to the dtype that it holds; its output cast back where what follows needs that."""
     argument: ast.expr | None = node.args[0]
+    activations = floats(tensor for tensor in op.inputs if tensor.origin not in ("parameter", "buffer"))
+    if activations and set(activations) == {held}:
+        return None  # what does not fit is inside of the module
     if _outermost_call(scene) == (source, node):
         argument = _argument_in_question(node, op, scene, held)
     if argument is None:
@@ -140,26 +147,48 @@ def _calls_module(scene: Scene) -> bool:
 
 
 def _stored_value(source: Source, target: ast.Subscript) -> Changes | None:
-    """``x[rows] = value``: the value in the dtype of ``x``; so too where the same function writes to the same rows of something else."""
+    """``x[rows] = value``: the value in the dtype of ``x``; so too what else a module or function returns for the same rows of something else."""
     rows = ast.unparse(target.slice)
     assignments = (node for node in ast.walk(function_around(source, target)) if isinstance(node, ast.Assign))
     changes = []
     for node in assignments:
         written = node.targets[0]
-        if isinstance(written, ast.Subscript) and ast.unparse(written.slice) == rows:
+        if not isinstance(written, ast.Subscript) or ast.unparse(written.slice) != rows:
+            continue
+        if written is target or (isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute)):
             changes += source.after(node.value, f".to({source.text(written.value)}.dtype)")
     return (source, changes) if changes else None
 
 
 def _into_destination(source: Source, node: ast.Call, method: str, op: Op) -> Changes | None:
     """``out.index_add_(0, rows, values)``: what is written, in the dtype of ``out``; so too where the same function does it to something else."""
-    count = len(floats(op.inputs[1:]))
+    tensors = _tensors_in(node, op, len(op.inputs) - 1, behind=1)
+    written = [i for i, tensor in zip(tensors, op.inputs[1:], strict=True) if tensor.dtype in DTYPES] if tensors else []
     changes: list[Change] = []
     for call in ast.walk(function_around(source, node)):
-        if count and isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == method:
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            continue
+        if call.func.attr == method and len(call.args) == len(node.args):
             into = f".to({source.text(call.func.value)}.dtype)"
-            changes += [change for arg in _positional(call)[-count:] for change in source.after(arg, into)]
+            changes += [change for i in written for change in source.after(call.args[i], into)]
     return some(source, changes)
+
+
+def _tensors_in(node: ast.Call, op: Op, count: int, *, behind: int = 0) -> list[int]:
+    """Which positional arguments of a call are tensors, of which the operator has got ``count``; empty where that is not known.
+
+    Args:
+        node: the call.
+        op: the operator that it has called.
+        count: how many tensors are among the arguments.
+        behind: how many arguments the operator has before these: what a method is called on.
+    """
+    if op.takes:
+        kinds = op.takes[behind : behind + len(node.args)]
+        positions = [i for i, kind in enumerate(kinds) if kind == "tensor"]
+    else:
+        positions = [i for i, argument in enumerate(node.args) if not isinstance(argument, ast.Constant)]
+    return positions if len(positions) == count else []
 
 
 def _side(source: Source, node: ast.BinOp, op: Op, scene: Scene) -> Changes | None:
@@ -384,7 +413,9 @@ def _set_to(scene: Scene, dtype: str | None) -> Changes | None:
 
 
 def _set_notes(scene: Scene, parameters: Sequence[ParameterNote], dtype: str | None) -> Changes | None:
-    """Gives parameters a dtype, on the lines that gave them theirs."""
+    """Gives parameters a dtype, on the lines that gave them theirs; not because of an average or an optimizer, which are outside of modules."""
+    if scene.rejected is not None and scene.rejected.root < 0:
+        return None
     notes = [note for note in parameters if note.set_span and note.dtype != dtype]
     source = scene.source(_file_of(notes[0])) if notes else None
     if source is None or dtype is None:
@@ -538,7 +569,15 @@ def bfloat16_to_float32(scene: Scene) -> Changes | None:
     source = scene.failing_file()
     if source is None or _is_table(scene):
         return None
-    return some(source, [change for node in _used(source) for change in _without_bfloat16(source, node)])
+    made = [note.set_at for note in _odd_notes(scene) if note.set_at]
+    if made and not any(scene.line_at(place) for place in made):
+        return None  # a library has cast the weights, whatever the file casts
+    return some(source, whole_in_float32(source))
+
+
+def whole_in_float32(source: Source) -> list[Change]:
+    """What makes a file compute in float32 in the place of bfloat16."""
+    return [change for node in _used(source) for change in _without_bfloat16(source, node)]
 
 
 def _used(source: Source) -> Iterator[ast.AST]:
@@ -602,17 +641,17 @@ def half_to_float32(scene: Scene) -> Changes | None:
 
 
 def _half_to(scene: Scene, dtype: str) -> Changes | None:
-    made = next((made for source in scene.program_files() if (made := _without_halves(source, dtype))), None)
-    if made is None:
-        return None
-    source, changes = made
-    return source, changes + [
+    return next(
+        ((source, changes) for source in scene.program_files() if (changes := without_halves(source, dtype))), None
+    )
+
+
+def without_halves(source: Source, dtype: str) -> list[Change]:
+    """What makes a file compute in ``dtype`` in the place of float16."""
+    changes = [change for node in _used(source) for change in _without_half(source, node, dtype)]
+    return changes and changes + [
         change for call in scalers(source) for change in with_keyword(source, call, "enabled=False")
     ]
-
-
-def _without_halves(source: Source, dtype: str) -> Changes | None:
-    return some(source, [change for node in _used(source) for change in _without_half(source, node, dtype)])
 
 
 def _without_half(source: Source, node: ast.AST, dtype: str) -> list[Change]:

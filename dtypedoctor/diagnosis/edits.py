@@ -6,6 +6,7 @@ checked: applied line by line it still parses, and no line of it holds what may 
 
 import ast
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
 from dtypedoctor.diagnosis import dtype_edits, update_edits, value_edits
@@ -19,8 +20,14 @@ def edits_for(scene: Scene, makers: Sequence[str]) -> tuple[tuple[Edit, ...], st
     for name in update_edits.fitting(scene, tuple(makers)):
         made = MAKERS[name](scene)
         if made is not None and (edits := _with_copies(scene, name, *made)):
-            return edits, name
+            return edits, "cast-written" if name == "cast-operand" and _is_a_write(scene) else name
     return (), ""
+
+
+def _is_a_write(scene: Scene) -> bool:
+    """Whether the operator that raised writes to one of its operands, whose dtype stays: so the others are cast, whichever is the odd one."""
+    op = scene.rejected
+    return op is not None and scene.finding.id == "operand-dtype-mismatch" and (op.inplace or op.out_variant)
 
 
 _OF_WEIGHTS = frozenset(
@@ -35,7 +42,21 @@ def _with_copies(scene: Scene, maker: str, source: Source, changes: list[Change]
     dtypes = dtypes_in(changes) if maker in _OF_WEIGHTS else ()
     edits = _checked(scene, source, [*changes, *still_copying(source, changes, modules, dtypes)])
     others = [one for one in scene.imported_files() if one.path != source.path] if edits and dtypes else []
-    return (*edits, *(edit for one in others for edit in _checked(scene, one, still_copying(one, (), set(), dtypes))))
+    for one in others:
+        also = _ELSEWHERE[maker](one) if maker in _ELSEWHERE else []
+        more = _checked(scene, one, [*also, *still_copying(one, also, set(), dtypes)])
+        if also and not more:
+            return ()  # half of a change is none
+        edits = (*edits, *more)
+    return edits
+
+
+_ELSEWHERE: dict[str, Callable[[Source], list[Change]]] = {
+    "half-to-bfloat16": partial(dtype_edits.without_halves, dtype="bfloat16"),
+    "half-to-float32": partial(dtype_edits.without_halves, dtype="float32"),
+    "bfloat16-to-float32": dtype_edits.whole_in_float32,
+}
+"""Makers that change a whole program: what they change in its other files, and in the other cells of a notebook."""
 
 
 def _checked(scene: Scene, source: Source, changes: list[Change]) -> tuple[Edit, ...]:
@@ -130,6 +151,7 @@ INSTEAD = {
     "cast-weights-where-set": "Cast the {dtype} weights to {other}, the dtype of what they meet, on the line that made them {dtype}.",
     "cast-met-weights": "Cast the weights that meet it to {dtype}, on the line that gave them another dtype.",
     "weights-to-float32": "Keep the weights in float32, on the line that gave them half precision: the autocast region casts them where it computes.",
+    "cast-written": "Cast what `{op}` writes to the dtype of the tensor that it writes to.",
     "region-on-device": "Name the device that the tensors are on in `torch.autocast`.",
 }
 """The sentence itself, of makers that do something else than the finding's says."""

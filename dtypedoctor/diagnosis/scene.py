@@ -91,16 +91,33 @@ class Source:
                 yield node
 
     def after(self, node: ast.expr, text: str) -> list[Change]:
-        """``text`` behind ``node``, in parentheses where it needs them."""
-        end = self.end(node)
+        """``text`` behind ``node``, in parentheses where it needs them: a method binds to an operand alone, an operator to what follows as well."""
+        start, end = self.start(node), self.end(node)
+        if not text.startswith((".", "[")):
+            around = ("", "") if self._is_apart(node) else ("(", ")")
+            return [(start, start, around[0].encode()), (end, end, f"{text}{around[1]}".encode())]
         if isinstance(node, ATOMS):
             return [(end, end, text.encode())]
-        start = self.start(node)
         return [(start, start, b"("), (end, end, f"){text}".encode())]
 
     def instead(self, node: ast.expr, text: str) -> Change:
-        """``text`` in the place of ``node``."""
-        return (self.start(node), self.end(node), text.encode())
+        """``text`` in the place of ``node``, in parentheses where what is around it would take a part of it."""
+        new = ast.parse(text.strip(), mode="eval").body
+        whole = isinstance(new, (*ATOMS, ast.Constant, ast.Tuple, ast.List, ast.ListComp)) or self._is_apart(node)
+        return (self.start(node), self.end(node), (text if whole else f"({text})").encode())
+
+    def _is_apart(self, node: ast.expr) -> bool:
+        """Whether ``node`` is an argument, an element or a whole statement, so that no operator or method stands beside it."""
+        parent = self._parents.get(node)
+        if isinstance(parent, ast.Call):
+            return parent.func is not node
+        if isinstance(parent, ast.Subscript):
+            return parent.value is not node
+        return isinstance(parent, (ast.stmt, ast.keyword, ast.Tuple, ast.List, ast.Dict))
+
+    @cached_property
+    def _parents(self) -> dict[ast.AST, ast.AST]:
+        return {child: parent for parent in ast.walk(self.tree) for child in ast.iter_child_nodes(parent)}
 
     def every(self, kind: type[_Any]) -> Iterator[_Any]:
         """The parts of a kind that the file has."""

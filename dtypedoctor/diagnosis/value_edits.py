@@ -247,16 +247,16 @@ def _is_infinity(node: ast.expr) -> bool:
     return ast.unparse(node) in _INFINITIES
 
 
-def _infinities(source: Source) -> Iterator[tuple[ast.expr, str]]:
-    """What fills a tensor with minus infinity, and an expression of the dtype of that tensor."""
+def _infinities(source: Source, recorded: str = "") -> Iterator[tuple[ast.expr, str]]:
+    """What fills a tensor with minus infinity, and an expression of the dtype of that tensor: the one that was recorded where the tensor has no name."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            yield from _filled(source, node, node.func)
+            yield from _filled(source, node, node.func, recorded)
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript) and _is_infinity(node.value):
             yield node.value, f"{source.text(node.targets[0].value)}.dtype"
 
 
-def _filled(source: Source, node: ast.Call, function: ast.Attribute) -> Iterator[tuple[ast.expr, str]]:
+def _filled(source: Source, node: ast.Call, function: ast.Attribute, recorded: str) -> Iterator[tuple[ast.expr, str]]:
     """``x.masked_fill(mask, -inf)``, ``torch.where(mask, x, -inf)``, ``torch.full(size, -inf)``."""
     is_function = ast.unparse(function.value) == "torch"
     given = node.args if is_function else [function.value, *node.args]
@@ -264,7 +264,10 @@ def _filled(source: Source, node: ast.Call, function: ast.Attribute) -> Iterator
         return
     kept, value = sorted((given[-2 if function.attr == "where" and is_function else 0], given[-1]), key=_is_infinity)
     if function.attr in _FILL and _is_infinity(value):
-        yield value, f"{_atom(source, kept)}.dtype"
+        if not isinstance(kept, ast.BinOp | ast.Call) or not (recorded or _calls(kept)):
+            yield value, f"{_atom(source, kept)}.dtype"
+        elif recorded:  # computed once
+            yield value, recorded
     elif function.attr == "full" and _is_infinity(value):
         options = {keyword.arg: source.text(keyword.value) for keyword in node.keywords}
         yield value, options.get("dtype", "torch.get_default_dtype()")
@@ -272,6 +275,10 @@ def _filled(source: Source, node: ast.Call, function: ast.Attribute) -> Iterator
 
 _FILL = frozenset({"masked_fill", "masked_fill_", "full_like", "where"})
 """Functions that put a value into a tensor of the dtype of another argument."""
+
+
+def _calls(node: ast.expr) -> bool:
+    return any(isinstance(part, ast.Call) for part in ast.walk(node))
 
 
 def _atom(source: Source, node: ast.expr) -> str:
@@ -284,7 +291,10 @@ def finite_mask(scene: Scene) -> Changes | None:
     source = scene.failing_file()
     if source is None or not has_torch(source):
         return None
-    changes = [source.instead(value, f"torch.finfo({dtype}).min") for value, dtype in _infinities(source)]
+    mask = _mask(scene)
+    recorded = f"torch.{mask.fill.outputs[0].dtype}" if mask is not None else ""
+    filled = [(value, dtype) for value, dtype in _infinities(source, recorded) if _may_fill(scene, source, mask, value)]
+    changes = [source.instead(value, f"torch.finfo({dtype}).min") for value, dtype in filled]
     for node in ast.walk(source.tree):
         for keyword in node.keywords if isinstance(node, ast.Call) else ():
             if keyword.arg == "key_padding_mask" and isinstance(keyword.value, ast.Name):
@@ -292,11 +302,25 @@ def finite_mask(scene: Scene) -> Changes | None:
     return (source, changes) if changes else None
 
 
-def mask_where_made(scene: Scene) -> Changes | None:
-    """Fills a mask with the smallest finite number of the dtype that it is cast to, where another file makes it or another dtype holds it first."""
+def _may_fill(scene: Scene, source: Source, mask: Mask | None, value: ast.expr) -> bool:
+    """Whether ``value`` is what fills the mask of the failing operator: it stands on the line that does, where that is known."""
+    at = scene.line_at(mask.fill.source or "") if mask is not None else None
+    if at is None or at[0].path != source.path:
+        return True
+    around = source.around(value, ast.stmt)
+    return bool(around) and around[-1].lineno <= at[1] <= (around[-1].end_lineno or at[1])
+
+
+def _mask(scene: Scene) -> Mask | None:
+    """How the rows of -inf came before the failing operator."""
     graph = graph_of(scene.trace)
     here = (op for op in graph.ops if op.op == scene.finding.op and op.source == scene.finding.source)
-    mask = next(filter(None, (mask_before(graph, op) for op in here)), None)
+    return next(filter(None, (mask_before(graph, op) for op in here)), None)
+
+
+def mask_where_made(scene: Scene) -> Changes | None:
+    """Fills a mask with the smallest finite number of the dtype that it is cast to, where another file makes it or another dtype holds it first."""
+    mask = _mask(scene)
     at = scene.line_at(mask.fill.source or "") if mask is not None else None
     if mask is None or at is None or not has_torch(at[0]):
         return None
@@ -546,14 +570,24 @@ _COUNTER = regex(r"\.([A-Za-z_]\w*) == -?\d+\b")
 
 
 def counter_in_tensor(scene: Scene) -> Changes | None:
-    """Keeps a number that changes, and that compiled code depends on, in a tensor; not where it is used as an index."""
+    """Keeps a number that changes, and that compiled code depends on, in a tensor; not where it is used as an index, or is anything but a number."""
     names = {name for text in scene.finding.evidence for name in _COUNTER.findall(text)}
     for source in scene.program_files():
         counted = names - _indices(source)
-        values = [node.value for node in source.every(ast.Assign) if _sets(node.targets[0], counted)]
+        values = [node.value for node in _of_compiled_class(scene, source) if _sets(node.targets[0], counted)]
         if values and has_torch(source):
-            return source, [source.instead(value, f"torch.tensor({source.text(value)})") for value in values]
+            is_number = all(isinstance(value, ast.Constant) and type(value.value) in (int, float) for value in values)
+            tensors = [source.instead(value, f"torch.tensor({source.text(value)})") for value in values]
+            return some(source, tensors if is_number else [])
     return None
+
+
+def _of_compiled_class(scene: Scene, source: Source) -> Iterator[ast.Assign]:
+    """The assignments of the class whose method is compiled, where the finding's line is in one; else those of the file."""
+    at = scene.failing_line()
+    line = at[1] if at is not None and at[0].path == source.path else 0
+    classes = [one for one in source.every(ast.ClassDef) if one.lineno <= line <= (one.end_lineno or 0)]
+    return (node for node in ast.walk(classes[-1] if classes else source.tree) if isinstance(node, ast.Assign))
 
 
 def _indices(source: Source) -> set[str]:

@@ -166,7 +166,7 @@ class Float32Program:
 
     def learn(self, tensor: Tensor, value: Tensor, name: str = "") -> None:
         """``tensor`` is what a cast has left of ``value``; it is the parameter ``name``, where it has a name."""
-        self._keep(Step(_CAST, ((value,), {"dtype": tensor.dtype}), next(_ORDER), value.nbytes, name=name), [tensor])
+        self._keep(Step(_CAST, ((value, tensor.dtype), {}), next(_ORDER), value.nbytes, name=name), [tensor])
 
     def begins_with(self, tensors: Iterable[Tensor]) -> None:
         """Nothing is known of how ``tensors`` came about: a module has returned them, or operators that cannot be run again."""
@@ -312,7 +312,7 @@ class Float32Program:
 
 
 _ORDER = count()
-_CAST = torch.ops.aten._to_copy.default
+_CAST = torch.ops.aten.to.dtype
 
 
 def _mapped(aliases: dict[int, Tensor], value: Any) -> Any:

@@ -234,7 +234,16 @@ class OpTrace(OperatorMode):
         self._last_error = str(error)
         operands = tensors_of(arguments)
         place = self._whereabouts.here(sys._getframe(), _device(operands))
-        self._write(n, str(func), place, (inputs, []), schema=func, scalars=scalars(arguments), error=_line(error))
+        self._write(
+            n,
+            str(func),
+            place,
+            (inputs, []),
+            schema=func,
+            scalars=scalars(arguments),
+            error=_line(error),
+            takes=_takes(arguments),
+        )
         self._note_regions(n, _device(operands))
         self._weights.check(n, str(func), operands, place.root, place.fqn)
         if not any(map(is_spread, operands)):
@@ -250,7 +259,7 @@ class OpTrace(OperatorMode):
             n = self._writer.next_n()
             operands = tensors_of(arguments)
             place = self._whereabouts.here(sys._getframe(), _device(operands))
-            self._write(n, name, place, (self._notes(operands), []), error=_line(error))
+            self._write(n, name, place, (self._notes(operands), []), error=_line(error), takes=_takes(arguments))
             self._note_regions(n, _device(operands))
             replay_refused(self._writer, n, func, arguments)
 
@@ -287,7 +296,7 @@ class OpTrace(OperatorMode):
 
     def _write(self, n: int, name: str, place: OpPlace, tensors: tuple[list[TensorNote], list[TensorNote]], *,
                schema: Any = None, scalars: list[str] | None = None, error: str | None = None,
-               by_name: bool = False) -> None:  # fmt: skip
+               by_name: bool = False, takes: Sequence[str] = ()) -> None:  # fmt: skip
         position = self._position
         self._writer.write(
             Op(
@@ -308,6 +317,7 @@ class OpTrace(OperatorMode):
                 error=error,
                 root=place.root,
                 by_name=by_name,
+                takes=list(takes),
             )
         )
 
@@ -323,6 +333,10 @@ def _device(tensors: list[Tensor]) -> str:
 
 def _line(error: BaseException) -> str:
     return elided(str(error).splitlines()[0]) if str(error) else type(error).__name__
+
+
+def _takes(arguments: Arguments) -> list[str]:
+    return ["tensor" if isinstance(value, Tensor) else type(value).__name__ for value in arguments[0]]
 
 
 def _is_wait(func: Any) -> bool:

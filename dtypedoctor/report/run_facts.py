@@ -271,12 +271,8 @@ def cured_sentence(trials: Sequence[Trial], *, here: bool = False) -> str:
         return f"{' On this call, fixed' if here else ' Fixed'} by {' or '.join(safe[:_MOST_NAMED])}{more}."
     if fixed:
         return f" It disappears with {fixed[0].remedy}, which may only hide it."
-    partly = next((trial for trial in trials if trial.outcome is Outcome.FIXED and trial.remains), None)
-    return (
-        f" It does not recur with {partly.remedy}, but {', '.join(partly.remains)} is found."
-        if partly is not None
-        else ""
-    )
+    partly = [trial for trial in trials if trial.outcome is Outcome.FIXED and trial.remains][:1]
+    return "".join(f" It does not recur with {one.remedy}, but {', '.join(one.remains)} is found." for one in partly)
 
 
 def remedy_lines(report: Report) -> list[RemedyLine]:

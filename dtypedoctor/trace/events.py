@@ -197,7 +197,8 @@ class Op:
     ``fqn`` belongs to, -1 for an op outside of every module call. ``node`` is the autograd node whose backward the op is part of,
     where the op was recorded by the sentinel; ``sentinel`` says that it was, and not by the op trace: then only ops that make, use
     or replace inf or NaN are recorded. ``by_name``: of a cast, whether its line names the dtype
-    (``x.float()``, ``x.to(torch.float32)``) instead of taking it from a variable or another tensor.
+    (``x.float()``, ``x.to(torch.float32)``) instead of taking it from a variable or another tensor. ``takes``: of an op that raised, whether
+    each of its positional arguments is a ``tensor`` or something else.
     """
 
     n: int
@@ -219,6 +220,7 @@ class Op:
     node: str | None = None
     sentinel: bool = False
     by_name: bool = False
+    takes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,10 +95,8 @@ def _why_fixed(trace: Trace, before: Sequence[Finding], remains: Sequence[str]) 
     if remains:
         first = before[0].id if before else "the failure"
         known = {finding.id for finding in before}
-        kept, new = [name for name in remains if name in known], [name for name in remains if name not in known]
-        others = "another finding remains" if len(kept) == 1 else "other findings remain"
-        also = [f"{others}: {', '.join(kept)}"] if kept else []
-        return "; ".join([f"{first} does not recur", *also, *([f"new: {', '.join(new)}"] if new else [])])
+        found = ", ".join(name if name in known else f"{name} (new)" for name in remains)
+        return f"{first} does not recur; found in this run: {found}"
     return f"all steps completed, the finding does not recur, {_finite(trace)}"
 
 

@@ -282,14 +282,24 @@ def test_a_step_without_gradients_is_skipped_where_others_have_some(
     assert ("\n    scaler.step(o0)" in after) == (optimizers == 2 and not strangers)
 
 
-@pytest.mark.parametrize(("use", "counted"), [("y = x / self.age", True), ("y = self.layers[self.age](x)", False)])
-def test_a_number_that_compiled_code_depends_on_is_kept_in_a_tensor(use: str, counted: bool, tmp_path: Path) -> None:
-    """Not where it is an index, which a tensor would break."""
-    text = f"self.age = 0\n{use}\nself.age = step"
+@pytest.mark.parametrize(
+    ("use", "last", "counted"),
+    [
+        ("y = x / self.age", "3", True),
+        ("y = self.layers[self.age](x)", "3", False),
+        ("y = x / self.age", "step", False),
+        ("y = x / self.age", "'warmup'", False),
+    ],
+)
+def test_a_number_that_compiled_code_depends_on_is_kept_in_a_tensor(
+    use: str, last: str, counted: bool, tmp_path: Path
+) -> None:
+    """Not where it is an index, which a tensor would break, nor where it may be anything but a number."""
+    text = f"self.age = 0\n{use}\nself.age = {last}"
     read = program(
         tmp_path, text, evidence=("f was compiled again: self._modules['a'].age == 0; self._modules['a'].age == 1",)
     )
-    expected = f"self.age = torch.tensor(0)\n{use}\nself.age = torch.tensor(step)" if counted else ""
+    expected = f"self.age = torch.tensor(0)\n{use}\nself.age = torch.tensor({last})" if counted else ""
     assert edited(read, "counter-in-tensor") == expected
 
 
@@ -680,3 +690,88 @@ def test_a_trained_head_gets_its_input_in_its_own_dtype(line: str, trained: bool
     last = trained and line.startswith("return")
     after = text.replace("self.head(x)", "self.head(x.to(torch.float32))").strip().replace("\n\n", "\n")
     assert edited(read, "cast-head-input") == (after if last else "")
+
+
+def lerped(tmp_path: Path, *lines: str, takes: list[str], root: int = -1) -> Scene:
+    """``lerp_`` of bfloat16 into float32 on the last of these lines, outside of modules."""
+    text = "\n".join(lines)
+    program(tmp_path, text)
+    operands = [tensor(1, dtype="float32"), tensor(2, dtype="bfloat16", name="weight", origin="parameter")]
+    call = lines[-1].strip()
+    builder = failing(
+        tmp_path,
+        (len(lines) + 1, call, ""),
+        op="aten.lerp_.Scalar",
+        inputs=operands,
+        inplace=True,
+        takes=takes,
+        root=root,
+    )
+    weights = parameter("weight", "bfloat16", (2, 2, 8, 32), set_at=f"{tmp_path}/train.py:2")
+    met = (Link(op="load-dtype: weight", fqn=None, dtype_in=None, dtype_out="bfloat16", source="train.py:2"),)
+    return program(tmp_path, text, builder, weights, id="operand-dtype-mismatch", dtype="float32", met=met)
+
+
+def test_only_an_argument_that_was_seen_to_be_a_tensor_is_cast(tmp_path: Path) -> None:
+    """The weight of an average is a number of Python's, whatever expression it is; where it is not known which one is a tensor, none is cast."""
+    made = ("model = net.to(torch.bfloat16)", "average.lerp_(p, 1 - decay)")
+    read = lerped(tmp_path, *made, takes=["tensor", "tensor", "float"])
+    assert edited(read, "cast-operand").endswith("average.lerp_(p.to(average.dtype), 1 - decay)")
+    assert edits_for(read, ["cast-operand"])[1] == "cast-written"
+    assert edited(lerped(tmp_path, *made, takes=[]), "cast-operand") == ""
+
+
+def test_weights_keep_their_dtype_where_they_meet_another_outside_of_modules(tmp_path: Path) -> None:
+    """An average of the weights in float32 asks for a cast where it is updated, not for a float32 model."""
+    made = ("model = net.to(torch.bfloat16)", "average.lerp_(p, 1 - decay)")
+    assert edited(lerped(tmp_path, *made, takes=["tensor"] * 3), "cast-met-weights") == ""
+
+
+def test_of_other_writes_to_the_same_rows_only_what_a_call_returns_is_cast(tmp_path: Path) -> None:
+    """A flag that is set for these rows is no tensor."""
+    text = "def f(self, x, rows):\n    out[rows] = self.a(x)\n    more[rows] = self.b(x)\n    done[rows] = True\n"
+    program(tmp_path, text)
+    builder = failing(tmp_path, (3, "out[rows]", ""), op="aten.index_put_.default", inplace=True)
+    after = edited(program(tmp_path, text, builder), "cast-operand")
+    assert "out[rows] = self.a(x).to(out.dtype)" in after
+    assert "more[rows] = self.b(x).to(more.dtype)" in after
+    assert "done[rows] = True\n" in f"{after}\n"
+
+
+@pytest.mark.parametrize(
+    ("maker", "op", "old", "new"),
+    [
+        ("keep-in-domain", "nll_loss", "y = F.cross_entropy(x, t).mul(c)", 'y = (F.cross_entropy(x, t, reduction="sum") / (t != -100).sum().clamp_min(1)).mul(c)'),
+        ("keep-in-domain", "nll_loss", "y = 2 ** F.cross_entropy(x, t)", 'y = 2 ** (F.cross_entropy(x, t, reduction="sum") / (t != -100).sum().clamp_min(1))'),
+    ],
+)  # fmt: skip
+def test_what_is_changed_keeps_to_itself(maker: str, op: str, old: str, new: str, tmp_path: Path) -> None:
+    """An operator behind an expression would take what follows it, or be taken by what stands before it."""
+    assert edited(program(tmp_path, old, op=f"aten.{op}.default"), maker) == new
+
+
+def test_no_input_is_cast_to_the_dtype_that_it_has(tmp_path: Path) -> None:
+    """The statistics of a norm differ from its weights; its input is in the dtype of these."""
+    program(tmp_path, "y = norm(x)")
+    held = [tensor(2, dtype="bfloat16", origin="parameter"), tensor(3, dtype="float32", origin="buffer")]
+    builder = failing(tmp_path, (2, "norm(x)", CALL), inputs=[tensor(1, dtype="bfloat16"), *held])
+    assert edited(program(tmp_path, "y = norm(x)", builder, dtype="bfloat16"), "cast-operand") == ""
+
+
+def test_a_dtype_is_changed_in_all_files_of_a_program(tmp_path: Path) -> None:
+    """The model is cast in one file, its input in another."""
+    (tmp_path / "parts.py").write_text("import torch\n\ndef batch(x):\n    return x.half()\n")
+    read = program(tmp_path, "import parts\nnet = net.half()\ny = net(parts.batch(x))\n")
+    edits, _ = edits_for(read, ["half-to-bfloat16"])
+    assert [(edit.file, edit.new.strip()) for edit in edits] == [
+        ("train.py", "net = net.bfloat16()"),
+        ("parts.py", "return x.bfloat16()"),
+    ]
+
+
+def test_weights_that_a_library_has_cast_are_no_reason_to_change_other_casts(tmp_path: Path) -> None:
+    """A trainer casts the model; a copy that the program makes for a comparison has nothing to do with it."""
+    text = "before = net.weight.bfloat16()"
+    weights = parameter("weight", "bfloat16", (9, 9, 0, 4), set_at="/site-packages/trainer.py:9")
+    assert edited(program(tmp_path, text, None, weights), "bfloat16-to-float32") == ""
+    assert edited(program(tmp_path, text), "bfloat16-to-float32") != ""

@@ -101,14 +101,14 @@ def test_a_fix_of_the_first_finding_is_one_although_a_warning_remains() -> None:
     stall = replace(FOUND[0], id="update-stall", severity=Severity.WARNING)
     trial = tried(updates(), findings=(FOUND[0], stall))
     assert (trial.outcome, trial.remains) == (Outcome.FIXED, ("update-stall",))
-    assert trial.reason == "float16-overflow does not recur; another finding remains: update-stall"
+    assert trial.reason == "float16-overflow does not recur; found in this run: update-stall"
 
 
 def test_fixed_by_is_said_only_of_a_run_without_findings() -> None:
     """A warning that the run of the fix has, and the failing run had not, is named beside it."""
     trial = tried(updates(), findings=FOUND[:1])
     assert (trial.outcome, trial.remains) == (Outcome.FIXED, ("update-stall",))
-    assert trial.reason == "float16-overflow does not recur; new: update-stall"
+    assert trial.reason == "float16-overflow does not recur; found in this run: update-stall (new)"
     assert cured_sentence([trial]) == " It does not recur with bfloat16, but update-stall is found."
     assert cured_sentence([tried(trained())]) == " Fixed by bfloat16."
 
