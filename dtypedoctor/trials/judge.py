@@ -160,7 +160,7 @@ def _objections(
         )
     if after.steps_completed < after.steps_planned:
         yield f"only {after.steps_completed}/{after.steps_planned} steps completed"
-    if after.steps_completed < baselines.before.steps_completed:
+    if not after.steps_planned and after.steps_completed < baselines.before.steps_completed:
         yield f"only {after.steps_completed} of the {baselines.before.steps_completed} steps that the run without it completed"
     before = {f.id for f in baselines.findings}
     errors = {f.id for f in baselines.findings if f.severity is not Severity.INFO}
