@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.readable import held_values
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.statistics import Rooted, measurable
+from dtypedoctor.instrument.statistics import Rooted, measurable, out_of_their_sight
 from dtypedoctor.trace.records.execution import ParameterEnds
 from dtypedoctor.values import dataclass
 
@@ -83,15 +83,18 @@ class ParameterJourneys:
 
 
 def _copies(named: Sequence[Rooted]) -> list[Tensor]:
-    """Some elements of each parameter as float32; none of one that cannot be read now, such as a freed shard."""
+    """Some elements of each parameter as float32; none of one that cannot be read now."""
     copies = []
-    for _, _, parameter in named:
-        values = parameter if measurable(parameter) else held_values(parameter)
-        if values is None or not values.is_contiguous():
-            copies.append(torch.empty(0))
-            continue
-        flat = values.detach().view(-1)
-        copies.append(flat[:: -(-flat.numel() // SAMPLED) or 1].to(torch.float32, copy=True))
+    with out_of_their_sight():
+        for _, _, parameter in named:
+            values = parameter if measurable(parameter) else held_values(parameter)
+            # FSDP2 frees the storage of a unit's parameters between calls and leaves their sizes as they were
+            freed = values is None or not measurable(values) or not values.untyped_storage().nbytes()
+            if values is None or freed or not values.is_contiguous():
+                copies.append(torch.empty(0))
+                continue
+            flat = values.detach().view(-1)
+            copies.append(flat[:: -(-flat.numel() // SAMPLED) or 1].to(torch.float32, copy=True))
     return copies
 
 
