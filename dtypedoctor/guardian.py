@@ -19,6 +19,8 @@ FOLLOW = "--follow"
 ENOUGH_ROOM = 1 << 30
 """Bytes; a folder on a disk with less is taken where no other has more."""
 
+SECONDS_BETWEEN_LOOKS = 1.0
+
 
 def make_private_folder(name: str, program: Iterable[str], beside: str = ".") -> str:
     """Makes a folder that only this user can enter, and in none of the folders that a program may take for its own.
@@ -179,17 +181,20 @@ def _guard() -> None:
 
 
 def _follow(process: int, source: str, wanted: str) -> None:
-    """Moves a record when a process has ended that has not done so itself. This process is nobody's child."""
+    """Moves a record when a process has ended that has not done so itself. This process is nobody's child, and ends when there is nothing to move."""
     import select
 
     ended = os.pidfd_open(process)
     if os.fork():
         return
     os.setsid()
+    os.chdir("/")
     os.closerange(3, ended)
     os.closerange(ended + 1, 1 << 12)
-    select.select([ended], [], [])
-    _move(source, wanted, merge=True)
+    while os.path.isdir(source):
+        if select.select([ended], [], [], SECONDS_BETWEEN_LOOKS)[0]:
+            _move(source, wanted, merge=True)
+            return
 
 
 def _move(source: str, wanted: str, merge: bool) -> None:

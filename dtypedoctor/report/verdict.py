@@ -401,7 +401,9 @@ def _part_recorded(treatment: Treatment) -> str:
         return f"on {counted(len(ranks), 'rank')} of {size_of(ranks)}; not recorded here: {others}"
     # What came after the last record is not known: os._exit leaves so, and exec, and a daemon's parent.
     unended = next((run for run in (treatment.before, *treatment.before.ranks) if run.trace.end is None), None)
-    return f"before {_why(unended)}" if unended is not None else ""
+    if unended is None or (unended.others and unended.trace.last(Became) is not None):  # which has recorded itself
+        return ""
+    return f"before {_why(unended)}"
 
 
 def _healthy(treatment: Treatment, measured: Measured, noted: Finding | None) -> str:

@@ -82,17 +82,23 @@ class _Process:
         from dtypedoctor.redaction.redact import write_request_file
         from dtypedoctor.worker.script import ScriptRecording
 
-        self._is_first = JOB not in os.environ
-        self._job = os.environ.get(JOB, "")
-        if self._is_first:
+        is_new = JOB not in os.environ
+        if is_new:
             self._wanted = _run_directory()
             self._job = _new_job(self._wanted)
-        elif not os.path.isdir(self._job):  # the job is over, and its record has been moved
-            return
-        place = _place(Path(self._job, BEFORE), is_first=self._is_first)
+        else:
+            self._job = os.environ[JOB]
+            if not os.path.isdir(self._job):  # the job is over, and its record has been moved
+                return
+            with open(os.path.join(self._job, JOB_FILE), encoding="utf-8") as file:
+                first = json.load(file)
+            self._wanted = first["to"]
+        # After os.exec the first process is still the one that ends the job.
+        self._is_first = is_new or first["pid"] == self._owner
+        place = _place(Path(self._job, BEFORE), is_first=is_new)
         if place is None:
             return
-        if self._is_first:
+        if is_new:
             os.environ[JOB] = self._job
             self._tell(failed=False)
         request = request_of(sys.argv)
@@ -123,7 +129,7 @@ class _Process:
 
     def _tell(self, *, failed: bool) -> None:
         with open(os.path.join(self._job, JOB_FILE), "w", encoding="utf-8") as file:
-            json.dump({"argv": sys.orig_argv, "failed": failed}, file)
+            json.dump({"argv": sys.orig_argv, "failed": failed, "pid": self._owner, "to": self._wanted}, file)
 
     def _write_report(self) -> None:
         """In a process of its own: nothing of it comes into the program's."""

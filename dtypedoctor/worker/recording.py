@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -214,7 +215,8 @@ def move_when_this_process_ends(private: str, wanted: str) -> None:
     command = [sys.executable, "-I", "-S", guardian.PROGRAM, guardian.FOLLOW, str(getpid()), private, wanted]
     with not_told_of_children():
         started = os.posix_spawn(sys.executable, command, os.environ, file_actions=nowhere)
-        os.waitpid(started, 0)  # it has forked, and ends
+        with suppress(ChildProcessError):  # a thread of the program waits for any child
+            os.waitpid(started, 0)  # it has forked, and ends
 
 
 HOME = str(Path(__file__).resolve().parents[1])

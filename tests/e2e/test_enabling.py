@@ -144,6 +144,16 @@ def test_a_program_that_deletes_its_records_is_told_so(enabled: Light) -> None:
     assert not (enabled.folder / "runs").exists()
 
 
+def test_a_program_that_a_program_becomes_is_recorded_too(enabled: Light) -> None:
+    """After os.execv it is the same process, which has one report written at its end, with what failed in the second program."""
+    became = "import os, sys, torch\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))\n"
+    (enabled.folder / "first.py").write_text(f"{became}os.execv(sys.executable, [sys.executable, 'train.py', '0'])")
+    done = enabled("first.py", DTYPEDOCTOR="1")
+    assert done.code == 1, done.err
+    (run,) = (enabled.folder / "runs").iterdir()
+    assert [finding["id"] for finding in report_of(run)["findings"]] == ["operand-dtype-mismatch"]
+
+
 def test_what_a_killed_program_recorded_is_moved_to_where_its_report_would_be(enabled: Light) -> None:
     """Nothing of ours lies in its folder until it ends, by SIGKILL too, and its children are its own."""
     killed = "import os, torch\nassert sorted(os.listdir('.')) == before\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))"
