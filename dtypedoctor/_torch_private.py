@@ -16,7 +16,7 @@ import gc
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from importlib import import_module
 from operator import attrgetter
 from types import CodeType, MethodType
@@ -29,6 +29,7 @@ from torch._C import _current_autograd_node, _is_torch_function_mode_enabled, _l
 from torch._C._autograd import _get_sequence_nr
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch.amp import GradScaler
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as _modules
 from torch.utils import _python_dispatch, _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
@@ -103,11 +104,22 @@ unwrapped: Callable[[Any], Tensor] = get_unwrapped
 """What is behind one level of a tensor of a transformation."""
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """The signature of an operator."""
-parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+
+
+def _held_as(name: str) -> Callable[[nn.Module], Any]:
+    """Reads what a module holds under ``name`` past ``__getattr__`` and properties, which are the program's code; a module without it holds nothing."""
+
+    def held_by(module: nn.Module) -> Any:
+        return object.__getattribute__(module, "__dict__").get(name, {})
+
+    return held_by
+
+
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = _held_as("_parameters")
 """The parameters that a module holds itself: what it changes, and also those that are None."""
-buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = _held_as("_buffers")
 """The buffers that a module holds itself: what it changes, and also those that are None."""
-children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = _held_as("_modules")
 """The modules that a module holds itself, and also those that are None."""
 HELD_APART = frozenset({"_parameters", "_buffers", "_modules"})
 """Attributes of a module in which those are."""
@@ -192,6 +204,60 @@ def version_of(tensor: Tensor) -> int:
         return tensor._version
     except (RuntimeError, AttributeError):
         return -1
+
+
+class MemoryRef:
+    """Refers to where a tensor's values lie, and neither keeps them nor hangs on the tensor: one with a weak reference to it cannot be swapped for
+    another, as ``Module.double()`` may do."""
+
+    __slots__ = ("_held", "_layout")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._held: StorageWeakRef | None = None
+        self._layout: tuple[Any, ...] = ()
+        with DisableTorchFunction(), suppress(NotImplementedError, RuntimeError):  # some have no memory of their own
+            self._layout = _layout_of(tensor)
+            self._held = StorageWeakRef(tensor.untyped_storage())
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` has these values, or what was written over them: a memory that is referred to leaves its address to no other."""
+        if self._held is None:
+            return False
+        with DisableTorchFunction(), suppress(NotImplementedError, RuntimeError):
+            return self._held.cdata == memory_key(tensor.untyped_storage()) and _layout_of(tensor) == self._layout
+        return False
+
+    def tensor(self) -> Tensor | None:
+        """The values, in a tensor without a graph that shares their memory; None where the program has let go of it."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._held.cdata) if self._held is not None else None
+        if storage is None:
+            return None
+        dtype, *layout = self._layout
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *layout)
+
+
+def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+class Writes:
+    """Tells whether a tensor has been written to since, without a reference to it: weak ones, too, keep ``swap_tensors`` from its work.
+
+    A detached tensor shares the count of writes. It would keep the memory as well, so it is given an empty one.
+    """
+
+    __slots__ = ("_before", "_detached")
+
+    def __init__(self, tensor: Tensor) -> None:
+        with torch.no_grad():
+            self._detached = tensor.detach()
+            self._detached.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._before = version_of(tensor)
+
+    @property
+    def happened(self) -> bool:
+        """Whether it was; False where torch does not count, also when the tensor is gone."""
+        return self._before >= 0 and version_of(self._detached) != self._before
 
 
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:

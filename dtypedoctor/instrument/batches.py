@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -49,7 +48,6 @@ class Row:
         version: its version when it was handed over.
         stream: handle of the stream that it was handed over on.
         address: where its data lay when it was handed over.
-        held: the tensor as long as it lives; of a row with a gate nobody asks.
         gate: a row that must not be finite for this one to be measured.
         entries: sequence number, step, call and site of each sample that it is.
         doubts: what to look at if it is not finite.
@@ -64,7 +62,6 @@ class Row:
         "doubts",
         "entries",
         "gate",
-        "held",
         "index",
         "lost",
         "stream",
@@ -79,7 +76,6 @@ class Row:
         self.version = version
         self.address = address
         self.stream = stream
-        self.held = ref(tensor) if tensor is not None and gate is None else None
         self.gate = gate
         self.entries: tuple[tuple[int, int, int, int], ...] = ()
         self.doubts: tuple[Any, ...] = ()

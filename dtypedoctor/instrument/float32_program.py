@@ -7,18 +7,26 @@ float32, back to the last exact values. If that is finite, the operators behind 
 without which it is not finite is the one that rounds.
 """
 
-import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import field
 from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dtypedoctor._torch_private import OpOverload, has_no_memory, is_wrapped, tree_map, without_autocast
+from dtypedoctor._torch_private import (
+    OpOverload,
+    buffers_of,
+    has_no_memory,
+    is_wrapped,
+    parameters_of,
+    tree_map,
+    without_autocast,
+)
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import (
     Arguments,
@@ -60,22 +68,28 @@ class Originals:
 
     def __init__(self) -> None:
         self.outside: Float32Program | None = None
-        self._held: list[tuple[weakref.ref[Tensor], Tensor]] = []
+        self._of: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
-    def cast(self, original: Tensor, result: Tensor) -> None:
-        """``result`` is to hold ``original`` in its own, narrower dtype."""
+    def cast(self, original: Tensor, result: Tensor, owner: nn.Module, name: str) -> None:
+        """``result``, which ``owner`` has under ``name``, is to hold ``original`` in its own, narrower dtype."""
         if not _is_small_cast(original, result):
             return
         exact = original.detach().float()
         rounded = exact.to(result.dtype).float()
         if bool(((rounded == 0) & (exact != 0) | (rounded.isinf() & exact.isfinite())).any()):
-            self._held.append((weakref.ref(result), exact.clone()))
+            self._of.setdefault(owner, {})[name] = exact.clone()
 
-    def of(self, tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Those of ``tensors`` that still hold what a cast has left of their original, with the original."""
-        known = {id(tensor): original for ref, original in self._held if (tensor := ref()) is not None}
-        found = [(t, known[id(t)]) for t in tensors if id(t) in known]
-        return [(t, o) for t, o in found if t.shape == o.shape and torch.equal(o.to(t.dtype), t.detach())]
+    def left(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The parameters and buffers that still hold what a cast has left of their original, with the original."""
+        for owner, originals in self._of.items():
+            held = {**parameters_of(owner), **buffers_of(owner)}
+            for name, original in originals.items():
+                tensor = held.get(name)
+                if tensor is None or not measurable(tensor) or tensor.shape != original.shape:
+                    continue
+                there = original.to(tensor.device)
+                if torch.equal(there.to(tensor.dtype), tensor.detach()):
+                    yield tensor, there
 
 
 def _is_small_cast(original: Tensor, result: Tensor) -> bool:

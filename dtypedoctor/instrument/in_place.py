@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.cuda import is_current_stream_capturing
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import at_end_of_backward, hook_gradient, transformation
+from dtypedoctor._torch_private import DisableTorchFunction, at_end_of_backward, hook_gradient, transformation
 from dtypedoctor.instrument.alone import calls_alone, is_of_several, is_sharded, parameter_not_here
 from dtypedoctor.instrument.copies import MAX_HELD, CopiesOfParameters, share_of_device
 from dtypedoctor.instrument.facts import packed_dtypes
 from dtypedoctor.instrument.float32_program import Originals
-from dtypedoctor.instrument.live_call import LiveCall, mapped, tensors_of
+from dtypedoctor.instrument.live_call import LiveCall, as_leaf, mapped, tensors_of
+from dtypedoctor.instrument.module_tree import named_tensors, owner_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import why_opaque
 from dtypedoctor.instrument.optimizer_replay import OptimizerReplays
@@ -36,11 +37,10 @@ from dtypedoctor.instrument.repeated_call import (
     KeptCall,
     Made,
     RepeatedCall,
+    Version,
     bytes_of,
     is_finite,
-    itself,
     type_and_message,
-    versions_of,
 )
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import out_of_their_sight
@@ -156,7 +156,7 @@ class InPlaceReplays:
         self._copies = CopiesOfParameters(session)
         self._steps = OptimizerReplays(session, self._new_trace, measure)
         self._late = False
-        self._some: WeakKeyDictionary[nn.Module, tuple[ref[Tensor], ...]] = WeakKeyDictionary()
+        self._some: WeakKeyDictionary[nn.Module, tuple[tuple[ref[nn.Module], str], ...]] = WeakKeyDictionary()
         self._alone: WeakKeyDictionary[nn.Module, tuple[type, frozenset[int], bool]] = WeakKeyDictionary()
         self._sharded = False
         self._asked = False
@@ -260,8 +260,8 @@ class InPlaceReplays:
         live = LiveCall.entered(
             module,
             found[1] if found is not None else "",
-            mapped(tuple(args), itself, memo),
-            mapped(dict(kwargs), itself, memo),
+            mapped(tuple(args), _without_graph, memo),
+            mapped(dict(kwargs), _without_graph, memo),
         )
         size = bytes_of(tensor for _, tensor in live.inputs())
         if size > MAX_HELD:
@@ -274,19 +274,19 @@ class InPlaceReplays:
             call=position.call,
             overrides=tuple(position.overrides),
             regions=self._session.autocast.open_regions,
-            versions=versions_of(self._some_parameters(module)),
+            versions=tuple(Version.of(owner, name) for owner, name in self._some_parameters(module)),
         )
         self._keep(self._current)
         self._held.keep(position.call, live)
 
-    def _some_parameters(self, module: nn.Module) -> "tuple[ref[Tensor], ...]":
-        """A few of the parameters of an outermost module, far apart: who updates some updates others too."""
-        found = self._some.get(module)
-        if found is None:
-            parameters = list(module.parameters())
-            found = tuple(map(ref, parameters[:: -(-len(parameters) // VERSIONS) or 1]))
-            self._some[module] = found
-        return found
+    def _some_parameters(self, module: nn.Module) -> "tuple[tuple[ref[nn.Module], str], ...]":
+        """A few of the parameters of an outermost module, far apart, by owner and name: who updates some updates others too."""
+        some = self._some.get(module)
+        if some is None:
+            names = [name for name, _ in named_tensors(module, buffers=False)]
+            owners = (owner_of(module, name) for name in names[:: -(-len(names) // VERSIONS) or 1])
+            some = self._some[module] = tuple((ref(owner), name) for owner, name in owners)
+        return some
 
     def _keep(self, entered: KeptCall) -> None:
         """Keeps a call, and lets go of those before it as far as they are too old or too large."""
@@ -323,7 +323,7 @@ class InPlaceReplays:
         kept.error = None  # the program has caught what was raised inside
         tensors = list(tensors_of(output))
         with torch.no_grad(), out_of_their_sight():
-            kept.made = [Made.of(tensor) for tensor in tensors]
+            kept.made = list(map(Made, tensors))
         for index, tensor in enumerate(tensors):
             if _comes_back(tensor) and bytes_of([tensor]) <= MAX_HELD:
                 hook_gradient(tensor, _KeepGradient(kept.live.gradients, index))
@@ -607,6 +607,15 @@ class InPlaceReplays:
         with kept.with_its_parameters(), self._aside(), self._modules.following(replay), self._phases.standing_aside():
             doubt = replay.run(kept.backward if backward else kept.number, backward=backward, error=error)
         self._spent += perf_counter() - began
+        try:
+            return self._tell_replay(kept, why, replay, inner, doubt)
+        finally:
+            replay.let_go()
+
+    def _tell_replay(
+        self, kept: KeptCall, why: str, replay: RepeatedCall, inner: InnerCalls | None, doubt: str
+    ) -> bool:
+        """Writes what a replay has shown; whether it went as the call did, and has made the gradient that is looked for."""
         if replay.why_not:
             name = kept.live.fqn or "the model"
             self._session.guard.tell(REPLAY_OF_FAILURES, f"a call of {name} cannot be made again: {replay.why_not}")
@@ -771,6 +780,14 @@ class _KeepGradient:
 def is_inside(fqn: str, outer: str) -> bool:
     """Whether ``fqn`` names the module ``outer`` or one in it."""
     return not outer or fqn == outer or fqn.startswith(f"{outer}.")
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    """A tensor by reference, and not what it was computed from: its graph holds parameters, which could not be swapped for others then."""
+    if tensor.grad_fn is None:
+        return tensor
+    with out_of_their_sight(), DisableTorchFunction():
+        return as_leaf(tensor)
 
 
 def _comes_back(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import field, replace
+from traceback import clear_frames
 from types import SimpleNamespace
 from typing import Any
 
@@ -231,6 +232,10 @@ class LiveCall:
             with contained() as pulled:
                 repeat.gradients = made.pulled(repeat.output, repeat.upstream)
             repeat.error = pulled.error
+        if repeat.error is not None:
+            clear_frames(
+                repeat.error.__traceback__
+            )  # their variables hold the graph, and this frame the exception: a circle
         return repeat
 
     def pulled(self, output: Any, upstream: Mapping[int, Tensor]) -> dict[str, Tensor]:

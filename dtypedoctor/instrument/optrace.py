@@ -127,8 +127,9 @@ class OpTrace(OperatorMode):
             self._weights.look_at(self._names)
             names = {id(tensor): f"{'buffer' if is_buffer else 'parameter'} {name}"
                      for _, name, tensor, _, is_buffer in self._names.tensors()}  # fmt: skip
-            for tensor, original in self._originals.of([tensor for _, _, tensor, _, _ in self._names.tensors()]):
-                self._program.learn(tensor, original, names[id(tensor)])
+            for tensor, original in self._originals.left():
+                if id(tensor) in names:
+                    self._program.learn(tensor, original, names[id(tensor)])
 
     def _made_of_number(self, result: Tensor, number: float) -> None:
         with self._aside():

@@ -18,7 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from dtypedoctor._torch_private import version_now, version_of
+from dtypedoctor._torch_private import Writes, version_now, version_of
 from dtypedoctor.instrument import batches
 from dtypedoctor.instrument.batches import Batches, Row
 from dtypedoctor.instrument.budget import Budget
@@ -92,14 +92,14 @@ class ImmediateRecorder:
         self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()
     ) -> None:
         """Measures ``rows`` and, only if one of them is not finite, also what was ``given`` to ``source``."""
-        if self._write(rows, when):
+        if self._write(rows, when, of_call=source is not None):
             return
         self.suspicious = True
         self.heard(rows, when[1:], source, given)
         if source is not None and given:  # whether it came in from outside decides who is to blame
             found = [(self._sites.id_of(source.place, source.looks(path, t)), t) for path, t in given]
             _, step, call = when
-            self._write(found, (self._writer.next_n(len(found)), step, call))
+            self._write(found, (self._writer.next_n(len(found)), step, call), of_call=False)
 
     def record_one(
         self, site: int, tensor: Tensor, step: int, call: int, source: Source | None = None, given: Sequence[Named] = ()
@@ -108,7 +108,7 @@ class ImmediateRecorder:
         writer = self._writer
         n = writer.following
         writer.following = n + 1
-        extent = self._extent(tensor)
+        extent = self._extent(tensor, of_call=True)
         if extent.finite and self._budget is None:
             writer.write_finite(n, step, call, site, extent.absmax)
         else:
@@ -116,24 +116,20 @@ class ImmediateRecorder:
         return n
 
     def begin_call(self) -> None:
-        """Forgets what was measured: from here on it is another call's."""
-        self._known.clear()
+        """Does nothing: what was measured before was forgotten when its call ended."""
 
     def end_call(self) -> None:
-        """Does nothing: everything has been written."""
+        """Forgets what was measured: a tensor with a weak reference to it cannot be swapped for another, as ``Module.double()`` may do."""
+        self._known.clear()
 
-    def flush(self) -> None:
-        """Does nothing: everything has been written."""
+    flush = finish = end_call
 
-    def finish(self) -> None:
-        """Does nothing: everything has been written."""
-
-    def _write(self, rows: Rows, when: tuple[int, int, int]) -> bool:
+    def _write(self, rows: Rows, when: tuple[int, int, int], *, of_call: bool) -> bool:
         lines: list[SampleRow] = []
         finite = True
         n, step, call = when
         for number, (site, tensor) in enumerate(rows, n):
-            extent = self._extent(tensor)
+            extent = self._extent(tensor, of_call=of_call)
             if self._budget is not None:
                 self._budget.measured(step, site, self._sites.kind(site), self._sites.dtypes[site], extent.absmax)
             if not extent.finite:
@@ -143,8 +139,11 @@ class ImmediateRecorder:
         self._writer.write_samples(*when, lines)
         return finite
 
-    def _extent(self, tensor: Tensor) -> Extent:
-        """Measures each distinct tensor once: a container usually returns what its last child returned."""
+    def _extent(self, tensor: Tensor, *, of_call: bool) -> Extent:
+        """Measures each distinct tensor once: a container usually returns what its last child returned.
+
+        Only what a module call made is remembered, until the call ends. A parameter or an input outlives it, and must not carry a weak reference.
+        """
         held = self._known.get(id(tensor))
         version = version_of(tensor)
         if held is not None and held[0]() is tensor and held[1] == version:
@@ -155,7 +154,8 @@ class ImmediateRecorder:
             extent = measure_one(tensor)
         finally:
             here.muted -= 1
-        self._known[id(tensor)] = (ref(tensor), version, extent)
+        if of_call:
+            self._known[id(tensor)] = (ref(tensor), version, extent)
         return extent
 
 
@@ -202,14 +202,14 @@ class StreamRecorder:
         self._news = news
         self._device = device
         self._batches = Batches(rows, device)
-        self._known: dict[int, Row] = {}
+        self._known: dict[int, tuple[ref[Tensor], Row]] = {}
+        """The rows of what the module calls that are running have made, by the identity of the tensor."""
         self._waiting: deque[_Waiting] = deque()
         self._waiting_bytes = 0
-        self._forgotten: list[dict[int, Row]] = []
         self._confirmed: deque[_Doubt] = deque()
         self._calm: set[int] = set()
         self._restless: set[int] = set()
-        self._new: list[tuple[ref[Tensor], int, int]] = []
+        self._new: list[tuple[Writes, int]] = []
         self._changed = 0
         self._lock = threading.RLock()
         self._ended = threading.Event()
@@ -232,7 +232,7 @@ class StreamRecorder:
                 self.record(rows, when, source, given)
             return
         with self._lock:
-            returned = self._hand_over(rows, when)
+            returned = self._hand_over(rows, when, of_call=source is not None)
             if source is not None and given:
                 _, step, call = when
                 self._doubt(returned, source, given, (self._writer.next_n(len(given)), step, call))
@@ -274,7 +274,7 @@ class StreamRecorder:
     ) -> None:
         """Takes in a tensor that cannot wait."""
         with self._lock:
-            returned = self._hand_over(((site, tensor),), when)
+            returned = self._hand_over(((site, tensor),), when, of_call=True)
             if source is not None and given:
                 n, step, call = when
                 self._doubt(returned, source, given, (n + 1, step, call))
@@ -285,9 +285,12 @@ class StreamRecorder:
         self._waiting_bytes = 0
         while waiting:
             tensor, version, address, stream, entry, source, given = waiting.popleft()
-            row = known.get(id(tensor))
-            if row is None or row.version != version or row.held is None or row.held() is not tensor:
-                row = known[id(tensor)] = put(tensor, version, address, stream)
+            held = known.get(id(tensor))
+            if held is not None and held[1].version == version and held[0]() is tensor:
+                row = held[1]
+            else:
+                row = put(tensor, version, address, stream)
+                known[id(tensor)] = (ref(tensor), row)
             if row.counts is None:
                 row.entries += (entry,)
             else:
@@ -297,23 +300,25 @@ class StreamRecorder:
             if source is not None and given:
                 doubted = []
                 for path, one, version, address in given:
-                    other = known.get(id(one))
-                    if other is None or other.version != version or other.held is None or other.held() is not one:
-                        other = put(one, version, address, stream, row)
+                    held = known.get(id(one))
+                    is_known = held is not None and held[1].version == version and held[0]() is one
+                    other = held[1] if held is not None and is_known else put(one, version, address, stream, row)
                     doubted.append((path, one.dtype, one.shape, other))
                 n, step, call, _ = entry
                 row.doubts += ((source, doubted, n + 1, step, call),)
                 if row.counts is not None:
                     self._confirm([row])
 
-    def _hand_over(self, rows: Rows, when: tuple[int, int, int]) -> list[Row]:
+    def _hand_over(self, rows: Rows, when: tuple[int, int, int], *, of_call: bool) -> list[Row]:
+        """Puts tensors together with what waits. Of a module call they are remembered; what outlives a call must not carry a weak reference."""
         n, step, call = when
-        known = self._known
         returned = []
         for site, tensor in rows:
-            row = known.get(id(tensor))
-            if row is None or not _is_of(row, tensor):
-                row = known[id(tensor)] = self._batches.add(tensor)
+            row = self._known_row(tensor)
+            if row is None:
+                row = self._batches.add(tensor)
+                if of_call:
+                    self._known[id(tensor)] = (ref(tensor), row)
             returned.append(row)
             if row.counts is not None:
                 self._write([(n, step, call, site, row.counts)])
@@ -340,12 +345,10 @@ class StreamRecorder:
         self._reader.start()
 
     def begin_call(self) -> None:
-        """Forgets what was measured: from here on it is another call's."""
+        """Takes note of the stream that the modules compute on."""
         if self._waiting:
             self._send_all()
         self._batches.begin_call()
-        self._forgotten.append(self._known)  # letting go of its rows takes a while that the device may not have
-        self._known = {}
 
     def end_call(self) -> None:
         """Launches everything; writes only if the device is busy, which is about to be given a backward pass."""
@@ -370,11 +373,10 @@ class StreamRecorder:
             self._take_in()
             self._launch()
             self._launch()  # what was waiting for gates in the first
-            for tensor, version, site in self._new:
-                held = tensor()
-                if held is not None and version_of(held) != version:
-                    self._set_apart((site,))
+            self._set_apart(site for writes, site in self._new if writes.happened)
             self._new.clear()
+            # Only now, when all work is queued. A tensor with a weak reference to it cannot be swapped for another, as Module.double() may do.
+            self._known.clear()
 
     def finish(self) -> None:
         """Waits a little for what is on its way, and writes down how much is missing."""
@@ -385,19 +387,21 @@ class StreamRecorder:
         self.flush()
         self._write_settled(self._batches.wait(PATIENCE))
         self._confirmed.clear()
-        self._known.clear()
         self._tell_what_is_missing()
 
     def _known_row(self, tensor: Tensor) -> Row | None:
-        """The row of a tensor that was handed over before."""
-        row = self._known.get(id(tensor))
-        return row if row is not None and _is_of(row, tensor) else None
+        """The row of a tensor that was handed over before in the same version: a container usually returns what its last child returned."""
+        held = self._known.get(id(tensor))
+        if held is None or held[0]() is not tensor:
+            return None
+        row = held[1]
+        return row if row.version < 0 or row.version == version_now(tensor) else None
 
     def _measure_now(self, site: int, tensor: Tensor, row: Row) -> None:
         """Launches a tensor of a new site, and of one whose tensors are changed in place, without waiting for others."""
         if site not in self._restless and row.version >= 0:
             self._calm.add(site)
-            self._new.append((ref(tensor), row.version, site))
+            self._new.append((Writes(tensor), site))
         self._launch()
 
     def _set_apart(self, sites: Iterable[int]) -> None:
@@ -427,7 +431,6 @@ class StreamRecorder:
 
     def _settle(self) -> None:
         """Writes what has arrived. Takes a microsecond or two for each sample, so it is done when the host has the time."""
-        self._forgotten.clear()
         self._write_settled(self._batches.drain())
 
     def _write_settled(self, rows: list[Row]) -> None:
@@ -499,14 +502,6 @@ class StreamRecorder:
             self._writer.write(NotWatched(what=f"{changed} measurements on the device", why=why))
 
 
-def _is_of(row: Row, tensor: Tensor) -> bool:
-    """Whether ``row``, which is known by the identity of a tensor, is that of ``tensor`` as it is now.
-
-    A container usually returns what its last child returned.
-    """
-    return row.held is not None and row.held() is tensor and (row.version < 0 or row.version == version_now(tensor))
-
-
 BEHIND = frozenset({"cuda"})
 """Device types whose work is queued, so that waiting for a result would cost more than measuring it."""
 
@@ -564,9 +559,13 @@ class Recorders:
         for recorder in self._all():
             recorder.begin_call()
 
-    def end_call(self) -> None:
-        """An outermost module call has ended: sends off what has been put together so far. Never waits."""
-        for recorder in self._all():
+    def end_call(self, *, leads: bool = True) -> None:
+        """An outermost module call has ended: sends off what has been put together so far. Never waits.
+
+        Args:
+            leads: whether it is the call of the thread that leads; what another one has put together goes with that.
+        """
+        for recorder in self._all() if leads else (self._immediate,):
             recorder.end_call()
 
     def flush(self) -> None:

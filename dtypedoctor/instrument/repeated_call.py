@@ -3,17 +3,18 @@
 Which calls are kept, and when one is made again, is decided in :mod:`dtypedoctor.instrument.in_place`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import field
 from threading import get_ident
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from dtypedoctor._torch_private import version_of
+from dtypedoctor._torch_private import MemoryRef, Writes, parameters_of, version_of
 from dtypedoctor.instrument.alone import Given, unit_set_aside
 from dtypedoctor.instrument.copies import ParameterCopies
 from dtypedoctor.instrument.live_call import LiveCall, as_leaf, from_outside, mapped, tensors_of
@@ -36,6 +37,7 @@ __all__ = [
     "KeptCall",
     "Made",
     "RepeatedCall",
+    "Version",
     "at_moment",
     "bytes_of",
     "is_finite",
@@ -52,28 +54,53 @@ REPEATS = 60
 """How often an inner call may be made again to reduce it."""
 
 
-class Made(NamedTuple):
-    """A tensor that a call has returned: without its autograd graph where it is small, else as long as the program holds it."""
+class Made:
+    """A tensor that a call has returned, without its autograd graph: a small one is kept, another as long as the program keeps its memory.
 
-    tensor: Callable[[], Tensor | None]
+    Args:
+        tensor: was returned; nothing hangs on it afterwards.
+    """
+
+    __slots__ = ("_large", "_small", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        is_small = bytes_of([tensor]) <= MAX_RESULT
+        self._small = tensor.detach() if is_small else None  # shares its memory, and its version
+        self._version = version_of(tensor)
+        self._large = None if is_small else (MemoryRef(tensor), Writes(tensor))
+
+    def tensor(self) -> Tensor | None:
+        """The tensor; None where it was freed, or written to since."""
+        if self._large is not None:
+            memory, writes = self._large
+            return None if writes.happened else memory.tensor()
+        return self._small if self._small is not None and version_of(self._small) == self._version else None
+
+
+class Version(NamedTuple):
+    """How often a parameter had been written to. It is found by its owner: what offloads weights makes new ones, which were not."""
+
+    owner: "ref[nn.Module]"
+    name: str
+    identity: int
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Made":
-        """Keeps ``tensor``."""
-        version = version_of(tensor)
-        if bytes_of([tensor]) > MAX_RESULT:
-            return cls(ref(tensor), version)
-        held = tensor.detach()  # shares its memory, and its version
-        return cls(lambda: held, version)
+    def of(cls, owner: "ref[nn.Module]", name: str) -> "Version":
+        """That of a parameter that may have gone."""
+        parameter = cls._parameter(owner, name)
+        return cls(owner, name, id(parameter), -1 if parameter is None else version_of(parameter))
 
+    @staticmethod
+    def _parameter(owner: "ref[nn.Module]", name: str) -> Tensor | None:
+        module = owner()
+        return None if module is None else parameters_of(module).get(name)
 
-Versions = tuple[tuple["ref[Tensor]", int], ...]
-
-
-def versions_of(parameters: Iterable["ref[Tensor]"]) -> Versions:
-    """How often each of those that are there has been written to; what offloads weights makes new ones."""
-    return tuple((one, version_of(held)) for one in parameters if (held := one()) is not None)
+    @property
+    def has_changed(self) -> bool:
+        """Whether it has been written to since."""
+        parameter = self._parameter(self.owner, self.name)
+        return parameter is not None and id(parameter) == self.identity and version_of(parameter) != self.version
 
 
 @dataclass(slots=True, kw_only=True, weakref_slot=True, eq=False)
@@ -110,14 +137,13 @@ class KeptCall:
     bad: set[str] = field(default_factory=set)
     old: bool = False
     moved: bool = False
-    versions: "Versions" = ()
+    versions: tuple[Version, ...] = ()
     copies: ParameterCopies | None = None
 
     @property
     def has_moved(self) -> bool:
         """Whether parameters have been updated since, by an optimizer or by the program itself."""
-        held = ((parameter(), version) for parameter, version in self.versions)
-        return self.moved or any(one is not None and version_of(one) != version for one, version in held)
+        return self.moved or any(version.has_changed for version in self.versions)
 
     def with_its_parameters(self) -> AbstractContextManager[None]:
         """Inside, the module has the parameters of the call, where they were copied; else those of now."""
@@ -233,13 +259,15 @@ class RepeatedCall:
             self.why_not = said[1]
         return "" if self.why_not else self._difference(said, error if error is not None else self._kept.error)
 
+    def let_go(self) -> None:
+        """Everything is told: lets go of the graph of what was made again, which would hold parameters until Python's collector comes."""
+        if self.error is not None:
+            clear_frames(self.error.__traceback__)
+        self._result, self.error, self._inner = [], None, None
+
     def in_eager_mode(self) -> EagerCall | None:
         """The call beside its replay, under which nothing is compiled, where only the replay is finite; None where that cannot be told."""
-        made = [
-            tensor
-            for one in self._kept.made
-            if (tensor := one.tensor()) is not None and version_of(tensor) == one.version
-        ]
+        made = [tensor for one in self._kept.made if (tensor := one.tensor()) is not None]
         if len(made) != len(self._result) or self.error is not None:
             return None
         with self._session.position.mute():
@@ -316,12 +344,13 @@ class RepeatedCall:
         if before is not None:
             self.compared = True
             return ""
-        made = [(one.tensor(), one.version) for one in self._kept.made]
+        made = self._kept.made
         if len(made) != len(self._result):
             return "the call and its replay return different numbers of tensors"
-        for (tensor, version), again in zip(made, self._result, strict=True):
-            if tensor is None or version_of(tensor) != version:
-                continue  # freed, or written to since
+        for one, again in zip(made, self._result, strict=True):
+            tensor = one.tensor()
+            if tensor is None:
+                continue
             self.compared = True
             if not is_same(tensor, again):
                 return "the result of the replay differs from that of the call"

@@ -516,8 +516,8 @@ class ModuleWatch:
     def _leave_root(self, module: nn.Module, here: Here) -> None:
         led = self._leader is here
         try:
+            self._recorders.end_call(leads=led)
             if led:
-                self._recorders.end_call()
                 for listener in self.after_root:
                     listener(module)
             for after in self.after_any:

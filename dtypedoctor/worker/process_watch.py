@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from types import FrameType
 from typing import TYPE_CHECKING, Any
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import COMPILER, FRAME_COMPILER
+from dtypedoctor._torch_private import COMPILER, FRAME_COMPILER, MemoryRef
 from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
 from dtypedoctor.instrument.facts import SHARDING
@@ -79,7 +78,7 @@ class ProcessWatch:
         self._compiler = CompileWatch()
         self._compiling = False
         self._loss: float | None = None
-        self._scaled: ReferenceType[Tensor] | None = None
+        self._scaled: MemoryRef | None = None
         self._trainer_known = False
         self._step_began = perf_counter()
         self._memory = resident()
@@ -221,12 +220,12 @@ class ProcessWatch:
     def _note_loss(self, tensors: list[Tensor]) -> None:
         if not self._trainer_known and "transformers.trainer" in sys.modules:
             self._note_log_filter()
-        if len(tensors) == 1 and not (self._scaled is not None and self._scaled() is tensors[0]):
+        if len(tensors) == 1 and not (self._scaled is not None and self._scaled.is_of(tensors[0])):
             self._ask_for(tensors[0])
 
     def _note_scaled(self, scaled: Tensor, loss: Tensor) -> None:
         """A scaler multiplies the loss: the program's own is the one before, and a backward pass from the other tells no new one."""
-        self._scaled = ref(scaled)
+        self._scaled = MemoryRef(scaled)
         self._ask_for(loss)
 
     def _ask_for(self, tensor: Tensor) -> None:

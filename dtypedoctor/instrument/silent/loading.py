@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import follow_casts
+from dtypedoctor._torch_private import follow_casts, parameters_of
 from dtypedoctor.instrument.float32_program import HALF, SMALL, Originals
 from dtypedoctor.instrument.frames import local_of, source_of
+from dtypedoctor.instrument.module_tree import named_tensors, owner_of, parameters
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
@@ -34,14 +35,27 @@ MOST_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class _Rounded:
-    """A parameter that was given values of a dtype with more bits. ``change``: sum of the relative changes of those that were rounded."""
+    """A parameter that was given values of a dtype with more bits.
 
-    held: ReferenceType[Tensor]
+    Attributes:
+        owner: the module that holds it; a tensor with a weak reference to it cannot be swapped for another, as ``Module.double()`` may do.
+        attribute: its name there.
+        name: its dotted name in the module that was loaded.
+        change: sum of the relative changes of those elements that were rounded.
+    """
+
+    owner: ReferenceType[nn.Module]
+    attribute: str
     name: str
     cast: str
     elements: int
     rounded: int
     change: float
+
+    def is_among(self, tensors: set[int]) -> bool:
+        """Whether one of ``tensors``, by their identities, is the parameter."""
+        owner = self.owner()
+        return owner is not None and id(parameters_of(owner).get(self.attribute)) in tensors
 
 
 class LoadingCheck:
@@ -57,7 +71,7 @@ class LoadingCheck:
         self._before: dict[str, Tensor] = {}
         self._rounding_lines: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
-        self._rounded: dict[int, _Rounded] = {}
+        self._rounded: dict[tuple[int, str], _Rounded] = {}
         self._wrapped_pretrained = False
 
     def start(self) -> None:
@@ -90,10 +104,10 @@ class LoadingCheck:
             line = _line_of_cast(module) if before else None
             for name, tensor in _small(module) if before else ():
                 if name in before:
-                    self._originals.cast(before[name], tensor)
+                    owner, attribute = owner_of(module, name)
+                    self._originals.cast(before[name], tensor, owner, attribute)
                     if line is not None and tensor.dtype in HALF:
-                        owner, _, attribute = name.rpartition(".")
-                        self._rounding_lines.setdefault(module.get_submodule(owner), {})[attribute] = line
+                        self._rounding_lines.setdefault(owner, {})[attribute] = line
 
     def rounded_at(self, owner: nn.Module, name: str) -> str | None:
         """``file:line`` that last cast the small tensor ``name`` of ``owner`` from float32 to half precision; None where none is known.
@@ -128,21 +142,21 @@ class LoadingCheck:
         self._undo.append(lambda: setattr(owner, "from_pretrained", original))
 
     def _note_state(self, module: nn.Module, state_dict: Mapping[str, Any]) -> None:
-        own = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+        own = {**dict(named_tensors(module, buffers=True)), **dict(named_tensors(module, buffers=False))}
         pairs = [(n, t, own[n]) for n, t in state_dict.items() if n in own and isinstance(t, Tensor)]
         cast = [(n, a, b) for n, a, b in pairs if measurable(a) and measurable(b) and a.dtype is not b.dtype]
         if not cast:
             return
         with self._position.mute(), torch.no_grad():
-            for _, a, b in cast:
-                self._originals.cast(a, b)
+            for name, a, b in cast:
+                self._originals.cast(a, b, *owner_of(module, name))
         casts: Counter[str] = Counter()
         for _, a, b in cast:
             casts[f"{dtype_name(a)}->{dtype_name(b)}"] += a.numel()
         narrowed = [(n, a, b) for n, a, b in cast if torch.finfo(b.dtype).max < torch.finfo(a.dtype).max]
         with self._position.mute(), torch.no_grad():
             lost = [_lost(a, b.dtype) for _, a, b in narrowed]
-            self._note_rounded(cast)
+            self._note_rounded(module, cast)
         loaded = StateLoaded(
             casts=dict(casts),
             became_inf=sum(inf for inf, _ in lost),
@@ -152,20 +166,22 @@ class LoadingCheck:
         )
         self._session.once(loaded, (type(module), *sorted(casts)))
 
-    def _note_rounded(self, cast: list[tuple[str, Tensor, Tensor]]) -> None:
+    def _note_rounded(self, module: nn.Module, cast: list[tuple[str, Tensor, Tensor]]) -> None:
         for name, stored, own in cast:
             if torch.finfo(own.dtype).eps > torch.finfo(stored.dtype).eps:
                 changed, change = _changed(stored, own.dtype)
                 if changed:
                     about = f"{dtype_name(stored)}->{dtype_name(own)}"
-                    self._rounded[id(own)] = _Rounded(ref(own), name, about, stored.numel(), changed, change)
+                    owner, attribute = owner_of(module, name)
+                    rounded = _Rounded(ref(owner), attribute, name, about, stored.numel(), changed, change)
+                    self._rounded[id(owner), attribute] = rounded
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: tells of what it trains and was rounded, once."""
         if not self._rounded:
             return
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
-        held = [found for p in trained if (found := self._rounded.get(id(p))) is not None and found.held() is p]
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = [found for found in self._rounded.values() if found.is_among(trained)]
         if not held:
             return
         self._rounded.clear()
@@ -186,7 +202,7 @@ class LoadingCheck:
     def _note_pretrained(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         stored = stored_dtypes(args[0] if args else kwargs.get("pretrained_model_name_or_path"), kwargs)
         loaded: Counter[str] = Counter()
-        for parameter in model.parameters():
+        for parameter in parameters(model):
             if parameter.is_floating_point():
                 loaded[dtype_name(parameter)] += parameter.numel()
         if not stored or not loaded:
@@ -214,7 +230,7 @@ def _line_of_cast(module: nn.Module) -> str | None:
 
 def _small(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The parameters and buffers of which a float32 copy costs nothing."""
-    held = [*module.named_parameters(), *module.named_buffers()]
+    held = [*named_tensors(module, buffers=False), *named_tensors(module, buffers=True)]
     return [(name, tensor) for name, tensor in held if measurable(tensor) and tensor.numel() <= SMALL]
 
 

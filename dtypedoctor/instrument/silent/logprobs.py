@@ -12,14 +12,13 @@ from collections import Counter, deque
 from collections.abc import Callable
 from functools import cache
 from typing import Any
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dtypedoctor._torch_private import memory_key, next_sequence_number, schema_of, sequence_number
+from dtypedoctor._torch_private import MemoryRef, memory_key, next_sequence_number, schema_of, sequence_number
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.frames import Line, line_of
@@ -129,7 +128,7 @@ class _Known:
     how: str = ""
     source: str | None = None
     exact: Tensor | None = None
-    logits: ReferenceType[Tensor] | None = None
+    logits: MemoryRef | None = None
     size: Tensor | None = None
 
 
@@ -289,7 +288,9 @@ class LogprobCheck:
         if kind == ONE and result.dim() == 0:
             return  # a loss
         if dtype_name(result) in HALF:
-            self._learn(result, kind, rounded=result.dtype, how="computed", source=_text(line), logits=ref(operand))
+            self._learn(
+                result, kind, rounded=result.dtype, how="computed", source=_text(line), logits=MemoryRef(operand)
+            )
         else:
             self._learn(result, kind)
 
@@ -331,7 +332,7 @@ class LogprobCheck:
         """What an operator would have returned for the values before they were rounded; None where these are not known."""
         name = _base_name(func)
         if known.kind == ALL and name == "gather" and known.logits is not None:
-            return _in_float32(known.logits(), arguments)
+            return _in_float32(known.logits.tensor(), arguments)
         if name == "_to_copy":
             return known.exact
         exact = _exact_values(known, source)

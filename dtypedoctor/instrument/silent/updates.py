@@ -8,14 +8,14 @@ from dataclasses import field
 from functools import cache
 from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import has_hooks_of_the_program, version_of
+from dtypedoctor._torch_private import MemoryRef, has_hooks_of_the_program, version_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import HALF, measurable
@@ -536,7 +536,7 @@ def _why_not_copied(optimizer: Optimizer) -> str:
 def _left(optimizer: Optimizer, sample: _Sample) -> dict[Any, Any]:
     """By which it is seen later whether anybody but a step has changed the optimizer's state of the parameter."""
     state = optimizer.state.get(sample.parameter, {})
-    return {key: (ref(one), version_of(one)) if isinstance(one, Tensor) else one for key, one in state.items()}
+    return {key: (MemoryRef(one), version_of(one)) if isinstance(one, Tensor) else one for key, one in state.items()}
 
 
 def _followed_state(
@@ -557,7 +557,7 @@ def _followed_state(
 
 def _is_as_left(value: Any, left: Any) -> bool:
     if isinstance(value, Tensor):
-        return isinstance(left, tuple) and left[0]() is value and left[1] == version_of(value)
+        return isinstance(left, tuple) and left[0].is_of(value) and left[1] == version_of(value)
     return _is_plain(value) and bool(value == left)
 
 

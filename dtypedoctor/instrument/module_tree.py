@@ -1,0 +1,63 @@
+"""What a module holds, without a call of the program's code.
+
+``modules``, ``named_parameters`` and the like are methods that classes override, to count, to hide parts, or to gather a sharded weight; those of torch
+call those of each child. These read the dictionaries in which ``nn.Module`` keeps what it was given, past ``__getattr__`` as well.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from dtypedoctor._torch_private import buffers_of, children_of, parameters_of
+
+
+def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module in ``root``, itself first, under the first of its dotted names, as ``Module.named_modules()`` has it."""
+    seen: set[int] = set()
+    waiting = [("", root)]
+    while waiting:
+        name, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield name, module
+        dot = f"{name}." if name else ""
+        children = [(dot + child, held) for child, held in list(children_of(module).items()) if held is not None]
+        waiting += reversed(children)
+
+
+def modules(root: nn.Module) -> Iterator[nn.Module]:
+    """Every module in ``root``, itself first."""
+    return (module for _, module in named_modules(root))
+
+
+def named_tensors(root: nn.Module, *, buffers: bool) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter in ``root``, or every buffer, under the first of its dotted names."""
+    seen: set[int] = set()
+    for prefix, module in named_modules(root):
+        dot = f"{prefix}." if prefix else ""
+        for name, tensor in list((buffers_of if buffers else parameters_of)(module).items()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield dot + name, tensor
+
+
+def parameters(root: nn.Module) -> Iterator[Tensor]:
+    """Every parameter in ``root``."""
+    return (tensor for _, tensor in named_tensors(root, buffers=False))
+
+
+def first_parameter(root: nn.Module) -> Tensor | None:
+    """The first parameter in ``root``; None where it has none."""
+    return next(parameters(root), None)
+
+
+def owner_of(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module in ``root`` that holds the tensor of a dotted name, and the last part of that name."""
+    *path, attribute = name.split(".")
+    owner = root
+    for part in path:
+        child = children_of(owner)[part]
+        assert child is not None  # a tensor was reached through it
+        owner = child
+    return owner, attribute
