@@ -119,15 +119,20 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is marked ``release`` unless ``-m`` names that marker or is empty; of ``release(all_but=N)`` the first N cases always run."""
+    """Leaves out what is marked ``release`` unless ``-m`` names that marker or is empty.
+
+    Of ``release(all_but=N)`` the first N cases always run, and so does on a GPU what needs one, which ``-m gpu`` chooses.
+    """
     cases = Counter[str]()
     for item in items:
         marker = item.get_closest_marker("release")
-        if marker is not None and "all_but" in marker.kwargs:
-            name = item.nodeid.partition("[")[0]
-            cases[name] += 1
-            if cases[name] <= marker.kwargs["all_but"]:
-                item.own_markers.remove(marker)
+        if marker is None or marker not in item.own_markers:
+            continue
+        needs_gpu = item.get_closest_marker("gpu") is not None
+        if not needs_gpu:
+            cases[item.nodeid.partition("[")[0]] += 1
+        if needs_gpu or cases[item.nodeid.partition("[")[0]] <= marker.kwargs.get("all_but", 0):
+            item.own_markers.remove(marker)
     expression = config.getoption("markexpr")
     if expression and "release" not in expression:
         left_out = [item for item in items if item.get_closest_marker("release") is not None]
