@@ -10,11 +10,18 @@ from functools import cached_property
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.distributed import OF_ANOTHER_RANK
-from dtypedoctor.diagnosis.incidents import MEASURED, REFUSED, Incident, incidents
+from dtypedoctor.diagnosis.incidents import MEASURED, Incident, incidents, rejects_value
 from dtypedoctor.diagnosis.nonfinite_origin import unexplained
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of
 from dtypedoctor.diagnosis.rule import Finding, Severity
-from dtypedoctor.diagnosis.wording import complaint_of, failing_line, is_dtype_error, own_line, what_became_of
+from dtypedoctor.diagnosis.wording import (
+    complaint_of,
+    failing_line,
+    is_dtype_error,
+    is_own_statement,
+    own_line,
+    what_became_of,
+)
 from dtypedoctor.patterns import regex
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Caught, Metric, Raised, Root, Sample, Site
@@ -275,14 +282,13 @@ def _is_same(one: Caught, other: Raised | Caught) -> bool:
 
 
 def _is_complaint(raised: Raised | Caught) -> bool:
-    """Whether an exception is about dtypes or values. That memory ran out is a reason to try a smaller batch."""
-    if _OF_MEMORY in raised.message:
+    """Whether torch or a library has raised an exception about dtypes or values. That memory ran out is a reason to try a smaller batch."""
+    if _OF_MEMORY in raised.message or is_own_statement(raised):
         return False
-    record = raised if isinstance(raised, Raised) else raised.raised()
     return (
-        is_dtype_error(record)
+        is_dtype_error(raised)
         or complaint_of(raised.message) is not None
-        or REFUSED.search(raised.message) is not None
+        or rejects_value(raised)
         or any(words in raised.message for words in _OF_A_SCALER)
     )
 

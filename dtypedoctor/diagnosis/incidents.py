@@ -15,9 +15,10 @@ from functools import cached_property
 from math import prod
 
 from dtypedoctor.diagnosis.ops import Ancestry, OpGraph, all_finite, ancestry, graph_of, has_nan, nonfinite
+from dtypedoctor.diagnosis.wording import OF_NO_TENSOR, is_own_statement, type_of
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.patterns import regex
-from dtypedoctor.trace.events import Observed, Op, Raised, Sample, ScalerState, Site
+from dtypedoctor.trace.events import Caught, Observed, Op, Raised, Sample, ScalerState, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import NonfiniteReached
 from dtypedoctor.values import dataclass
@@ -141,11 +142,18 @@ MEASURED = GRADIENTS | {"output", "loss", "param"}
 ASSERTED = "device-side assert triggered"
 """What CUDA says of a sampler that refuses a value, and of an index out of range; other errors only advise such asserts."""
 
-REFUSED = regex(rf"\b(nan|inf(?! checks)|infinit\w+)\b|{ASSERTED}", re.IGNORECASE)
-"""What the messages speak of with which samplers and checks refuse a value; on CUDA a sampler only asserts.
+_REJECTED = regex(
+    rf"(?<![\w./\\-])(nan|inf(?! checks)|infinity|infinities|non-?finite)(?![\w/\\-]|\.\w)|{ASSERTED}", re.IGNORECASE
+)
+"""What the messages speak of with which samplers and checks reject a value, which is no part of a path; on CUDA a sampler only asserts.
 
 A gradient scaler that has nothing to check ("No inf checks were recorded") speaks of no value.
 """
+
+
+def rejects_value(raised: Raised | Caught) -> bool:
+    """Whether an exception may be about values that are not finite, by its type and its words: a reason to look for one, and no evidence by itself."""
+    return not issubclass(type_of(raised), (*OF_NO_TENSOR, TypeError)) and _REJECTED.search(raised.message) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,14 +261,16 @@ def _is_masked(sample: Sample, site: Site) -> bool:
 
 
 def _refused(trace: Trace) -> Raised | None:
-    """The exception that ended the run, where its message speaks of values that are not finite."""
+    """The exception that ended the run, where it may be about values that are not finite."""
     raised = trace.last(Raised)
-    return raised if raised is not None and REFUSED.search(raised.message) else None
+    return raised if raised is not None and rejects_value(raised) else None
 
 
 def _is_of_a_value(refused: Raised) -> bool:
-    """Whether the exception alone, without a bad value, says that there was one: an index may be asserted anywhere but in a sampler."""
-    return ASSERTED not in refused.message or refused.phase == "generate"
+    """Whether the exception alone, without a bad value, says that there was one: it is not the program's own, and an index may be asserted anywhere but in a sampler."""
+    if ASSERTED in refused.message:
+        return refused.phase == "generate"
+    return not is_own_statement(refused)
 
 
 class _Consequences:

@@ -1,5 +1,6 @@
 """Words: what torch's messages say of dtypes, and how findings name modules, operators, tensors and numbers."""
 
+import builtins
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
@@ -8,7 +9,7 @@ from math import prod
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.dtypes import DTYPES, parts_of
 from dtypedoctor.patterns import regex
-from dtypedoctor.trace.events import Op, Raised, TensorNote
+from dtypedoctor.trace.events import Caught, Op, Raised, TensorNote
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.values import dataclass
 
@@ -89,9 +90,32 @@ COMPILER_ERRORS = frozenset({"Unsupported", "FailOnRecompileLimitHit"})
 """Exceptions of Dynamo, which quote the code that it could not trace; that code may well speak of dtypes."""
 
 
-def is_dtype_error(raised: Raised) -> bool:
-    """Whether an exception complains about dtypes."""
-    return raised.type not in COMPILER_ERRORS and any(word in raised.message for word in DTYPE_WORDS)
+OF_NO_TENSOR = (OSError, ImportError, LookupError, NameError, AttributeError, SyntaxError)
+"""Types of exceptions that neither a dtype nor a value leads to, whatever they quote."""
+
+
+def is_dtype_error(raised: Raised | Caught) -> bool:
+    """Whether an exception may be about dtypes, by its type and its words: a reason to look at operands, and no evidence by itself."""
+    if raised.type in COMPILER_ERRORS or issubclass(type_of(raised), OF_NO_TENSOR):
+        return False
+    return any(word in raised.message for word in DTYPE_WORDS)
+
+
+def type_of(raised: Raised | Caught) -> type:
+    """Its class, where Python has it; of others only the name is known."""
+    cls = getattr(builtins, raised.type, Exception)
+    return cls if isinstance(cls, type) else Exception
+
+
+def rejection_in(trace: Trace) -> Raised | None:
+    """The exception that ended the run, where torch or a library raised it: what the program's own ``raise`` says is its author's opinion."""
+    raised = trace.last(Raised)
+    return raised if raised is not None and not is_own_statement(raised) else None
+
+
+def is_own_statement(raised: Raised | Caught) -> bool:
+    """Whether a ``raise`` or ``assert`` of the program's own raised it."""
+    return raised.by_statement and bool(raised.frames) and not _OF_LIBRARIES.search(raised.frames[-1])
 
 
 OUTSIDE = -1

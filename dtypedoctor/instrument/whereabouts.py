@@ -8,6 +8,7 @@ import traceback
 from collections import Counter, UserDict
 from collections.abc import Iterator
 from dataclasses import replace
+from dis import opmap
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -272,6 +273,7 @@ def raised_record(error: BaseException, session: Session, modules: list[str], ph
         modules: dotted names of the module calls that were open, outermost first.
         phase: in which it was raised.
     """
+    links = list(_links(error.__traceback__))
     return Raised(
         n=session.writer.next_n(),
         step=session.position.step,
@@ -282,8 +284,12 @@ def raised_record(error: BaseException, session: Session, modules: list[str], ph
         frames=_frames(error.__traceback__),
         modules=modules,
         op=raising_operator(error),
-        spans=[span_of(tb.tb_frame.f_code, tb.tb_lasti) for tb in _links(error.__traceback__)][-MAX_FRAMES:],
+        spans=[span_of(tb.tb_frame.f_code, tb.tb_lasti) for tb in links][-MAX_FRAMES:],
+        by_statement=bool(links) and links[-1].tb_frame.f_code.co_code[links[-1].tb_lasti] == _RAISES,
     )
+
+
+_RAISES = opmap["RAISE_VARARGS"]
 
 
 class CaughtLog:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.distributed import RECV, SEND, Called, Rank, calls_of
 from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH, Finding, FindingSpec, Rule
-from dtypedoctor.diagnosis.wording import dtype_named, how_the_run_ended, raising_line
+from dtypedoctor.diagnosis.wording import dtype_named, how_the_run_ended, raising_line, rejection_in
 from dtypedoctor.patterns import regex
 from dtypedoctor.rules import Statement, make_finding, make_finding_of
 from dtypedoctor.trace.events import Raised
@@ -122,15 +122,16 @@ _IN_DISTRIBUTED = regex(r"/torch/distributed/distributed_c10d\.py:\d+ (?P<name>[
 
 def detect_rejected(trace: Trace) -> Iterator[Finding]:
     """A collective that torch refused, because of the dtypes of this rank alone."""
-    raised = trace.last(Raised)
+    raised = rejection_in(trace)
     name = _collective_in(raised.frames) if raised is not None else ""
-    found = [match for one in _REJECTED if raised is not None and name and (match := one.search(raised.message))]
+    if raised is None or not name:
+        return
+    found = [match for one in _REJECTED if (match := one.search(raised.message))]
     for match in found[:1]:
-        yield _rejected(trace, name, [dtype_named(word) for word in match.groupdict().values() if word])
+        yield _rejected(trace, raised, name, [dtype_named(word) for word in match.groupdict().values() if word])
 
 
-def _rejected(trace: Trace, name: str, dtypes: Sequence[str]) -> Finding:
-    raised = trace.all(Raised)[-1]
+def _rejected(trace: Trace, raised: Raised, name: str, dtypes: Sequence[str]) -> Finding:
     line = raising_line(raised)
     where = name if line is None else f"{name} at {line}"
     statement = Statement(

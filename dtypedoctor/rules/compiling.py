@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.registry import corrections_of_library, spec_of
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, Confidence, Finding, FindingSpec, Rule, Severity
+from dtypedoctor.diagnosis.wording import rejection_in
 from dtypedoctor.patterns import regex
 from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.rules import Statement, make_finding
@@ -69,7 +70,7 @@ _TORCH = regex(r"/torch/(nn|_dynamo|_compile|utils)/")
 
 def detect_compilation(trace: Trace) -> Iterator[Finding]:
     """Graph breaks first, because the functions behind them are those that are compiled again."""
-    raised = trace.last(Raised)
+    raised = rejection_in(trace)
     breaks = trace.observed(GraphBreak)
     if raised is not None and raised.type == REFUSED:
         yield _refused(trace, raised)

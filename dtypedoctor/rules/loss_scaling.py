@@ -6,7 +6,7 @@ from itertools import takewhile
 from dtypedoctor.diagnosis.checkpoint import StaticTensor, Subject
 from dtypedoctor.diagnosis.incidents import unsettled
 from dtypedoctor.diagnosis.rule import LOSS_SCALING, OF_ANY_FINDING, Confidence, Finding, FindingSpec, Rule, Severity
-from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, module_of, raising_line
+from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, module_of, raising_line, rejection_in
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.rules import Statement, make_finding, make_finding_of
 from dtypedoctor.trace.events import Raised, ScalerState
@@ -78,7 +78,7 @@ UNKNOWN = Unscaled(scale=1.0, params={}, gradients={}, names={})
 
 def detect_scaling(trace: Trace) -> Iterator[Finding]:
     """What goes wrong between a gradient scaler and the parameters that it serves."""
-    raised = trace.last(Raised)
+    raised = rejection_in(trace)
     seen = [seen.what for seen in trace.observed(Unscaled)]
     if raised is not None:
         yield from _of_the_message(trace, raised, seen)
@@ -102,7 +102,7 @@ def _rejects_bfloat16(raised: Raised) -> bool:
 
 def detect_exhausted_scale(trace: Trace) -> Iterator[Finding]:
     """A scale that never fits; what is not finite at any scale is its cause and comes before it."""
-    raised = trace.last(Raised)
+    raised = rejection_in(trace)
     yield from _exhausted(trace, raised if raised is not None and AT_MINIMUM in raised.message else None)
 
 

@@ -268,6 +268,8 @@ class Raised:
     """Whether the program went on. Such a record is made from a :class:`Caught` when a run is judged, and never written."""
     thread: bool = False
     """Whether it ended a thread of a program that went on; else that caught it."""
+    by_statement: bool = False
+    """Whether a ``raise`` or ``assert`` of the innermost frame raised it, and not C code that the frame called."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +296,7 @@ class Caught:
     tested: bool = False
     root: int = -1
     thread: bool = False
+    by_statement: bool = False
 
     @classmethod
     def of(cls, raised: Raised, *, ending: bool, tested: bool, root: int, thread: bool) -> "Caught":
@@ -306,7 +309,9 @@ class Caught:
         return Raised(**{name: getattr(self, name) for name in _OF_AN_EXCEPTION}, caught=True, thread=self.thread)
 
 
-_OF_AN_EXCEPTION = ("n", "step", "call", "phase", "type", "message", "frames", "modules", "function", "op", "spans")
+_OF_AN_EXCEPTION = (
+    "n", "step", "call", "phase", "type", "message", "frames", "modules", "function", "op", "spans", "by_statement",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

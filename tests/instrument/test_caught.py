@@ -322,3 +322,24 @@ def test_the_next_exception_at_the_address_of_the_last_one_is_another_one(tmp_pa
 
     found = [caught.modules[-1:] for caught in watched(tmp_path, work).all(Caught)]
     assert found == [["1"], ["0"]] * 3 + [[]] * 3
+
+
+def own_words(_: Any) -> None:
+    """A program that raises, in a module, an exception with torch's words."""
+
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("expected scalar type Half but found Float")
+
+    with contextlib.suppress(RuntimeError):
+        Fails()(torch.ones(1))
+
+
+def test_an_exception_says_whether_a_statement_of_the_program_raised_it(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """What C code raises ends in a call of the innermost frame, what a program raises in its ``raise``; that is no failure of torch's."""
+    (of_torch, *_) = watched(tmp_path_factory.mktemp("torch"), swallowed).all(Caught)
+    (own, *_) = watched(tmp_path_factory.mktemp("own"), own_words).all(Caught)
+    assert (of_torch.by_statement, own.by_statement) == (False, True)
+    assert report_on(tmp_path_factory.mktemp("report"), own_words).findings == ()

@@ -7,7 +7,12 @@ from mismatch_examples import EXAMPLES, F32, Example, adapter, bypass, head, nor
 from refusals import BIASED, HALF, IN_PLACE, PRODUCT, Story
 from traces import TraceBuilder
 
+<<<<<<< Updated upstream
 from dtypedoctor.diagnosis.registry import spec_of
+=======
+from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.registry import rules, spec_of
+>>>>>>> Stashed changes
 from dtypedoctor.diagnosis.rule import Confidence, Severity
 from dtypedoctor.diagnosis.wording import complaint_of, dtype_named, is_dtype_error
 from dtypedoctor.rules.mismatch.census import Census
@@ -467,3 +472,38 @@ def test_a_rejection_that_no_check_explains_is_told_by_its_message() -> None:
     (finding,) = detect_mismatch(story.ended())
     assert (finding.id, finding.confidence) == ("operand-dtype-mismatch", Confidence.POSSIBLE)
     assert "no op trace" not in finding.cause
+
+
+OF_TORCH = {
+    "operands": "expected scalar type Half but found Float",
+    "scaler": "Attempting to unscale FP16 gradients.",
+    "nothing checked": "No inf checks were recorded for this optimizer.",
+    "constant": "value cannot be converted to type at::Half without overflow",
+    "minimum": "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.",
+    "shards": "FSDP expects uniform original parameter dtype but got {torch.float16, torch.float32}",
+    "sampler": "probability tensor contains either `inf`, `nan` or element < 0",
+}
+
+
+@pytest.mark.parametrize("message", OF_TORCH.values(), ids=list(OF_TORCH))
+def test_what_the_programs_own_raise_says_is_no_evidence(message: str) -> None:
+    """A message is one of torch or of a library: the same words in an exception that the program itself raises are its author's."""
+    of_torch = Story().body().raised(message).ended()
+    assert diagnose(of_torch)
+    (raised,) = of_torch.all(Raised)
+    own = replace(raised, frames=["/home/me/train.py:12 main"], by_statement=True)
+    assert diagnose(replace(of_torch, records=tuple(own if r is raised else r for r in of_torch.records))) == ()
+
+
+NO_EVIDENCE = {
+    "path": ("FileNotFoundError", "[Errno 2] No such file or directory: 'runs/inf/reference.pt'"),
+    "archive": ("RuntimeError", "PytorchStreamReader failed reading runs/inf/reference.pt: not a ZIP archive"),
+    "word": ("RuntimeError", "an infinite sampler has no length"),
+    "key": ("KeyError", "'nan'"),
+}
+
+
+@pytest.mark.parametrize(("kind", "message"), NO_EVIDENCE.values(), ids=list(NO_EVIDENCE))
+def test_a_word_in_a_message_is_no_value(kind: str, message: str) -> None:
+    """A path, a key or an adjective says nothing of values that are not finite, whoever raises."""
+    assert diagnose(Story().body().raised(message, kind=kind).ended()) == ()

@@ -119,15 +119,18 @@ def test_a_scaler_that_halves_its_scale_until_steps_are_taken_is_healthy() -> No
     assert diagnose(gradient(scale=2.0**22, later_taken=True).build()) == ()
 
 
-@pytest.mark.parametrize(("message", "found"), [("'label'", ()), ("loss is nan", ("backward-overflow",))])
+@pytest.mark.parametrize(
+    ("kind", "message", "found"),
+    [("KeyError", "'label'", ()), ("KeyError", "'nan'", ()), ("ValueError", "loss is nan", ("backward-overflow",))],
+)
 def test_a_step_that_a_program_leaves_before_its_scaler_has_looked_is_nobodys_overflow(
-    message: str, found: tuple[str, ...]
+    kind: str, message: str, found: tuple[str, ...]
 ) -> None:
     """After a skipped step the next one overflows too, and the program dies of something else, or of the value."""
     trace = gradient(scale=2.0**22)
     trace.sample("", 2.0, kind="loss", dtype="float32", step=2, call=2)
     trace.sample("lin", 1.0, inf=1, kind="grad_output", phase="backward", step=2, call=2)
-    raised = {"type": "KeyError", "message": message, "frames": [], "modules": []}
+    raised = {"type": kind, "message": message, "frames": [], "modules": []}
     trace.add(Raised(n=trace.n(), step=2, call=2, phase="forward", **raised))
     assert tuple(f.id for f in diagnose(trace.build(outcome="raised"))) == found
 

@@ -6,7 +6,15 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Link
-from dtypedoctor.diagnosis.wording import complaint_of, dtype_named, how_the_run_ended, listed, raising_line, short
+from dtypedoctor.diagnosis.wording import (
+    complaint_of,
+    dtype_named,
+    how_the_run_ended,
+    listed,
+    raising_line,
+    rejection_in,
+    short,
+)
 from dtypedoctor.patterns import regex
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.case import Case, Verdict, op_name, ran_in
@@ -49,7 +57,7 @@ def _under_autocast(graph: OpGraph, again: Op) -> Op | None:
 
 def recomputed_with_other_dtypes(trace: Trace) -> Iterator[Finding]:
     """torch's own check has found that a recomputation saved tensors of other dtypes than the forward pass."""
-    raised = trace.last(Raised)
+    raised = rejection_in(trace)
     complaint = complaint_of(raised.message) if raised is not None else None
     if raised is None or complaint is None or complaint.family != "recompute":
         return
@@ -132,7 +140,7 @@ def mixed_shard_units(trace: Trace) -> Iterator[Finding]:
 
     ``fully_shard`` takes any parameters, and rejects them when the unit is first called: what it was given is enough to tell.
     """
-    raised = trace.last(Raised)
+    raised = rejection_in(trace)
     if raised is not None and _is_about_shards(raised):
         yield _of_a_unit(trace, _mixed(trace), raised)
     elif not trace.observed(ShardUnit):  # no unit has been called yet
@@ -210,7 +218,7 @@ MISSING = regex(r"'(?P<function>\w+?)(?:Backward)?' object has no attribute '_(?
 
 def context_without_region(trace: Trace) -> Iterator[Finding]:
     """``custom_bwd`` without a ``custom_fwd`` that could have left it anything: none at all, or one without ``ctx``."""
-    raised = trace.last(Raised)
+    raised = rejection_in(trace)
     found = MISSING.search(raised.message) if raised is not None and raised.type == "AttributeError" else None
     if raised is None or found is None:
         return

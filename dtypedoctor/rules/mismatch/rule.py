@@ -11,6 +11,7 @@ from dtypedoctor.diagnosis.wording import (
     complaint_of,
     failing_line,
     how_the_run_ended,
+    is_own_statement,
     listed,
     module_of,
     short,
@@ -349,7 +350,7 @@ def _rejection(trace: Trace) -> Iterator[Finding]:
     case = case_of(trace)
     if case is not None:
         yield from _explained(case)
-    elif complaint is not None:
+    elif complaint is not None and not is_own_statement(raised):
         yield _by_message(trace, raised, complaint)
 
 

@@ -16,10 +16,11 @@ from dtypedoctor.diagnosis.wording import (
     max_of,
     module_of,
     place,
+    rejection_in,
     short,
 )
 from dtypedoctor.rules import Statement, make_finding, make_finding_at
-from dtypedoctor.trace.events import Op, Raised, Sample, Site, TensorNote
+from dtypedoctor.trace.events import Op, Sample, Site, TensorNote
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import SteppedBy
 
@@ -160,7 +161,7 @@ CONVERSION_FAILED = (
 
 def judge_constant(trace: Trace) -> Finding | None:
     """The number that ended the run because float16 does not hold it, such as the ``-1e9`` of a mask."""
-    raised = trace.last(Raised)
+    raised = rejection_in(trace)
     if raised is None or not any(text in raised.message for text in CONVERSION_FAILED):
         return None
     fqn = raised.modules[-1] if raised.modules else None
