@@ -10,9 +10,8 @@ from pathlib import Path
 
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.cli.at_hand import require_at_hand, why_no_cuda
-from dtypedoctor.cli.live import IMPORTS, Narrowing, label_in_words
+from dtypedoctor.cli.live import IMPORTS, LiveView
 from dtypedoctor.cli.output import kept
-from dtypedoctor.cli.pace import Pace
 from dtypedoctor.cli.scenario_files import allow_directory, load_checked, resume_command
 from dtypedoctor.diagnosis.checkpoint import cached
 from dtypedoctor.errors import UsageError
@@ -150,11 +149,10 @@ def bisect_case(case: Case, jobs: int | None, *, resident: bool | None = None) -
         UsageError: it cannot be run at all; a new directory is not left behind.
         WorkerDiedError: the worker died before there was a model.
     """
-    pace = Pace(case.directory, "bisect", case.asked.scenario)
     with (
         _kept_only_if_used(case),
         ending_by_interrupt(),
-        _narrowing(pace) as view,
+        LiveView(sys.stderr) as view,
         _probe_runner(case, jobs, view, resident=resident) as runner,
     ):
         journal = Journal(case.directory)
@@ -173,18 +171,9 @@ def bisect_case(case: Case, jobs: int | None, *, resident: bool | None = None) -
                     seconds=round(measured.symptom.seconds, 3),
                 )
 
-        progress = Progress(stage=view.stage, forest=view.forest, probe=probe)
+        progress = Progress(stage=view.begin, probe=probe)
         found = bisect(case.asked.scenario, runner, progress, case.asked.tolerance)
-        if not case.resumed:  # a part of what was asked for says nothing about all of it
-            pace.keep()
     return _reported(found, case.directory)
-
-
-@contextmanager
-def _narrowing(pace: Pace) -> Iterator[Narrowing]:
-    with Narrowing(sys.stderr) as view:
-        view.keep_pace(pace)
-        yield view
 
 
 @contextmanager
@@ -201,7 +190,7 @@ def _kept_only_if_used(case: Case) -> Iterator[None]:
 
 
 @contextmanager
-def _probe_runner(case: Case, jobs: int | None, view: Narrowing, *, resident: bool | None) -> Iterator[ProbeRunner]:
+def _probe_runner(case: Case, jobs: int | None, view: LiveView, *, resident: bool | None) -> Iterator[ProbeRunner]:
     """Runs requests where the models are built already: in forks of a server, or on a GPU in the server itself, one after the other.
 
     Workers that build their models themselves get a GPU each.
@@ -228,11 +217,11 @@ def _probe_runner(case: Case, jobs: int | None, view: Narrowing, *, resident: bo
 
 
 @contextmanager
-def _server(case: Case, view: Narrowing, *, resident: bool | None) -> Iterator[WarmServer]:
+def _server(case: Case, view: LiveView, *, resident: bool | None) -> Iterator[WarmServer]:
     """A server that has imported what runs need and built the scenario's models, if it can."""
     place = case.directory / "server"
     clear(place)  # that of an interrupted bisection
-    view.stage(label_in_words(IMPORTS))
+    view.begin(IMPORTS)
     request = Request(scenario=case.asked.scenario)
     with (
         Launcher(case.directory / "server.log") as launcher,
@@ -250,9 +239,9 @@ def _noting(journal: Journal) -> Callable[[str, Run | UsageError], None]:
 
 
 @contextmanager
-def _ready(launcher: Launcher, view: Narrowing) -> Iterator[None]:
+def _ready(launcher: Launcher, view: LiveView) -> Iterator[None]:
     launcher.wait_for_imports()
-    view.stage("building the model")
+    view.begin("building the model")
     yield
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from dtypedoctor.cli.live import Counted, LiveView
+from dtypedoctor.cli.live import LiveView
 from dtypedoctor.cli.output import kept
-from dtypedoctor.cli.pace import Pace
 from dtypedoctor.cli.reported import exit_code
 from dtypedoctor.cli.scenario_files import allow_directory
 from dtypedoctor.errors import DoctorError, UsageError
@@ -35,6 +34,7 @@ from dtypedoctor.report.matrix import (
     row_of,
 )
 from dtypedoctor.report.model import Report
+from dtypedoctor.report.text import counted
 from dtypedoctor.runner.directories import clear, new_directory, remove_unmeasured
 from dtypedoctor.runner.executors import Ended, Job, Where, machines, run_jobs
 from dtypedoctor.runner.process import ending_by_interrupt
@@ -158,23 +158,22 @@ def treat_all(batch: Batch, where: Where) -> tuple[list[MatrixRow], list[Report]
     """
     done = dict(_finished(batch))
     waiting = [one for one in batch.scenarios if one.name not in done]
-    counted = _counted(batch, done)
-    with LiveView(sys.stderr, every_run=False, scenarios=counted) as view:
-        view.say(counted.plan())
+    total = len(batch.scenarios)
+    with LiveView(sys.stderr, every_run=False) as view:
+        view.say(f"Plan: {len(waiting)} of {counted(total, 'scenario')}")
         try:
             with ending_by_interrupt():
                 for row, report in (
                     _one_by_one(batch, waiting, view) if where.one_by_one else _as_jobs(batch, waiting, where, view)
                 ):
                     done[row.scenario] = row, report
-                    counted.note(row.scenario, row.seconds)
-                    view.say(f"{counted.done}/{counted.total} {in_one_line(row)}")
+                    view.say(f"{len(done)}/{total} {in_one_line(row)}")
                     if row.report is not None:
                         _append(batch, asdict(row))
         except KeyboardInterrupt:
             if where.one_by_one and not done and remove_unmeasured(batch.directory):
                 raise
-            view.say(f"Interrupted: {counted.done} of {counted.total} scenarios are finished.")
+            view.say(f"Interrupted: {len(done)} of {total} scenarios are finished.")
     left = [one.name for one in waiting if one.name not in done]
     done |= {name: (not_run_row(name), not_run_report(name)) for name in left}
     rows, reports = map(list, zip(*(done[one.name] for one in batch.scenarios), strict=True))
@@ -197,16 +196,6 @@ def _finished(batch: Batch) -> Iterator[tuple[str, Done]]:
 
 LOST = "not run: "
 """How the reason begins where a machine has not run a scenario to its end, so that running it again may help."""
-
-
-def _counted(batch: Batch, done: Mapping[str, Done]) -> Counted:
-    verb = "run" if batch.remedies else "diagnose"
-    counted = Counted({
-        one.name: Pace(batch.directory / one.name, verb, one, in_matrix=True).total for one in batch.scenarios
-    })  # fmt: skip
-    for name, (row, _) in done.items():
-        counted.note(name, row.seconds)
-    return counted
 
 
 def _leave_matrix(directory: Path, rows: Sequence[MatrixRow]) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.cli.at_hand import require_at_hand, why_no_cuda
 from dtypedoctor.cli.live import IMPORTS, LOADING, LiveView
-from dtypedoctor.cli.pace import Pace
 from dtypedoctor.cli.reported import reported
 from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.cli.scripts import removed_if_refused
@@ -64,13 +63,11 @@ def treat_scenario(
     view = view or LiveView(sys.stderr)
     with removed_if_refused(directory):
         require_at_hand(scenario)
-    pace = Pace(directory, "run" if plan.remedies else "diagnose", scenario, in_matrix=in_matrix)
     with (
         nullcontext() if in_matrix else ending_by_interrupt(),  # who treats several has said so once for all
         removed_if_refused(directory),
         _with_releases(scenario, wheels),
         view,
-        _kept(pace, view),
         _starter(scenario, directory, view, preload, resident=resident) as start,
     ):
 
@@ -123,14 +120,6 @@ def _installed(name: str) -> str | None:
         return version_of(name)
     except PackageNotFoundError:
         return None
-
-
-@contextmanager
-def _kept(pace: Pace, view: LiveView) -> Iterator[None]:
-    """Inside, ``view`` keeps ``pace``; how long each part took is written down if the run comes to its end."""
-    view.keep_pace(pace)
-    yield
-    pace.keep()
 
 
 @contextmanager

@@ -25,9 +25,6 @@ from dtypedoctor.trace.events import NAMES, Refused
 from dtypedoctor.trace.lines import EVENTS
 from dtypedoctor.trace.ranks import LEADING, STREAMS
 
-TIMING = "timing.json"
-"""How long the parts of a run took, in its directory."""
-
 _START = 19
 """Place of the time of start in ``/proc/PID/stat``, counted from behind the name."""
 
@@ -200,7 +197,7 @@ def scenario_name(program: str) -> str:
 
 _OWN = {
     REQUEST, PRIVATE_REQUEST, EVENTS, CURSOR, EXIT, STDOUT, STDERR, "server.log", "bisection.jsonl", "scenarios.jsonl", "sent.json", "random_states.json", STREAMS,
-    "failures.json", LEADING, "error.json", "stdout.log", "stderr.log", "folded.json", "folded.json.part", TIMING,
+    "failures.json", LEADING, "error.json", "stdout.log", "stderr.log", "folded.json", "folded.json.part",
     "nodes.json", "node.json", "look.json",
 }  # fmt: skip
 _DETAIL = regex(r"detail-[0-9.]+\.jsonl")

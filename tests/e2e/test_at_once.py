@@ -1,14 +1,11 @@
 """Every refusal comes before anything heavy is imported; and a run says how long the last one took."""
 
-import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
-from command import Finished, dtypedoctor, forked, in_this_process
+from command import dtypedoctor
 
 PLANTED = "import os, sys\nopen(os.environ['PLANTED'], 'a').write(__name__)\n"
 
@@ -59,25 +56,3 @@ def test_a_slip_is_refused_before_a_process_imports_torch(
     assert words in finished.err
     assert not note.exists()
     assert not list(folder.glob("runs/*"))
-
-
-@pytest.mark.release
-def test_a_run_knows_how_long_the_last_one_of_its_kind_took(tmp_path: Path) -> None:
-    """From the run directory beside it. Another dtype is another kind, and elsewhere nothing is known."""
-    step = {"model": {"name": "builtin:gemma4-tiny", "dtype": "float32"}, "workload": {"kind": "forward"}}
-    scenario = tmp_path / "case.yaml"
-    scenario.write_text(yaml.safe_dump({"name": "case", "summary": "A case.", "steps": [step]}))
-
-    def said(*arguments: str, by: Callable[..., Finished] = in_this_process) -> str:
-        finished = by("run", "case.yaml", *arguments, cwd=tmp_path)
-        assert finished.code == 0, finished.err
-        return finished.err
-
-    first = said("--out", "runs/a", by=forked)
-    assert "importing torch and the trainers" in first
-    assert "The last run took" not in first
-    kept = json.loads((tmp_path / "runs" / "a" / "timing.json").read_text())
-    assert list(kept["seconds"]) == ["imports", "before", "unwatched"]
-    assert "The last run took" in said("--out", "runs/b")
-    assert "The last run took" not in said("--out", "runs/c", "--seed", "7")
-    assert "The last run took" not in said("--out", "elsewhere/d")

@@ -64,12 +64,10 @@ class Progress:
 
     Attributes:
         stage: a new part begins, in words.
-        forest: the candidates are known.
         probe: a probe has ended.
     """
 
     stage: Callable[[str], None]
-    forest: Callable[[Forest], None]
     probe: Watch
 
 
@@ -172,7 +170,6 @@ class _Bisecting:
                 found, end=self._fails_throughout(setup, found), note=f"the float32 reference: {setup.healthy.reason}"
             )
         forest = self._forest(setup, found)
-        self._progress.forest(forest)
         took = found.treatment.before.trace.last(Resources)
         self._runner.make_room(took.peak_memory if took is not None else 0)
         if self._runner.beside:  # nothing else is kept waiting by them
