@@ -7,12 +7,8 @@ from mismatch_examples import EXAMPLES, F32, Example, adapter, bypass, head, nor
 from refusals import BIASED, HALF, IN_PLACE, PRODUCT, Story
 from traces import TraceBuilder
 
-<<<<<<< Updated upstream
-from dtypedoctor.diagnosis.registry import spec_of
-=======
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.registry import rules, spec_of
->>>>>>> Stashed changes
+from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Severity
 from dtypedoctor.diagnosis.wording import complaint_of, dtype_named, is_dtype_error
 from dtypedoctor.rules.mismatch.census import Census
