@@ -103,9 +103,8 @@ def _held(op: Op) -> str | None:
 def _module_input(source: Source, node: ast.Call, op: Op, scene: Scene, held: str) -> Changes | None:
     """The input of a module, cast to the dtype that it holds; its output cast back where what follows needs that."""
     argument: ast.expr | None = node.args[0]
-    activations = floats(tensor for tensor in op.inputs if tensor.origin not in ("parameter", "buffer"))
-    if activations and set(activations) == {held}:
-        return None  # what does not fit is inside of the module
+    if _fits(op, held):
+        return None  # what does not is inside of the module
     if _outermost_call(scene) == (source, node):
         argument = _argument_in_question(node, op, scene, held)
     if argument is None:
@@ -115,6 +114,11 @@ def _module_input(source: Source, node: ast.Call, op: Op, scene: Scene, held: st
     if given and held == scene.finding.dtype and scene.finding.id not in _KEEPS_DTYPE:
         changes += source.after(node, cast(given[0]))  # what follows is in the dtype of the activations
     return source, changes
+
+
+def _fits(op: Op, held: str) -> bool:
+    """Whether what a module was given has the dtype that it holds."""
+    return set(floats(tensor for tensor in op.inputs if tensor.origin not in ("parameter", "buffer"))) == {held}
 
 
 def _argument_in_question(node: ast.Call, op: Op, scene: Scene, held: str) -> ast.expr | None:
@@ -163,12 +167,11 @@ def _stored_value(source: Source, target: ast.Subscript) -> Changes | None:
 def _into_destination(source: Source, node: ast.Call, method: str, op: Op) -> Changes | None:
     """``out.index_add_(0, rows, values)``: what is written, in the dtype of ``out``; so too where the same function does it to something else."""
     tensors = _tensors_in(node, op, len(op.inputs) - 1, behind=1)
-    written = [i for i, tensor in zip(tensors, op.inputs[1:], strict=True) if tensor.dtype in DTYPES] if tensors else []
+    written = [i for i, tensor in zip(tensors, op.inputs[1:], strict=False) if tensor.dtype in DTYPES]
+    calls = [call for call in ast.walk(function_around(source, node)) if isinstance(call, ast.Call)]
     changes: list[Change] = []
-    for call in ast.walk(function_around(source, node)):
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
-            continue
-        if call.func.attr == method and len(call.args) == len(node.args):
+    for call in calls:
+        if isinstance(call.func, ast.Attribute) and call.func.attr == method and len(call.args) == len(node.args):
             into = f".to({source.text(call.func.value)}.dtype)"
             changes += [change for i in written for change in source.after(call.args[i], into)]
     return some(source, changes)
@@ -637,7 +640,7 @@ def uncast_line(scene: Scene) -> Changes | None:
 
 def half_to_float32(scene: Scene) -> Changes | None:
     """float16 becomes float32 in the program's file, a gradient scaler is switched off."""
-    return _half_to(scene, "float32")
+    return _half_to(scene, "float32") if scene.finding.dtype != "bfloat16" else None
 
 
 def _half_to(scene: Scene, dtype: str) -> Changes | None:

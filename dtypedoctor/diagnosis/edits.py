@@ -43,12 +43,16 @@ def _with_copies(scene: Scene, maker: str, source: Source, changes: list[Change]
     edits = _checked(scene, source, [*changes, *still_copying(source, changes, modules, dtypes)])
     others = [one for one in scene.imported_files() if one.path != source.path] if edits and dtypes else []
     for one in others:
-        also = _ELSEWHERE[maker](one) if maker in _ELSEWHERE else []
+        also = _ELSEWHERE.get(maker, _nothing)(one)
         more = _checked(scene, one, [*also, *still_copying(one, also, set(), dtypes)])
         if also and not more:
             return ()  # half of a change is none
-        edits = (*edits, *more)
+        edits += more
     return edits
+
+
+def _nothing(source: Source) -> list[Change]:
+    return []
 
 
 _ELSEWHERE: dict[str, Callable[[Source], list[Change]]] = {

@@ -264,10 +264,7 @@ def _filled(source: Source, node: ast.Call, function: ast.Attribute, recorded: s
         return
     kept, value = sorted((given[-2 if function.attr == "where" and is_function else 0], given[-1]), key=_is_infinity)
     if function.attr in _FILL and _is_infinity(value):
-        if not isinstance(kept, ast.BinOp | ast.Call) or not (recorded or _calls(kept)):
-            yield value, f"{_atom(source, kept)}.dtype"
-        elif recorded:  # computed once
-            yield value, recorded
+        yield value, _dtype_of(source, kept, recorded)
     elif function.attr == "full" and _is_infinity(value):
         options = {keyword.arg: source.text(keyword.value) for keyword in node.keywords}
         yield value, options.get("dtype", "torch.get_default_dtype()")
@@ -277,13 +274,14 @@ _FILL = frozenset({"masked_fill", "masked_fill_", "full_like", "where"})
 """Functions that put a value into a tensor of the dtype of another argument."""
 
 
-def _calls(node: ast.expr) -> bool:
-    return any(isinstance(part, ast.Call) for part in ast.walk(node))
-
-
-def _atom(source: Source, node: ast.expr) -> str:
+def _dtype_of(source: Source, node: ast.expr, recorded: str) -> str:
+    """An expression of the dtype of a tensor that calls nothing a second time; empty where there is none."""
+    if recorded and isinstance(node, ast.BinOp | ast.Call):
+        return recorded
+    if any(isinstance(part, ast.Call) for part in ast.walk(node)):
+        return ""
     text = source.text(node)
-    return text if isinstance(node, ATOMS) else f"({text})"
+    return f"{text}.dtype" if isinstance(node, ATOMS) else f"({text}).dtype"
 
 
 def finite_mask(scene: Scene) -> Changes | None:
@@ -294,12 +292,16 @@ def finite_mask(scene: Scene) -> Changes | None:
     mask = _mask(scene)
     recorded = f"torch.{mask.fill.outputs[0].dtype}" if mask is not None else ""
     filled = [(value, dtype) for value, dtype in _infinities(source, recorded) if _may_fill(scene, source, mask, value)]
-    changes = [source.instead(value, f"torch.finfo({dtype}).min") for value, dtype in filled]
-    for node in ast.walk(source.tree):
-        for keyword in node.keywords if isinstance(node, ast.Call) else ():
-            if keyword.arg == "key_padding_mask" and isinstance(keyword.value, ast.Name):
-                changes += source.after(keyword.value, f" & ~{keyword.value.id}.all(-1, keepdim=True)")
-    return (source, changes) if changes else None
+    changes = [source.instead(value, f"torch.finfo({dtype}).min") for value, dtype in filled if dtype]
+    for value in (
+        keyword.value
+        for call in source.every(ast.Call)
+        for keyword in call.keywords
+        if keyword.arg == "key_padding_mask"
+    ):
+        if isinstance(value, ast.Name):
+            changes += source.after(value, f" & ~{value.id}.all(-1, keepdim=True)")
+    return some(source, changes)
 
 
 def _may_fill(scene: Scene, source: Source, mask: Mask | None, value: ast.expr) -> bool:

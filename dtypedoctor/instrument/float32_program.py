@@ -225,19 +225,15 @@ class Float32Program:
         """Says what operator ``n``, which has made inf or NaN, gives in the float32 program, and which operator before it rounds too much."""
         if step is None:
             return
-        behind, exact = {step: 0}, False
-        results: list[Tensor] = []
         self._explained += 1
-        if step.arguments is not None and self._explained <= MAX_EXPLAINED:
-            behind, exact = self._behind(step)
-            results = _computed(step, behind, torch.float32)
-        extents = [extent for t in results if (extent := extent_of(t)) is not None]
+        behind, exact = self._behind(step) if self._explained <= MAX_EXPLAINED else ({}, False)
+        results = _computed(step, behind, torch.float32) if behind else []
+        extents = list(filter(None, map(extent_of, results)))
         if not extents:
             self._write(n, finite=False, note="what came before it was not kept")
             return
         # What is finite in float32 and not in float64 is the rounding error of a sum: x - x.mean() of equal numbers.
-        in_float64 = _computed(step, behind, torch.float64)
-        finite = all(e.finite for e in extents) and (not in_float64 or _is_finite(in_float64))
+        finite = _is_finite(results) and _is_finite(_computed(step, behind, torch.float64) or results)
         self._write(n, finite=finite, absmax=max(e.absmax for e in extents), dtype="float32", exact=exact)
         if finite and (rounding := _rounding(step, behind)) is not None:
             self._tell(rounding, n)

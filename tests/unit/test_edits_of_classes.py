@@ -775,3 +775,10 @@ def test_weights_that_a_library_has_cast_are_no_reason_to_change_other_casts(tmp
     weights = parameter("weight", "bfloat16", (9, 9, 0, 4), set_at="/site-packages/trainer.py:9")
     assert edited(program(tmp_path, text, None, weights), "bfloat16-to-float32") == ""
     assert edited(program(tmp_path, text), "bfloat16-to-float32") != ""
+
+
+def test_what_rounds_in_bfloat16_is_no_reason_to_change_float16(tmp_path: Path) -> None:
+    """The dtype that rounds is the one that becomes float32."""
+    text = "net = net.bfloat16()\nother = other.half()"
+    read = program(tmp_path, text, dtype="bfloat16")
+    assert edited(read, *spec_of("rounds-out-of-domain").edits) == "net = net.float()\nother = other.half()"

@@ -211,6 +211,7 @@ ROUNDS_OUT_OF_DOMAIN = FindingSpec(
     edits=(
         "keep-in-domain",
         "half-to-float32",
+        "bfloat16-to-float32",
     ),
 )
 DIVERGENCE = FindingSpec(
