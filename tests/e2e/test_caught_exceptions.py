@@ -3,6 +3,7 @@
 import textwrap
 from pathlib import Path
 
+import pytest
 from command import forked as dtypedoctor
 from command import report_of
 
@@ -87,6 +88,7 @@ SPECTRUM = """
 """
 
 
+@pytest.mark.release
 def test_whole_numbers_that_are_rejected_are_found_and_proven(tmp_path: Path) -> None:
     """Nothing succeeds afterwards; the replay is compared by the whole numbers, since nothing else was measured."""
     (tmp_path / "train.py").write_text(textwrap.dedent(WHOLE_NUMBERS))
@@ -100,6 +102,7 @@ def test_whole_numbers_that_are_rejected_are_found_and_proven(tmp_path: Path) ->
     )
 
 
+@pytest.mark.release
 def test_a_step_that_makes_a_complex_parameter_nan_is_found(tmp_path: Path) -> None:
     """The loss is finite: only the gradient and the parameter show it."""
     (tmp_path / "train.py").write_text(textwrap.dedent(SPECTRUM))

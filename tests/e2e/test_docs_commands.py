@@ -93,6 +93,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.release(all_but=6)
 @pytest.mark.parametrize("command", CHEAP, ids=str)
 def test_the_command_can_be_typed_as_it_is_shown(command: Command, place: Path) -> None:
     """It prints something, complains about nothing, and ends with 0, or with 10 where two runs are not equal."""

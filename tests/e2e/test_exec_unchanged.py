@@ -208,6 +208,7 @@ attempt(3)
 """
 
 
+@pytest.mark.release
 def test_a_traceback_that_the_script_prints_itself_is_the_one_that_it_would_have_printed(tmp_path: Path) -> None:
     """To the line, the number and the caret: of modules with hooks and without, an operator outside of them, a backward pass."""
     path = script(tmp_path, CHAIN)

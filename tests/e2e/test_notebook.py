@@ -69,6 +69,7 @@ def outputs(cell: Any, kind: str) -> list[Any]:
     return [output for output in cell.outputs if output.output_type == kind]
 
 
+@pytest.mark.release
 def test_a_healthy_cell_keeps_its_value_and_its_names(cells: Sequence[Any], folder: Path) -> None:
     """The last expression is its result; a name that it sets is there in later cells; the report is where it was wanted."""
     (result,) = outputs(cells[1], "execute_result")

@@ -291,6 +291,7 @@ def test_the_run_directory_holds_a_report_for_people_and_one_for_programs(gemma4
     json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} in report.json"))
 
 
+@pytest.mark.release
 def test_without_remedies_the_findings_remain(gemma4_again: tuple[Finished, Path]) -> None:
     """Exit 10, no trials, and plain text where stdout is no terminal."""
     finished, directory = gemma4_again
@@ -301,6 +302,7 @@ def test_without_remedies_the_findings_remain(gemma4_again: tuple[Finished, Path
     assert report_of(directory)["trials"] == []
 
 
+@pytest.mark.release
 def test_two_runs_with_the_same_seed_give_the_same_numbers(gemma4: Path, gemma4_again: tuple[Finished, Path]) -> None:
     """Findings, losses and gradient norms are equal to the last digit."""
     first, second = report_of(gemma4), report_of(gemma4_again[1])

@@ -105,6 +105,7 @@ def test_a_reproduction_finds_the_modules_of_the_working_directory_last(
     assert run_clean(place / "repro" / "repro.py", PATIENCE) == (0, "3 __main__\n", "")
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("how", ["script", "module", "PYTHONPATH"])
 def test_a_script_imports_what_it_would_without_the_doctor(tmp_path: Path, how: str) -> None:
     """Modules beside it come before those of the standard library, as far as the interpreter has not imported these itself."""

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 COUNTED = """
 import json, subprocess, sys
 
@@ -147,6 +149,7 @@ def test_the_command_ends_without_taking_its_objects_apart() -> None:
         assert ended.stdout.endswith("registered\n")
 
 
+@pytest.mark.release
 def test_workers_collect_garbage_although_their_server_imports_without() -> None:
     """What the server has imported is never looked through again; what a training leaves is."""
     said = "import dtypedoctor.worker.preload, gc; print(gc.isenabled(), gc.get_freeze_count() > 100_000)"

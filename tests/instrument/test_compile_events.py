@@ -242,6 +242,7 @@ def test_the_fast_path_breaks_the_graph_at_each_ctypes_value(faulty: Run) -> Non
     assert "get_ptr" in faulty.report.graph_breaks[0].frames[-1]
 
 
+@pytest.mark.release
 def test_its_helper_is_recompiled_for_bytes_and_floats_until_the_limit(faulty: Run) -> None:
     """The guard and the limit that the public description names."""
     helper = [r for r in faulty.report.recompiles if r.function == "get_ptr"]

@@ -181,6 +181,7 @@ def counts(trace: Trace) -> tuple[int, int]:
     return found.module_calls, found.module_calls_measured
 
 
+@pytest.mark.release(all_but=8)
 @pytest.mark.parametrize("name", MEASURED)
 def test_an_inf_is_found_in_whatever_it_is_returned(name: str, tmp_path: Path) -> None:
     """The call counts as measured, and its sample holds the inf."""
@@ -190,6 +191,7 @@ def test_an_inf_is_found_in_whatever_it_is_returned(name: str, tmp_path: Path) -
     assert not trace.all(NotWatched)
 
 
+@pytest.mark.release(all_but=3)
 @pytest.mark.parametrize("name", MISSED)
 def test_what_cannot_be_looked_into_is_named_and_not_measured(name: str, tmp_path: Path) -> None:
     """It counts as a call that ran, the report names its type, and it can still be used up by the program."""

@@ -136,6 +136,7 @@ HEALTHY = {
 }
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("name", HEALTHY)
 def test_rounding_sampling_and_dropout_are_no_finding(tmp_path: Path, name: str) -> None:
     """The cache rounds otherwise than one long call; that is all."""

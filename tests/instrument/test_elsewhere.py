@@ -117,6 +117,7 @@ def test_a_program_that_may_compute_with_torch_is_told_from_others(
     assert note[1] == (WORKED_ELSEWHERE if works else NOT_HERE)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("source", "why"),
     [

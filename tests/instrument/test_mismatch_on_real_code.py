@@ -85,6 +85,7 @@ FUSED = [
 ]
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(("dtype", "state", "targets", "autocast", "expected"), FUSED)
 def test_variants_of_a_fused_projection_are_told_apart(
     dtype: str, state: str, targets: list[str], autocast: str, expected: list[str], tmp_path: Path
@@ -132,6 +133,7 @@ CASTING_BACK: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("kind", CASTING_BACK)
 def test_a_cast_back_to_the_dtype_of_an_input_is_looked_behind(kind: str, tmp_path: Path) -> None:
     """A module that returns the dtype it was given has not made it: the float32 norm weights before it have."""
@@ -164,6 +166,7 @@ NAMED: dict[str, Callable[[Tensor], Tensor]] = {
 WIDE = [torch.float32]
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("kind", NAMED)
 def test_a_cast_by_name_is_where_the_dtype_comes_from(kind: str, tmp_path: Path) -> None:
     """Also where the module was given float32 this time; a dtype that stands elsewhere is known by what other calls were given."""
@@ -331,6 +334,7 @@ class Half(nn.Module):
         return self.does(self.weight)
 
 
+@pytest.mark.release(all_but=3)
 @pytest.mark.parametrize(
     ("does", "expected"),
     [
