@@ -1,7 +1,6 @@
 """What is known of a model before it runs, and reading it from a checkpoint: headers, config, quantization states. No weights are loaded.
 
-Where the files come from: a folder, or the hub's cache of downloads, without the network. What a safetensors file says of its tensors is
-an 8-byte length, then JSON (https://github.com/huggingface/safetensors#format). What the model's class keeps in float32 is read from the
+Where the files come from: a folder, or the hub's cache of downloads, without the network. What the model's class keeps in float32 is read from the
 class's source without importing it.
 """
 
@@ -18,7 +17,8 @@ from typing import Any
 
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.errors import UsageError
-from dtypedoctor.foreign_files import open_file, parse_json, read_file, reason
+from dtypedoctor.foreign_files import parse_json, read_file, reason
+from dtypedoctor.tensor_files import Entry, read_entries
 from dtypedoctor.trace.events import ParameterNote
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.values import dataclass
@@ -250,91 +250,6 @@ def _assigned(statement: ast.stmt) -> tuple[str, list[str]]:
     return statement.targets[0].id, [text for text in value or () if isinstance(text, str)] if isinstance(
         value, (list, set, tuple)
     ) else []
-
-
-LARGEST_HEADER = 100_000_000
-"""Bytes; the limit of the safetensors library itself."""
-
-LARGEST_SMALL = 1 << 20
-"""Bytes of a tensor that is read: a quantization state in JSON, or a table of frequencies."""
-
-DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
-    "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One tensor in a file; ``begin`` and ``end`` are byte offsets in the file, ``cut`` says that it ends before ``end``."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: Path
-    begin: int
-    end: int
-    cut: bool
-
-    def read(self) -> bytes:
-        """The tensor's bytes, for the small ones that are worth it."""
-        if self.end - self.begin > LARGEST_SMALL:
-            raise ValueError(f"{self.end - self.begin} bytes, which is too much for what it is named")
-        if self.cut:
-            raise ValueError(f"the file ends before byte {self.end}")
-        with open_file(self.file, follow=True) as file:
-            file.seek(self.begin)
-            return file.read(self.end - self.begin)
-
-
-def read_entries(path: Path) -> list[Entry]:
-    """Every tensor of the file, in the order of its header; also those that a download has cut off.
-
-    Raises:
-        UsageError: the file cannot be read, or is no safetensors file.
-    """
-    try:
-        with open_file(path, follow=True) as file:
-            size = os.fstat(file.fileno()).st_size
-            length = struct.unpack("<Q", file.read(8))[0]
-            if length > min(LARGEST_HEADER, size - 8):
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = parse_json(file.read(length))
-        data = (8 + length, size)
-        return [_entry(path, data, name, one) for name, one in header.items() if name != "__metadata__"]
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({reason(error)})", "Download it again.") from error
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"{path}: not a safetensors file ({reason(error)})", "Download it again; it may be cut short."
-        ) from error
-
-
-def _entry(path: Path, data: tuple[int, int], name: str, described: Mapping[str, Any]) -> Entry:
-    """One entry of the header; ``data`` is where the tensors begin and where the file ends."""
-    first, last = data
-    begin, end = (first + _whole(offset) for offset in described["data_offsets"])
-    if not begin <= end:
-        raise ValueError(f"{name[:100]!r} lies at bytes {begin} to {end}")
-    shape, dtype = described["shape"], described["dtype"]
-    if not isinstance(shape, list) or not isinstance(dtype, str):
-        raise TypeError(f"{name[:100]!r} has no shape or no dtype")
-    return Entry(
-        name=name,
-        dtype=DTYPES.get(dtype, dtype.lower()[:40]),
-        shape=tuple(_whole(size) for size in shape),
-        file=path,
-        begin=begin,
-        end=end,
-        cut=end > last,
-    )
-
-
-def _whole(number: Any) -> int:
-    if type(number) is not int or not 0 <= number < 2**63:
-        raise ValueError(f"{str(number)[:40]} is no size")
-    return number
 
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"

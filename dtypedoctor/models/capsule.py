@@ -1,6 +1,7 @@
 """Builds the module of a capsule and what it is called with, by running the script that a capsule is written as."""
 
 import linecache
+import os
 import types
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ def load_capsule(directory: Path, dtype: torch.dtype, device: torch.device, *, a
     with contained() as refused:
         if not allow_code:  # before anything is made; of what was read here, whoever may have looked at the file before
             require_known(capsule)
+        _require_room(capsule)
         text = capsule_script(capsule, tensors=CAPSULE_TENSORS)
         linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
         script.__dict__["__file__"] = path
@@ -114,6 +116,21 @@ def load_capsule(directory: Path, dtype: torch.dtype, device: torch.device, *, a
         raise UsageError(f"{directory}: the call cannot be rebuilt here: {words}", "Its libraries must be installed.")
     loaded: nn.Module = model
     return loaded
+
+
+def _require_room(capsule: Capsule) -> None:
+    """Rejects what this machine has no memory for, such as a file of a terabyte that takes no room on a disk.
+
+    Raises:
+        UsageError: its tensors are larger than the memory, or the file does not hold what it says.
+    """
+    capsule.tensors()
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if capsule.memory > room:
+        raise UsageError(
+            f"{capsule.directory}: its tensors take {capsule.memory >> 20:,} MiB, and this machine has {room >> 20:,}",
+            "Replay it on a larger machine.",
+        )
 
 
 def _operator(capsule: Capsule, arguments: Any) -> nn.Module:

@@ -39,24 +39,24 @@ def require_known(capsule: Capsule) -> None:
 def _why_not(named: Named) -> str:
     """Why something that is on a list may not be made all the same; empty where it may."""
     if named.role == "operator":
-        return "" if _computes(named.name) else f"the operator {named.name}, which does more than compute"
+        return "" if _computes(named.name) else f"the operator {named.shown}, which does more than compute"
     if named.role == "dtype":
-        return "" if isinstance(getattr(torch, named.name, None), torch.dtype) else f"{named.name}, which is no dtype"
+        return "" if isinstance(getattr(torch, named.name, None), torch.dtype) else f"{named.shown}, which is no dtype"
     module_name, _, path = named.name.partition(":")
     name, _, member = path.partition(".")
     module = importlib.import_module(module_name)
     thing = vars(module).get(name)
     if module_name == "torch.nn.functional":
         fits = isinstance(thing, (types.FunctionType, types.BuiltinFunctionType))
-        return "" if fits else f"{named.name}, which is no function"
+        return "" if fits else f"{named.shown}, which is no function"
     is_own = getattr(thing, "__module__", None) == module_name and getattr(thing, "__qualname__", None) == name
     if not is_own or not _fits(named.role, thing, member):
-        return f"{named.name}, which is no {_KINDS[named.role]} that {module_name} defines"
+        return f"{named.shown}, which is no {_KINDS[named.role]} that {module_name} defines"
     for attribute in named.attributes:
         if named.role == "config" and attribute not in _CHOSEN:
-            return f"the attribute {attribute} of {named.name}, which no replay needs"
+            return f"the attribute {attribute} of {named.shown}, which no replay needs"
         if _replaces(thing, attribute):
-            return f"the attribute {attribute} of {named.name}, which replaces a part of the class"
+            return f"the attribute {attribute} of {named.shown}, which replaces a part of the class"
     return ""
 
 

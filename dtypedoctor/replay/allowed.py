@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dtypedoctor.patterns import regex
+from dtypedoctor.scenario.problems import printable
 from dtypedoctor.values import dataclass
 
 __all__ = ["DTYPE", "KINDS", "Named", "named_in", "why_not"]
@@ -77,14 +78,19 @@ class Named:
     name: str
     attributes: tuple[str, ...] = ()
 
+    @property
+    def shown(self) -> str:
+        """The name, so that a terminal can print it."""
+        return printable(self.name[:100])
+
 
 def why_not(named: Named) -> str:
     """Why something may not be made without asking, in words; empty where it may."""
     allowed = _ALLOWED.get(named.role)
     if allowed is None or not allowed.fullmatch(named.name):
-        return f"the {named.role} {named.name}"
+        return f"the {named.role} {named.shown}"
     attribute = next((name for name in named.attributes if not _ATTRIBUTE.fullmatch(name)), None)
-    return f"the attribute {attribute} of {named.name}" if attribute is not None else ""
+    return f"the attribute {printable(attribute[:100])} of {named.shown}" if attribute is not None else ""
 
 
 def named_in(call: Mapping[str, Any]) -> Iterator[Named]:

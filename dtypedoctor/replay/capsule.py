@@ -8,12 +8,15 @@ only where the user allows it.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
+from os import fstat
 from pathlib import Path
 from typing import Any
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.foreign_files import parse_json, read_file, read_head, reason
+from dtypedoctor.foreign_files import is_real_directory, open_file, parse_json, read_file, reason
 from dtypedoctor.replay.allowed import Named, named_in, why_not
+from dtypedoctor.scenario.problems import printable
+from dtypedoctor.tensor_files import Entry, read_entries
 from dtypedoctor.values import dataclass
 
 __all__ = [
@@ -32,11 +35,14 @@ CAPSULE, CAPSULE_TENSORS = "capsule.json", "capsule.safetensors"
 FORMAT = 1
 MODEL = "capsule:"
 """How the name of a scenario's model begins that is the module of a capsule; its directory follows."""
-_LARGEST = 64 << 20
+_LARGEST = 16 << 20
 """Bytes of a description; that of a large model takes some megabytes."""
+_DAMAGE = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError)
+"""What reading a damaged description raises."""
+_AGAIN = "Have it sent again; `dtypedoctor exec` leaves another one."
 ALLOW_CODE = "Read it first (`source` and `call` in capsule.json, or --script), then pass --allow-code."
 """What the reader of a capsule that runs code can do."""
-_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
 _WEIGHT = 1_000_000
 """By how much an element of a weight counts more than one of an input."""
 _NEEDED = {"fqn": str, "class": str, "kind": str, "error": str, "finding": dict, "call": dict, "requires_grad": list, "random": bool,
@@ -141,18 +147,39 @@ class Capsule:
         Raises:
             UsageError: the file with the tensors cannot be read.
         """
-        try:
-            head = read_head(self.directory / CAPSULE_TENSORS, _LARGEST)
-            length = int.from_bytes(head[:8], "little")
-            entries = parse_json(head[8 : 8 + length])
-            sizes: Counter[str] = Counter()
-            for name, entry in entries.items():
-                dtype = _FLOATS.get(entry.get("dtype"))
-                if dtype is not None and ".packed" not in name:
-                    sizes[dtype] += prod(entry["shape"]) * (_WEIGHT if name.startswith("weight.") else 1)
-        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-            raise UsageError(f"{self.directory / CAPSULE_TENSORS}: cannot be read: {error}") from error
+        sizes: Counter[str] = Counter()
+        for entry in self.tensors():
+            if entry.dtype in _FLOATS and ".packed" not in entry.name:
+                sizes[entry.dtype] += entry.elements * (_WEIGHT if entry.name.startswith("weight.") else 1)
         return sizes.most_common(1)[0][0] if sizes else "float32"
+
+    def tensors(self) -> list[Entry]:
+        """What its file says of the tensors in it.
+
+        Raises:
+            UsageError: the file cannot be read, or does not hold what it says.
+        """
+        entries = read_entries(self.directory / CAPSULE_TENSORS, follow=False, largest=_LARGEST)
+        wrong = next((entry for entry in entries if entry.cut or not entry.is_whole), None)
+        if wrong is not None:
+            where = f"{self.directory / CAPSULE_TENSORS}: {printable(wrong.name[:100])}"
+            raise UsageError(f"{where} does not have the size of its shape, or the file is cut short", _AGAIN)
+        return entries
+
+    @property
+    def memory(self) -> int:
+        """Bytes that its tensors take, those included that are drawn.
+
+        Raises:
+            UsageError: it is damaged.
+        """
+        try:
+            shapes = [list(map(int, how["shape"])) for how in self.description["drawn"].values()]
+            if any(len(shape) > 64 or not all(0 <= size < 1 << 62 for size in shape) for shape in shapes):
+                raise ValueError("a shape that no tensor has")
+        except _DAMAGE as error:
+            raise self._damaged(error) from error
+        return self.bytes + sum(8 * prod(shape) for shape in shapes)  # drawn in float32, and scaled
 
     def modules(self) -> tuple[str, ...]:
         """Modules of known libraries that it needs, to be imported in advance."""
@@ -170,9 +197,8 @@ class Capsule:
             if not all(isinstance(text, str) for named in every for text in (named.name, *named.attributes)):
                 raise TypeError("a name that is no text")
             return every
-        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-            where = self.directory / CAPSULE
-            raise UsageError(f"{where}: damaged: {type(error).__name__}: {error}", "Have it sent again.") from error
+        except _DAMAGE as error:
+            raise self._damaged(error) from error
 
     def code(self) -> Iterator[str]:
         """What it runs that is neither torch's nor a known library's, or is on no list, in words."""
@@ -181,6 +207,10 @@ class Capsule:
         elif self.description["call"].get("state"):
             yield f"values of variables, without the source text that has them, in {CAPSULE}"
         yield from dict.fromkeys(filter(None, map(why_not, self.named())))
+
+    def _damaged(self, error: Exception) -> UsageError:
+        why = printable(f"{type(error).__name__}: {error}"[:200])
+        return UsageError(f"{self.directory / CAPSULE}: damaged: {why}", _AGAIN)
 
     def _libraries(self) -> set[str]:
         """The modules whose classes and functions it names."""
@@ -193,18 +223,19 @@ def read_capsule(directory: Path) -> Capsule:
     Raises:
         UsageError: there is none, or it cannot be read.
     """
-    place = directory / "capsule" if (directory / "capsule").is_dir() else directory
+    place = directory / "capsule" if is_real_directory(directory / "capsule") else directory
     hint = "Give the directory `capsule` that `dtypedoctor exec` leaves in a run directory."
     try:
         description = parse_json(read_file(place / CAPSULE, _LARGEST))
-        size = (place / CAPSULE).stat().st_size + (place / CAPSULE_TENSORS).stat().st_size
+        with open_file(place / CAPSULE_TENSORS) as file:
+            size = (place / CAPSULE).stat().st_size + fstat(file.fileno()).st_size
     except (OSError, ValueError) as error:
         raise UsageError(f"{place}: no capsule that can be read: {reason(error)}", hint) from error
     if not isinstance(description, dict):
         raise UsageError(f"{place / CAPSULE}: not a capsule", hint)
     if description.get("capsule") != FORMAT:
         raise UsageError(
-            f"{place / CAPSULE}: capsule format {description.get('capsule')!r}, this version reads {FORMAT}",
+            f"{place / CAPSULE}: capsule format {printable(repr(description.get('capsule'))[:40])}, this version reads {FORMAT}",
             "Use the version of dtypedoctor that wrote it.",
         )
     wrong = [key for key, kind in _NEEDED.items() if not isinstance(description.get(key), kind)]

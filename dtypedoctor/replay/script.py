@@ -11,16 +11,16 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
-from math import isfinite, prod
+from math import isfinite
 from typing import Any
 
-from dtypedoctor.foreign_files import parse_json, read_file
 from dtypedoctor.patterns import regex
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.redaction.secrets import SECRET, names_a_secret
 from dtypedoctor.replay.allowed import DTYPE, KINDS
-from dtypedoctor.replay.capsule import CAPSULE_TENSORS, Capsule
+from dtypedoctor.replay.capsule import Capsule
 from dtypedoctor.scenario.problems import printable
+from dtypedoctor.tensor_files import Entry
 from dtypedoctor.values import dataclass
 
 __all__ = ["TENSORS", "CannotBeWrittenError", "Carried", "Claim", "capsule_script", "inline_tensors", "script_text"]
@@ -167,15 +167,15 @@ def _weights(recipes: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 def _tensors_in(capture: Mapping[str, Any]) -> Iterator[str]:
     """Names of the tensors among the arguments, and of those that modules inside returned."""
-    waiting: list[Any] = [capture["args"], list(capture["kwargs"].values()), [result for _, result in capture["calls"]]]
+    waiting: list[Any] = [
+        [capture["args"], list(capture["kwargs"].values()), [result for _, result in capture["calls"]]]
+    ]
     while waiting:
-        value = waiting.pop(0)
-        if isinstance(value, list):
-            waiting[:0] = value
-        elif isinstance(value, Mapping) and isinstance(value.get("tensor"), str):
+        value = waiting.pop()
+        if isinstance(value, Mapping) and isinstance(value.get("tensor"), str):
             yield value["tensor"]
-        elif isinstance(value, Mapping):
-            waiting[:0] = value.values()
+        elif isinstance(value, (Mapping, list)):
+            waiting += reversed(list(value.values()) if isinstance(value, Mapping) else value)
 
 
 def _module(capture: Mapping[str, Any], *, own: bool, configs: bool) -> str:
@@ -250,13 +250,13 @@ def capsule_script(capsule: Capsule, *, tensors: str = TENSORS, inline: bool = F
     """
     held, finding = capsule.description, capsule.finding
     try:
-        data = read_file(capsule.directory / CAPSULE_TENSORS, capsule.bytes) if inline else b""
+        entries = capsule.tensors()
         carried = Carried(
             source=held["source"],
             random=held["random"],
             tensors=tensors,
             drawn=held["drawn"],
-            inline=inline_tensors(data) if inline else None,
+            inline=inline_tensors(entries) if inline else None,
             inputs=[name for name in held["requires_grad"] if name.startswith("input.")],
             has_safetensors=not _BRING_SAFETENSORS.isdisjoint(capsule.versions),
         )
@@ -269,8 +269,8 @@ def capsule_script(capsule: Capsule, *, tensors: str = TENSORS, inline: bool = F
             made_with=", ".join(f"{name} {version}" for name, version in capsule.versions.items()),
         )
         return script_text(held["call"], claim, configs=True, carried=carried)
-    except (KeyError, TypeError, ValueError, AttributeError, OSError, RecursionError) as error:
-        raise CannotBeWrittenError(f"it is damaged ({type(error).__name__}: {error})") from error
+    except (KeyError, TypeError, ValueError, AttributeError, OSError, ArithmeticError, RecursionError) as error:
+        raise CannotBeWrittenError(f"it is damaged ({type(error).__name__}: {printable(str(error)[:200])})") from error
 
 
 def _kept(carried: Carried) -> str:
@@ -313,25 +313,20 @@ def _helpers(text: str) -> Iterator[str]:
     yield from (HELPERS[name] for name in HELPERS if name in chosen)
 
 
-def inline_tensors(data: bytes, most: int = 256) -> dict[str, str] | None:
+def inline_tensors(entries: Sequence[Entry], most: int = 256) -> dict[str, str] | None:
     """Expressions for the tensors of a safetensors file, by name; None where it holds more than ``most`` elements.
 
     Raises:
         ValueError: it is not such a file.
+        OSError: it cannot be read.
     """
-    length = int.from_bytes(data[:8], "little")
-    header = parse_json(data[8 : 8 + length])
-    header.pop("__metadata__", None)
-    if sum(prod(entry["shape"]) for entry in header.values()) > most:
+    if sum(entry.elements for entry in entries) > most:
         return None
     found = {}
-    for name, entry in header.items():
-        begin, end = (8 + length + int(offset) for offset in entry["data_offsets"])
-        dtype, code = _CODES[entry["dtype"]]
-        values = _values(data[begin:end], code)
+    for entry in entries:
+        values = _values(entry.read(), _CODES[entry.dtype])
         texts = ", ".join(f"float({str(v)!r})" if isinstance(v, float) and not isfinite(v) else repr(v) for v in values)
-        shape = [int(size) for size in entry["shape"]]
-        found[name] = f"torch.tensor([{texts}], dtype=torch.{dtype}).reshape({shape})"
+        found[entry.name] = f"torch.tensor([{texts}], dtype=torch.{entry.dtype}).reshape({list(entry.shape)})"
     return found
 
 
@@ -343,10 +338,9 @@ def _values(data: bytes, code: str) -> list[Any]:
 
 
 _CODES = {
-    "F64": ("float64", "d"), "F32": ("float32", "f"), "F16": ("float16", "e"), "BF16": ("bfloat16", "bfloat16"), "I64": ("int64", "q"),
-    "I32": ("int32", "i"), "I16": ("int16", "h"), "I8": ("int8", "b"), "U8": ("uint8", "B"), "BOOL": ("bool", "?"),
+    "float64": "d", "float32": "f", "float16": "e", "bfloat16": "bfloat16", "int64": "q", "int32": "i", "int16": "h", "int8": "b", "uint8": "B", "bool": "?",
 }  # fmt: skip
-"""Dtypes of a safetensors file: torch's names, and how ``struct`` reads them."""
+"""How ``struct`` reads the elements of a dtype."""
 
 
 def _comment(texts: Iterable[str]) -> str:
@@ -472,7 +466,7 @@ def _dtype(name: Any) -> str:
         CannotBeWrittenError: it is the name of something else.
     """
     if not isinstance(name, str) or not DTYPE.fullmatch(name):
-        raise CannotBeWrittenError(f"{name!r} is no dtype")
+        raise CannotBeWrittenError(f"{printable(repr(name)[:60])} is no dtype")
     return name
 
 

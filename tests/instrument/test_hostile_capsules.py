@@ -309,6 +309,19 @@ def test_a_damaged_capsule_is_an_error_in_words_and_runs_nothing(tmp_path: Path)
                 model(*call_of(model).args, **call_of(model).kwargs)
 
 
+def test_a_capsule_that_no_memory_holds_is_not_made(tmp_path: Path) -> None:
+    """A tensor of a terabyte that takes no room on the disk, and a shape of a terabyte that is to be drawn."""
+    sparse, drawn = written(tmp_path / "sparse", BASE, {}), tmp_path / "drawn"
+    header = json.dumps({"input.0": {"dtype": "F16", "shape": [1 << 39], "data_offsets": [0, 1 << 40]}}).encode()
+    (sparse / CAPSULE_TENSORS).write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(sparse / CAPSULE_TENSORS, 8 + len(header) + (1 << 40))
+    how = {"shape": [1 << 38], "dtype": "float16", "scale": 1.0, "seed": 0}
+    written(drawn, with_change(lambda d: d.update(drawn={"weight.0.weight": how})), TENSORS)
+    for folder in (sparse, drawn):
+        with pytest.raises(UsageError, match="this machine has"):
+            replayed(folder)
+
+
 def test_what_ran_a_command_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     """An identity whose forward is the `os.system` that a module of torch imports."""
     forward = {"forward": {"function": "torch.nn.parallel.distributed:os.system"}}

@@ -9,11 +9,12 @@ import pytest
 from checkpoints import packed, write_checkpoint, write_safetensors
 
 from dtypedoctor.diagnosis import preflight
-from dtypedoctor.diagnosis.checkpoint import Intent, kept_in_float32, read_checkpoint, read_entries
+from dtypedoctor.diagnosis.checkpoint import Intent, kept_in_float32, read_checkpoint
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.errors import UsageError
 from dtypedoctor.report.surveys import census
 from dtypedoctor.rules.silent.rounding import rounded_to
+from dtypedoctor.tensor_files import read_entries
 
 
 def found(folder: Path, **intent: object) -> dict[str, Finding]:
