@@ -572,24 +572,40 @@ _COUNTER = regex(r"\.([A-Za-z_]\w*) == -?\d+\b")
 
 
 def counter_in_tensor(scene: Scene) -> Changes | None:
-    """Keeps a number that changes, and that compiled code depends on, in a tensor; not where it is used as an index, or is anything but a number."""
-    names = {name for text in scene.finding.evidence for name in _COUNTER.findall(text)}
+    """Keeps a number that changes, and that compiled code depends on, in a tensor; not where it is used as an index, or may be anything but a number."""
     for source in scene.program_files():
-        counted = names - _indices(source)
-        values = [node.value for node in _of_compiled_class(scene, source) if _sets(node.targets[0], counted)]
+        counted = _counters(scene) - _indices(source)
+        values = [node.value for node in _assignments_to_modules(source) if _sets(node.targets[0], counted)]
         if values and has_torch(source):
-            is_number = all(isinstance(value, ast.Constant) and type(value.value) in (int, float) for value in values)
             tensors = [source.instead(value, f"torch.tensor({source.text(value)})") for value in values]
-            return some(source, tensors if is_number else [])
+            return some(source, tensors if all(_is_number(source, value) for value in values) else [])
     return None
 
 
-def _of_compiled_class(scene: Scene, source: Source) -> Iterator[ast.Assign]:
-    """The assignments of the class whose method is compiled, where the finding's line is in one; else those of the file."""
-    at = scene.failing_line()
-    line = at[1] if at is not None and at[0].path == source.path else 0
-    classes = [one for one in source.every(ast.ClassDef) if one.lineno <= line <= (one.end_lineno or 0)]
-    return (node for node in ast.walk(classes[-1] if classes else source.tree) if isinstance(node, ast.Assign))
+def _counters(scene: Scene) -> set[str]:
+    """The attributes that compiled code was compiled anew for."""
+    return {name for text in scene.finding.evidence for name in _COUNTER.findall(text)}
+
+
+def _assignments_to_modules(source: Source) -> Iterator[ast.Assign]:
+    """The assignments of a file but for those in classes that have no ``forward``: their attributes are not a module's."""
+    others = [
+        one
+        for one in source.every(ast.ClassDef)
+        if not any(getattr(part, "name", "") == "forward" for part in one.body)
+    ]
+    inside = {node for one in others for node in ast.walk(one)}
+    return (node for node in source.every(ast.Assign) if node not in inside)
+
+
+def _is_number(source: Source, node: ast.expr) -> bool:
+    """Whether an expression is a number: written as one, or the variable of a loop over a range."""
+    if isinstance(node, ast.Name):
+        loops = source.around(node, ast.For)
+        return any(
+            ast.unparse(loop.target) == node.id and ast.unparse(loop.iter).startswith("range(") for loop in loops
+        )
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
 
 
 def _indices(source: Source) -> set[str]:
@@ -623,5 +639,7 @@ def without_compiler(scene: Scene) -> Changes | None:
 
 
 def compiled_for_any_size(scene: Scene) -> Changes | None:
-    """The model is compiled once for all sizes."""
+    """The model is compiled once for all sizes; not where it is a number that makes it compile anew."""
+    if _counters(scene):
+        return None
     return in_calls(scene, "torch.compile", lambda source, call: with_keyword(source, call, "dynamic=True"))

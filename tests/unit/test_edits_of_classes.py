@@ -782,3 +782,20 @@ def test_what_rounds_in_bfloat16_is_no_reason_to_change_float16(tmp_path: Path) 
     text = "net = net.bfloat16()\nother = other.half()"
     read = program(tmp_path, text, dtype="bfloat16")
     assert edited(read, *spec_of("rounds-out-of-domain").edits) == "net = net.float()\nother = other.half()"
+
+
+def test_a_counter_of_another_class_stays_as_it_is(tmp_path: Path) -> None:
+    """A class without ``forward`` is no module; a loop over a range counts in whole numbers; more sizes do not help."""
+    text = """
+        class Meter:
+            def begin(self):
+                self.age = "warmup"
+        for step in range(9):
+            net.soft.age = step
+    """
+    told = ("f was compiled again: self._modules['soft'].age == 0; self._modules['soft'].age == 1",)
+    read = program(tmp_path, text + "    net = torch.compile(net)\n", evidence=told)
+    after = edited(read, "counter-in-tensor", "compiled-for-any-size")
+    assert "net.soft.age = torch.tensor(step)" in after
+    assert 'self.age = "warmup"' in after
+    assert edited(program(tmp_path, "net = torch.compile(net)", evidence=told), "compiled-for-any-size") == ""
