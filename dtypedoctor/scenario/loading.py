@@ -17,10 +17,9 @@ from yaml.reader import Reader
 from dtypedoctor import plugins
 from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import switched_off
-from dtypedoctor.scenario.checking import check, check_ids, check_name
 from dtypedoctor.scenario.model import Model, Scenario
 from dtypedoctor.scenario.problems import Place, Problem, did_you_mean, in_words, printable, quoted, refusal
-from dtypedoctor.scenario.yaml_nodes import PATTERNS, read_tree
+from dtypedoctor.scenario.reading import PATTERNS, read_scenario
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -183,13 +182,7 @@ def load_scenario(path: Path, known: Mapping[str, Collection[str]] | None = None
         text = read_text(path)
     except FileNotFoundError:
         raise not_found(str(path)) from None
-    tree, problems = read_tree(text)
-    scenario: Scenario | None = None
-    if tree is not None:
-        scenario, found = check(tree)
-        told = check_name(tree, path.stem) + check_ids(tree, known or {})
-        told_places = {problem.place for problem in told}
-        problems += told + [problem for problem in found if problem.place not in told_places]
+    scenario, problems = read_scenario(text, path.stem, known or {})
     if problems or scenario is None:
         raise refusal(path, problems, f"{_HINT}{switched_off()}")
     return _with_files_beside(scenario, path.resolve().parent)
