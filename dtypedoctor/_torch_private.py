@@ -555,6 +555,11 @@ def forget_global_hook(number: int) -> None:
 # With a fallback: autocast, gradient scaling, attention ---------------------------------------------------------------------------------
 
 
+def top_function_mode() -> Any:
+    """The function mode that sees the next function first; None where there is none, or all are held aside."""
+    return torch.overrides._get_current_function_mode()
+
+
 def region_is_on(region: torch.autocast) -> bool:
     """Whether an autocast region casts. True without the name."""
     return bool(getattr(region, "_enabled", True))

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator, Sequence
 
-from dtypedoctor.diagnosis.ops import overload_free
+from dtypedoctor.diagnosis.ops import graph_of, overload_free
 from dtypedoctor.diagnosis.rule import Link
 from dtypedoctor.diagnosis.scene import (
     ATOMS,
@@ -53,6 +53,20 @@ def cast_head_input(scene: Scene) -> Changes | None:
     if not (_trains_float32(scene, op) and has_torch(source) and _is_returned_by_outermost(scene, source, node)):
         return None
     return some(source, list(source.after(node.args[0], cast("float32"))) if node.args else [])
+
+
+def cast_exported(scene: Scene) -> Changes | None:
+    """Casts to float32 what a function gets whose result is no tensor, as that of ``numpy()``: nothing has to be cast back."""
+    found, op = scene.failing_node(), scene.rejected
+    replay = graph_of(scene.trace).replay(op, "all-as-float32") if op is not None else None
+    if found is None or op is None or replay is None or replay.note or replay.dtype is not None:
+        return None
+    source, node, inside_library = found
+    if inside_library or not isinstance(node, ast.Call):
+        return None
+    method = isinstance(node.func, ast.Attribute) and node.func.attr == op.op.rpartition(".")[2]
+    operands = _method_of(node) if method else _positional(node)[:1]
+    return some(source, [change for operand in operands for change in source.after(operand, cast("float32"))])
 
 
 def _trains_float32(scene: Scene, op: Op) -> bool:

@@ -151,6 +151,7 @@ REMARKS = {
 """What an edit costs, or does besides the sentence above it."""
 INSTEAD = {
     "autocast-around": "Call the model under autocast, which casts what meets in a product.",
+    "cast-exported": "Cast what `{op}` gets to float32: it has no {dtype}.",
     "cast-head-input": "Cast the input of {module} to {dtype}, in which its weights are trained.",
     "cast-weights-where-set": "Cast the {dtype} weights to {other}, the dtype of what they meet, on the line that made them {dtype}.",
     "cast-met-weights": "Cast the weights that meet it to {dtype}, on the line that gave them another dtype.",
@@ -163,6 +164,7 @@ INSTEAD = {
 Maker = Callable[[Scene], Changes | None]
 MAKERS: dict[str, Maker] = {
     "cast-operand": dtype_edits.cast_operand,
+    "cast-exported": dtype_edits.cast_exported,
     "cast-head-input": dtype_edits.cast_head_input,
     "make-in-dtype": dtype_edits.make_in_dtype,
     "cast-where-set": dtype_edits.cast_where_set,

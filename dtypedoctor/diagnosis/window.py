@@ -10,7 +10,7 @@ from dtypedoctor.diagnosis.wording import is_dtype_error, module_of
 from dtypedoctor.scenario.model import Window
 from dtypedoctor.trace.events import ParameterNote, Raised, ScalerState
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.execution import CompileCounts
+from dtypedoctor.trace.records.execution import CompileCounts, Unscaled
 from dtypedoctor.trace.records.models import PackedWeight
 from dtypedoctor.trace.records.silent import GradientZeros, ScaledBackward
 
@@ -57,8 +57,11 @@ def shows_failure(trace: Trace) -> bool:
 
 
 def _of_refusal(trace: Trace, raised: Raised) -> Window:
-    """What is refused outside of modules after a backward pass, when weights are averaged say, lies behind the end of the last call's window."""
+    """What is refused outside of modules after a backward pass, when weights are averaged say, lies behind the end of the last call's window; what a
+    gradient scaler is refused lies before the optimizer's step."""
     outside = raised.phase == "forward" and not raised.modules
+    if raised.phase == "optimizer" and trace.observed(Unscaled):
+        return Window(step=raised.step, until="optimizer", early=True)
     of_call = (site.kind for sample, site in trace.measured() if sample.call == raised.call and sample.n < raised.n)
     if outside and not {"loss", "grad"}.isdisjoint(of_call):
         return Window(step=1 if trace.by_call else raised.step, until="optimizer", early=True)

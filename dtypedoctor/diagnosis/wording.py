@@ -84,7 +84,9 @@ def dtype_named(word: str) -> str:
     return _SPELLINGS.get(plain.lower(), plain)
 
 
-DTYPE_WORDS = ("dtype", "scalar type", "same type", "bias type", "must have the type", "Half", "BFloat16")
+DTYPE_WORDS = (
+    "dtype", "scalar type", "ScalarType", "same type", "bias type", "must have the type", "Half", "BFloat16", "Float8", "ComplexFloat", "ComplexDouble",
+)  # fmt: skip
 """Words by which torch's messages about mixed dtypes are recognized."""
 COMPILER_ERRORS = frozenset({"Unsupported", "FailOnRecompileLimitHit"})
 """Exceptions of Dynamo, which quote the code that it could not trace; that code may well speak of dtypes."""

@@ -27,6 +27,7 @@ from dtypedoctor._torch_private import (
     pop_mode,
     push_mode,
     schema_of,
+    top_function_mode,
     tracing_state,
     uncompiled,
     version_of,
@@ -344,8 +345,7 @@ class FunctionErrors(TorchFunctionMode):
 
     ``made`` is told of each tensor that is made of a Python number, and of that number: no operator sees what rounding made of it.
 
-    To be opened and closed within one call of a module: while one of its own functions runs (``Tensor.backward`` is one),
-    torch holds the mode aside, and closing it then would leave it active for good.
+    While one of its own functions runs (``Tensor.backward`` is one), torch holds the mode aside: closed then, it stays on until it is closed again.
     """
 
     def __init__(self, listener: Listener, made: Made) -> None:
@@ -362,7 +362,7 @@ class FunctionErrors(TorchFunctionMode):
 
     def close(self) -> None:
         """Stops watching."""
-        if self._is_open:
+        if self._is_open and top_function_mode() is self:
             self._is_open = False
             self.__exit__(None, None, None)
 

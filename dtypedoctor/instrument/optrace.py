@@ -85,7 +85,7 @@ class OpTrace(OperatorMode):
         self._ops = 0
         self._promotions = 0
         self._last_error = ""
-        self.is_open = False
+        self.is_open = self._stays = False
         self.lines: dict[str | None, str | None] = {}
         """Lines of the program in the place of others: of what it has called, where that is made again from somewhere else."""
 
@@ -94,19 +94,27 @@ class OpTrace(OperatorMode):
         """The number that the next tensor would get: where another op trace of the same process goes on."""
         return self._ids.next
 
-    def open(self) -> None:
-        """Opens the window."""
+    def open(self, *, outside: bool = False) -> None:
+        """Opens the window.
+
+        Args:
+            outside: functions of torch that raise outside of module calls are recorded, too.
+        """
         if not self.is_open:
             self.is_open = True
             self._look_at_modules()
             self.__enter__()
+        if outside:
+            self._stays = True
+            self._functions.open()
 
     def close(self) -> None:
         """Closes the window."""
+        self._stays = False
+        self.leave_root()
         if self.is_open:
             self.is_open = False
             self.leave()
-            self.leave_root()
             self._attention.forget()
             self._program.forget()
 
@@ -119,7 +127,8 @@ class OpTrace(OperatorMode):
 
     def leave_root(self) -> None:
         """The call of the outermost module has ended."""
-        self._functions.close()
+        if not self._stays:
+            self._functions.close()
 
     def _look_at_modules(self) -> None:
         with self._aside():
@@ -252,7 +261,7 @@ class OpTrace(OperatorMode):
 
     def _refused_by_function(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
                              error: Exception) -> None:  # fmt: skip
-        if self._position.muted or str(error) == self._last_error:
+        if not self.is_open or self._position.muted or str(error) == self._last_error:
             return  # one of the operators inside it has refused already
         with self._aside():
             self._last_error = str(error)
@@ -465,7 +474,7 @@ class OpWindows:
     def _begin(self, window: OpWindow) -> None:
         if self._open is None:
             self._open = window
-            self._ops.open()
+            self._ops.open(outside=True)
 
     def _close(self) -> None:
         self._open = None

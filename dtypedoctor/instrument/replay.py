@@ -116,7 +116,7 @@ def note_replay(writer: TraceWriter, of: int, how: str, results: list[Tensor]) -
 def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments) -> None:
     """Runs an op that refused its operands again with other dtypes, unless it needs the other ranks.
 
-    Where all are in one half-precision dtype, ``all-as-float32`` shows whether the op lacks that dtype. Whole numbers are cast only where all others are
+    Where all are in one dtype narrower than float32, ``all-as-float32`` shows whether the op lacks that dtype; ``as-real`` shows the same of complex ones. Whole numbers are cast only where all others are
     in one dtype, since most of them are indices; of other equal dtypes there is nothing to try.
     Where they differ:
 
@@ -129,8 +129,12 @@ def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments
     is_operator = isinstance(func, OpOverload)  # a function may do more than compute
     if is_operator and is_unfinished(func):
         return
-    if len(dtypes) == 1 and is_operator:
-        _replay_in_one_dtype(writer, of, func, arguments, dtypes[0])
+    if any(leaf.is_complex() for leaf in leaves):
+        run_again(writer, of, "as-real", func, tree_map(_real_copy, arguments))
+    if len(dtypes) == 1 and is_operator and any(map(holds_whole_numbers, leaves)):
+        _replay_whole(writer, of, func, arguments, dtypes[0])
+    if len(dtypes) == 1 and is_narrow(dtypes[0]) and (is_operator or is_of_torch(func)):
+        run_again(writer, of, "all-as-float32", func, _cast(arguments, partial(_always, torch.float32)))
     if len(dtypes) < 2:
         return
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -145,12 +149,20 @@ def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments
             )
 
 
-def _replay_in_one_dtype(writer: TraceWriter, of: int, func: Any, arguments: Arguments, dtype: torch.dtype) -> None:
-    """The experiments on an op whose floating-point operands agree: whole numbers in their dtype, half precision in float32."""
-    if any(map(holds_whole_numbers, tensors_of(arguments))):
-        _replay_whole(writer, of, func, arguments, dtype)
-    if dtype in HALF:
-        run_again(writer, of, "all-as-float32", func, _cast(arguments, partial(_always, torch.float32)))
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether float32 holds every number of a floating-point dtype, and others between them."""
+    return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+
+
+def is_of_torch(func: Any) -> bool:
+    """Whether a function is torch's own, which computes from its arguments, or a method of its tensors."""
+    return str(getattr(func, "__module__", None) or getattr(func, "__objclass__", func).__module__).startswith("torch")
+
+
+def _real_copy(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.view_as_real(value.detach().clone()) if value.is_complex() else value.detach().clone()
 
 
 def _replay_whole(writer: TraceWriter, of: int, func: Any, arguments: Arguments, dtype: torch.dtype) -> None:

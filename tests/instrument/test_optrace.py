@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from watched import watched
 
+from dtypedoctor._torch_private import top_function_mode
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.trace.events import Op, Replay
@@ -265,3 +266,44 @@ def test_whole_numbers_that_an_op_rejects_are_cast_to_the_dtype_of_the_others(tm
     assert numbers.dtype is torch.int64
     finding = diagnose(trace)[0]
     assert (finding.id, finding.dtype, finding.confidence) == ("model-input-dtype", "int64", "proven")
+
+
+def _with_numpy() -> None:
+    nn.Linear(4, 4).bfloat16()(torch.ones(1, 4, dtype=torch.bfloat16)).detach().numpy()
+
+
+def _with_a_transform() -> None:
+    torch.fft.rfft(nn.Linear(4, 4).half()(torch.ones(1, 4).half()))
+
+
+def _with_complex_gradients() -> None:
+    found, scale = torch.zeros(1), torch.ones(1)
+    gradient = torch.view_as_complex(nn.Linear(4, 2)(torch.ones(3, 4)).detach())
+    torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, scale)
+
+
+@pytest.mark.parametrize(
+    ("work", "dtype", "how"),
+    [
+        (_with_numpy, "bfloat16", "all-as-float32"),
+        (_with_a_transform, "float16", "all-as-float32"),
+        (_with_complex_gradients, "complex64", "as-real"),
+    ],
+    ids=["numpy", "transform", "complex"],
+)
+def test_a_function_that_lacks_a_dtype_is_tried_in_another_wherever_it_is_called(
+    tmp_path: Path, work: Callable[[], None], dtype: str, how: str
+) -> None:
+    """Outside of modules, and above the dispatcher, too; whatever its message says. Afterwards no mode is left."""
+    trace = watched(tmp_path, lambda _: work(), first_call())
+    assert [(replay.how, replay.note) for replay in trace.all(Replay) if replay.how == how] == [(how, "")]
+    finding = diagnose(trace)[0]
+    assert (finding.id, finding.confidence) == ("unsupported-dtype", "proven")
+    assert f"not implemented for {dtype}" in finding.summary
+    assert top_function_mode() is None
+
+
+def test_a_function_that_raises_in_float32_too_lacks_no_dtype(tmp_path: Path) -> None:
+    """The matrix is not square, in whatever dtype."""
+    trace = watched(tmp_path, lambda _: torch.linalg.inv(nn.Linear(4, 4).half()(torch.ones(1, 4).half())), first_call())
+    assert diagnose(trace) == ()

@@ -4,8 +4,7 @@ A norm, a buffer, the input, an adapter, the head; then KV caches, features merg
 """
 
 from dtypedoctor.diagnosis.wording import place, short
-from dtypedoctor.dtypes import HALF
-from dtypedoctor.patterns import regex
+from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, described, op_name, ran_in, set_in_words, settled_by
 from dtypedoctor.rules.mismatch.census import owner_of
 from dtypedoctor.rules.mismatch.dtype_origin import ATTENTION, MERGES, DtypeOrigin, Reason
@@ -16,29 +15,36 @@ OF_THE_OWNER = frozenset({
 """Reasons that blame the module which holds the tensor, and not the one that met it."""
 
 
-LACKS = regex(r"not implemented for '|[Nn]ot supported|[Uu]nsupported|only supported|must be either float or double")
-"""What torch says where an operator lacks a dtype; not where a number is too large for it, as that of a mask."""
-
-
 def without_implementation(case: Case) -> Verdict | None:
-    """An op rejects half precision, in which all its operands are, and takes the same numbers in float32."""
-    if len(case.dtypes) != 1 or case.dtypes[0] not in HALF or not LACKS.search(case.raised.message):
-        return None
-    proven = ran_in(case, "float32")
+    """An op rejects a dtype, in which all its operands are, and takes the same numbers in float32 or as real ones."""
+    narrow = next(iter(case.dtypes), "") if len(case.dtypes) == 1 else ""
+    proven = ran_in(case, "float32") if narrow in DTYPES and DTYPES[narrow].bits < FLOAT32_BITS else None
+    dtype, way, operand = narrow, "in float32", next(iter(case.operands), None)
+    if proven is None and case.ran("as-real"):
+        dtype, way, operand = (
+            next(t.dtype for t in case.op.inputs if t.dtype.startswith("complex")),
+            "on real numbers",
+            None,
+        )
+        proven = f"{op_name(case)} run again on the real and imaginary parts does not raise"
     if proven is None:
         return None
-    (dtype,) = case.dtypes
     return Verdict(
         id="unsupported-dtype",
         fqn=place(case.op),
-        summary=f"{op_name(case)} in {short(place(case.op))} is not implemented for {dtype}: it raises, and runs in float32.",
-        cause=(
-            "Decompositions, distances and some losses exist in float32 and float64 only, on one device or on all. Their operands are in half "
-            "precision because the model is, or because autocast has made them so."
-        ),
+        summary=f"{op_name(case)} in {short(place(case.op))} is not implemented for {dtype}: it raises, and runs {way}.",
+        cause=NO_COMPLEX if operand is None else _NO_HALF,
         proven_by=proven,
-        blamed=case.operands[0],
+        blamed=operand,
     )
+
+
+FLOAT32_BITS = DTYPES["float32"].bits
+_NO_HALF = (
+    "Decompositions, distances, transforms, some losses and numpy exist in float32 and float64 only, on one device or on all. Their operands are in "
+    "half precision because the model is, or because autocast has made them so."
+)
+NO_COMPLEX = "Complex numbers have fewer operators than real ones. What treats the real and the imaginary part alike can be computed on `torch.view_as_real(x)`."
 
 
 def by_origin(case: Case) -> Verdict | None:

@@ -27,6 +27,7 @@ from dtypedoctor.rules.mismatch.explained_by_torch import (
     recomputed_with_other_dtypes,
 )
 from dtypedoctor.rules.mismatch.operands import (
+    NO_COMPLEX,
     attention_operands,
     by_origin,
     cache_of_another_dtype,
@@ -244,6 +245,15 @@ RECOMPUTE_DTYPE_MISMATCH = FindingSpec(
     do_this="Recompute under the same autocast region and default dtype as the forward pass.",
     edits=("bfloat16-to-float32",),
 )
+
+
+def _of_complex_numbers(finding: Finding) -> str:
+    """What to do where an operator has no complex numbers; empty where it has no half precision."""
+    if finding.cause != NO_COMPLEX:
+        return ""
+    return f"Keep complex tensors out of `{finding.op}`: give it `torch.view_as_real(x)`, which shares their memory."
+
+
 UNSUPPORTED_DTYPE = FindingSpec(
     id="unsupported-dtype",
     title="An operator is not implemented for half precision",
@@ -254,6 +264,8 @@ UNSUPPORTED_DTYPE = FindingSpec(
         "https://github.com/HomebrewML/HeavyBall/issues/57",
     ),
     do_this="Cast the operands of `{op}` in {module} to float32, and its result back: `f(x.float()).to(x.dtype)`.",
+    instead=_of_complex_numbers,
+    edits=("cast-exported",),
 )
 FSDP_MIXED_DTYPES = FindingSpec(
     id="fsdp-mixed-dtypes",
