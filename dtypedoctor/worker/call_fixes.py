@@ -125,7 +125,8 @@ def _as_capsule(path: Path) -> Iterator[Path]:
 def _built(directory: Path, device: torch.device) -> LiveCall:
     """The call of a capsule, in its own dtype."""
     capsule = read_capsule(directory)
-    model = load_capsule(directory, getattr(torch, capsule.dtype), device)
+    # The source text is that of the program, which has just run it.
+    model = load_capsule(directory, getattr(torch, capsule.dtype), device, allow_code=True)
     call, described = call_of(model), capsule.description["call"]
     return LiveCall(
         module=model.get_submodule(capsule.fqn).train(described["training"]),
