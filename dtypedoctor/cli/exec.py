@@ -124,7 +124,7 @@ def execute(
     target = script_target(script, module=module, text=text)
     announce("Running the text of -c" if text else f"Running {script}", terminal_only=True)
     from dtypedoctor.cli.scripts import treat_script
-    from dtypedoctor.runner.directories import job_directory, new_record, scenario_name
+    from dtypedoctor.runner.directories import RecordFolder, job_directory, new_record, scenario_name
     from dtypedoctor.scenario.model import Distributed, Scenario, ScenarioStep, Script
     from dtypedoctor.trace.ranks import member, member_of_torchrun, rank_directory
     from dtypedoctor.trials.plan import Plan
@@ -188,8 +188,8 @@ def execute(
         from dtypedoctor.cli.nodes import treated_together
 
         def treat_here(own: Path) -> "tuple[Report, int]":
-            record = new_record(own, scenario.name, _folder_of(target), joins=True)
-            return treat_script(scenario, record, plan, in_place=rerun_in_place)
+            # Recorded in the common folder from the start: what a machine has recorded that is lost must be there.
+            return treat_script(scenario, RecordFolder(own, own), plan, in_place=rerun_in_place)
 
         directory = out
         report, status = treated_together(out, nodes, [script, *launch.arguments], treat_here)

@@ -42,7 +42,8 @@ def treat_script(
     launched = isinstance(workload, Script) and bool(workload.launcher)
     run = run_launched if launched else run_script if scenario.distributed is None else run_ranks
     private = folder.private
-    guarding = Guardian(private, folder.directory, merge=folder.merge)
+    is_moved = private != folder.directory
+    guarding = Guardian(private, folder.directory, merge=folder.merge) if is_moved else Guardian()
     with guarding as guardian, arriving(folder), outliving(), ExitStack() as resources:
         reruns = resources.enter_context(_reruns(in_place=in_place)) if plan.runs_again else None
 

@@ -50,7 +50,7 @@ class RecordFolder:
 
     Args:
         private: the folder, which exists.
-        directory: where the record is going to lie.
+        directory: where the record is going to lie; the same where it is not to be moved.
         merge: take a directory that is there already if it holds nothing of that name: the program may have made the one that was asked for.
 
     Attributes:
@@ -62,13 +62,15 @@ class RecordFolder:
         self.directory = directory
         self.merge = merge
         self._start = _working_directory()
-        self._is_reserved = False
+        self._is_reserved = private == directory
 
     def reserve(self) -> None:
         """Creates the directory in which the record is going to lie, under another name where that is taken by now.
 
         Where that cannot be, the record stays where it is.
         """
+        if self._is_reserved:
+            return
         self._is_reserved = True
         try:
             names = [path.name for path in self.private.iterdir()]
@@ -81,8 +83,7 @@ class RecordFolder:
         """Moves the record to its directory, or says why it stays where it is."""
         if not self.private.is_dir():
             return
-        if not self._is_reserved:
-            self.reserve()
+        self.reserve()
         if self.directory == self.private:
             return
         try:
@@ -103,20 +104,19 @@ class RecordFolder:
         self.directory = self.private
 
 
-def new_record(out: Path | None, name: str, script: Path | None = None, *, joins: bool = False) -> RecordFolder:
+def new_record(out: Path | None, name: str, script: Path | None = None) -> RecordFolder:
     """Makes a private folder for a run.
 
     Args:
         out: where the run is to lie in the end; ``runs/NAME-TIME`` where that is None.
         name: of the run.
         script: the folder of the program's script, if it has one.
-        joins: ``out`` exists already, and holds nothing of this run.
 
     Raises:
         UsageError: ``out`` exists, or nothing can be created.
     """
     directory = out if out is not None else next(path for path in _unnamed(name) if not os.path.lexists(path))
-    if not joins and os.path.lexists(directory):
+    if os.path.lexists(directory):
         raise _exists(directory)
     above = next(path for path in directory.absolute().parents if path.exists())
     if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
