@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections import Counter
@@ -32,10 +33,12 @@ def noted(path: str, script: Callable[[], None]) -> list[State]:
     def at_line(frame: FrameType, event: str, _: Any) -> Any:
         hits[frame.f_lineno] += event == "line"
         if event == "line" and hits[frame.f_lineno] <= MOST_HITS:
+            gc.collect()  # the program's own circles go at other moments where more is allocated
             where = (frame.f_lineno, hits[frame.f_lineno])
             states.extend((*where, *state) for state in _states({**frame.f_globals, **frame.f_locals}))
         return at_line
 
+    gc.freeze()  # what is there already need not be looked through each time
     before = sys.gettrace()
     sys.settrace(enters)
     try:
@@ -70,7 +73,7 @@ def _reached(values: Mapping[str, Any]) -> dict[str, Tensor]:
         if isinstance(value, Tensor) and id(value) not in reached:
             reached[id(value)] = (name, value)
             add(f"{name}.grad", value.grad if value.is_leaf else None)
-        elif isinstance(value, nn.Module):
+        elif isinstance(value, nn.Module) and "_modules" in vars(value):  # not while it is being made
             for prefix, module in value.named_modules():
                 held = {**module._parameters, **module._buffers}
                 for key, tensor in held.items():
