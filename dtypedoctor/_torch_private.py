@@ -72,6 +72,19 @@ class DispatchMode(_TorchDispatchMode):
 OpOverload = torch._ops.OpOverload
 """The class of operators with their signature, as a dispatch mode gets them."""
 DisableTorchFunction = torch._C.DisableTorchFunction
+DisableTensorClasses = torch._C.DisableTorchFunctionSubclass
+"""Inside, no ``__torch_function__`` of a class is called; modes are."""
+
+
+def as_the_program() -> AbstractContextManager[None]:
+    """Inside, code of the program that we run again calls ``__torch_function__`` of its classes, as it does by itself; not where modes are off, too."""
+    if _EnableTorchFunction is None or torch._C._is_torch_function_all_disabled():
+        return nullcontext()
+    context: AbstractContextManager[None] = _EnableTorchFunction()
+    return context
+
+
+_EnableTorchFunction = _optional("_C._EnableTorchFunction", None)
 """Inside, no ``__torch_function__`` is asked, of a mode or of a class of tensors."""
 tree_map: Callable[[Callable[[Any], Any], Any], Any] = _pytree.tree_map
 """A structure of lists, tuples and dicts with a function of each of its leaves."""

@@ -24,6 +24,7 @@ from dtypedoctor._torch_private import (
     marks_of_sharding,
 )
 from dtypedoctor.instrument.live_call import mapped
+from dtypedoctor.instrument.module_tree import children_in, modules_in, named_tensors, parameters_in
 
 __all__ = ["calls_alone", "is_of_several", "is_sharded", "parameter_not_here", "unit_set_aside"]
 
@@ -59,24 +60,24 @@ def _communicates(module: nn.Module) -> bool:
 
 def _is_partitioned(module: nn.Module) -> bool:
     """Whether DeepSpeed has partitioned parameters of ``module``: each then has a number of its own."""
-    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+    return any(hasattr(parameter, "ds_id") for parameter in parameters_in(module))
 
 
 def calls_alone(root: nn.Module) -> list[nn.Module]:
     """The outermost ones of those modules in ``root`` that a rank can call alone; of none of them is one inside of another."""
     if _is_first_generation(root) or _is_partitioned(root):
         return []
-    inside = (part for part in root.modules() if part is not root)
+    inside = (part for part in modules_in(root) if part is not root)
     is_wrapper = isinstance(root, DistributedDataParallel) or type(root) in _UNCALLED
     if not is_wrapper and not any(map(_communicates, inside)):
         return [root]
-    return [found for child in root.children() for found in calls_alone(child)]
+    return [found for child in children_in(root) for found in calls_alone(child)]
 
 
 def parameter_not_here(module: nn.Module) -> str:
     """Dotted name in ``module`` of the first parameter of which this rank has only a shard at the moment; empty where it has them all."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    for name, parameter in module.named_parameters():
+    for name, parameter in named_tensors(module, buffers=False):
         is_shard = kind is not None and isinstance(parameter, kind)
         if is_shard or (parameter.numel() and not parameter.untyped_storage().nbytes()):
             return name
@@ -90,7 +91,7 @@ def unit_set_aside(module: nn.Module) -> Iterator[Given]:
     Yields:
         What makes of a call's arguments those that FSDP2 calls the forward with, by its precision policy; of other modules the same.
     """
-    marks = [(part, {name: vars(part)[name] for name in marks_of_sharding(part)}) for part in module.modules()]
+    marks = [(part, {name: vars(part)[name] for name in marks_of_sharding(part)}) for part in modules_in(module)]
     unit: Any = module
     kind = type(unit)
     held = [(hooks, list(hooks.items())) for hooks in hooks_of(module)] if is_sharded(module) else []
@@ -120,7 +121,7 @@ def unit_set_aside(module: nn.Module) -> Iterator[Given]:
 
 def _on_device_of(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments with CPU tensors on the device of the parameters, where FSDP2 puts what its root is called with."""
-    device = next((parameter.device for parameter in module.parameters()), None)
+    device = next((parameter.device for parameter in parameters_in(module)), None)
     memo: dict[int, Any] = {}
 
     def moved(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtypedoctor._torch_private import memory_key
 from dtypedoctor.instrument.frames import Line, line_of, own_statement
+from dtypedoctor.instrument.module_tree import parameters_in
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import Arguments, address_of, has_out, is_inplace, scalars, tensors_of
 from dtypedoctor.instrument.replay import replay_wider
@@ -181,7 +182,7 @@ class BadValues:
             if bad is not None and bad.says is None:
                 self.reached("call", bad)
         if any(bad.written and bad.kind != "-inf" for bad in list(self.known.values())):
-            for tensor in module.parameters():
+            for tensor in parameters_in(module):
                 bad = self.behind(tensor)
                 if bad is not None and bad.written:
                     self.reached("call", bad)

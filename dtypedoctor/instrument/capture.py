@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dtypedoctor._torch_private import buffers_of, children_of, class_before_sharding, marks_of_sharding, parameters_of
 from dtypedoctor.instrument.alone import is_sharded, parameter_not_here
 from dtypedoctor.instrument.live_call import has_state, tensors_of
+from dtypedoctor.instrument.module_tree import named_modules
 from dtypedoctor.instrument.session import Position
 from dtypedoctor.unpatched import to_json
 
@@ -293,7 +294,7 @@ class Capture:
     """
 
     def __init__(self, model: nn.Module, fqn: str, *, own: bool, call: int, position: Position) -> None:
-        self._module = dict(model.named_modules())[fqn]
+        self._module = dict(named_modules(model))[fqn]
         self._own = own
         self._call = call
         self._position = position
@@ -303,7 +304,7 @@ class Capture:
         self._undo: list[Callable[[], None]] = []
         self._replace(self._module, self._around)
         if own:
-            for name, part in self._module.named_modules():
+            for name, part in named_modules(self._module):
                 if part is not self._module and not _holds_only_modules(part):
                     self._replace(part, self._around_part(name))
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from dtypedoctor._torch_private import parameters_of
 from dtypedoctor.instrument.alone import parameter_not_here
+from dtypedoctor.instrument.module_tree import modules_in, parameters_in
 from dtypedoctor.instrument.operators import bytes_of
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import out_of_their_sight
@@ -47,7 +48,7 @@ class ParameterCopies:
     def __init__(self, module: nn.Module) -> None:
         held = [
             (parameters_of(part), name, parameter)
-            for part in module.modules()
+            for part in modules_in(module)
             for name, parameter in parameters_of(part).items()
             if parameter is not None
         ]
@@ -93,7 +94,7 @@ class CopiesOfParameters:
             self._kept.append(kept)
             return
         module = kept.live.module
-        size = bytes_of(list(module.parameters()))
+        size = bytes_of(list(parameters_in(module)))
         limit = share_of_device()
         if size == 0 or size > limit or parameter_not_here(module):
             return

@@ -22,6 +22,7 @@ from torch.nn.modules.module import (
 
 from dtypedoctor._torch_private import buffers_of, follow_casts, parameters_of
 from dtypedoctor.instrument.frames import Call, Statement, callee, own_statement
+from dtypedoctor.instrument.module_tree import modules_in
 from dtypedoctor.interruptions import contained
 
 _WHAT = "which line has set the dtype of some parameters"
@@ -161,7 +162,7 @@ def _dtypes(module: nn.Module) -> dict[tuple[int, str], torch.dtype]:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    for child in module.modules():
+    for child in modules_in(module):
         for held in (parameters_of(child), buffers_of(child)):
             yield from ((child, name, tensor) for name, tensor in held.items() if tensor is not None)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dtypedoctor._torch_private import SHARDING_COPIES, unit_policy, without_autocast
 from dtypedoctor.instrument.frames import source_of
+from dtypedoctor.instrument.module_tree import attribute_of, modules_in, named_modules, named_tensors
 from dtypedoctor.instrument.naming import Names, dtype_name, quantization_of, short_name
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
@@ -114,7 +115,7 @@ class ShardCalls:
 def shard_units(module: nn.Module, root: int) -> Iterator[tuple[str, ShardUnit]]:
     """Each unit of FSDP2 in ``module``, which is the outermost module number ``root``, with its dotted name."""
     kind = getattr(sys.modules.get(SHARDING), "FSDPModule", None)
-    units = {name: child for name, child in module.named_modules() if kind is not None and isinstance(child, kind)}
+    units = {name: child for name, child in named_modules(module) if kind is not None and isinstance(child, kind)}
     for name, unit in units.items():
         prefix = f"{name}." if name else ""
         named = [(prefix + own, parameter) for own, parameter in _own_parameters(unit)]
@@ -129,12 +130,12 @@ def shard_units(module: nn.Module, root: int) -> Iterator[tuple[str, ShardUnit]]
         )
 
 
-def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters of ``module`` that are in none of the units of FSDP inside of it."""
     sharding = sys.modules[SHARDING]
     kinds = (sharding.FSDPModule, sharding.FullyShardedDataParallel)
-    prefixes = tuple(f"{name}." for name, child in module.named_modules() if name and isinstance(child, kinds))
-    for name, parameter in module.named_parameters():
+    prefixes = tuple(f"{name}." for name, child in named_modules(module) if name and isinstance(child, kinds))
+    for name, parameter in named_tensors(module, buffers=False):
         if not name.startswith(prefixes):
             yield name, parameter
 
@@ -260,7 +261,7 @@ def _packed_weights(names: Names) -> Iterator[_Packed]:
         state = getattr(tensor, "quant_state", None)
         if state is not None and not getattr(state, "packing_format_for_cpu", False):
             yield _Packed(root=root, owner=name.rpartition(".")[0], name=name, weight=tensor.data, state=state)
-    for module in (child for top in names.roots for child in top.modules()):
+    for module in (child for top in names.roots for child in modules_in(top)):
         root, fqn = names.find(module) or (-1, "")
         for name, weight, state in packed_attributes(module):
             yield _Packed(root=root, owner=fqn, name=f"{fqn}.{name}", weight=weight, state=state)
@@ -363,7 +364,7 @@ class ModelFacts:
 
     def _note_packed(self, module: nn.Module, root: int) -> None:
         """Notes packed weights that no parameter holds as if one did."""
-        for child in module.modules():
+        for child in modules_in(module):
             fqn = (self._session.names.find(child) or (root, ""))[1]
             for name, weight, state in packed_attributes(child):
                 self._session.writer.write(
@@ -380,7 +381,7 @@ class ModelFacts:
 
 
 def _configurations(module: nn.Module, root: int) -> Iterator[tuple[str, ModelConfig]]:
-    for name, child in module.named_modules():
+    for name, child in named_modules(module):
         kept = _kept_in_float32(child)
         dtype = _configured_dtype(child) if not name or kept else None
         if kept or dtype:
@@ -388,11 +389,11 @@ def _configurations(module: nn.Module, root: int) -> Iterator[tuple[str, ModelCo
 
 
 def _kept_in_float32(module: nn.Module) -> list[str]:
-    return sorted({str(entry) for attribute in _KEEP_LISTS for entry in getattr(module, attribute, None) or ()})
+    return sorted({str(entry) for attribute in _KEEP_LISTS for entry in attribute_of(module, attribute) or ()})
 
 
 def _configured_dtype(module: nn.Module) -> str | None:
-    config = getattr(module, "config", None)
+    config = attribute_of(module, "config")
     name = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # reading the old name prints a warning
     dtype = getattr(config, name, None)
     return str(dtype).removeprefix("torch.") if isinstance(dtype, (str, torch.dtype)) else None

@@ -25,7 +25,7 @@ from dtypedoctor.instrument.copies import MAX_HELD, CopiesOfParameters, share_of
 from dtypedoctor.instrument.facts import packed_dtypes
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.live_call import LiveCall, as_leaf, mapped, tensors_of
-from dtypedoctor.instrument.module_tree import named_tensors, owner_of
+from dtypedoctor.instrument.module_tree import modules_in, named_tensors, owner_of, parameters_in
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import why_opaque
 from dtypedoctor.instrument.optimizer_replay import OptimizerReplays
@@ -242,7 +242,7 @@ class InPlaceReplays:
         kind, found, sharded = self._alone.get(root, (None, frozenset[int](), False))
         if kind is not type(root):  # fully_shard changes it
             found = frozenset(map(id, calls_alone(root)))
-            sharded = any(map(is_sharded, root.modules()))
+            sharded = any(map(is_sharded, modules_in(root)))
             self._alone[root] = (type(root), found, sharded)
         if not found:
             self._session.guard.tell(REPLAY_OF_FAILURES, NONE_ALONE)
@@ -461,7 +461,7 @@ class InPlaceReplays:
 
     def _is_known_later(self, module: nn.Module) -> bool:
         """Whether what ``module`` computes is known only when its parameters may have been resharded."""
-        return self._late or any(parameter.is_cuda for parameter in module.parameters())
+        return self._late or any(parameter.is_cuda for parameter in parameters_in(module))
 
     def _look(self) -> None:
         """Replays the calls of what has become known by now not to be finite."""
@@ -705,7 +705,7 @@ class HeldInputs:
         tensors: dict[str, Tensor] = {}
         with self._session.position.mute():
             for call, module, copies in calls:
-                rows = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
+                rows = [part.num_embeddings for part in modules_in(module) if isinstance(part, nn.Embedding)]
                 for name, copy in copies.items():
                     if copy.numel():
                         values = tensors[f"call-{call}.{name}"] = copy.clone()

@@ -21,6 +21,7 @@ from dtypedoctor.instrument.facts import ModelFacts, ShardCalls
 from dtypedoctor.instrument.float32_program import Float32Program, Originals
 from dtypedoctor.instrument.gradients import LeafGradients, OptimizerSamples, ScalerLog, UnscaleLog
 from dtypedoctor.instrument.in_place import InPlaceReplays
+from dtypedoctor.instrument.module_tree import parameters_in
 from dtypedoctor.instrument.naming import CodePlaces
 from dtypedoctor.instrument.operators import Arguments, tensors_of
 from dtypedoctor.instrument.optrace import OpTrace, OpWindow, OpWindows
@@ -411,7 +412,7 @@ class Instruments:
         """Outside of modules the float32 program begins with what a module returns, where half precision is at work in it."""
         root = id(module)
         if root not in self._computes_in_half:
-            self._computes_in_half[root] = any(parameter.dtype in HALF for parameter in module.parameters())
+            self._computes_in_half[root] = any(parameter.dtype in HALF for parameter in parameters_in(module))
         results = tensors_of(output)
         if self._computes_in_half[root] or self._regions.any or any(t.dtype in HALF for t in results):
             self._program.begins_with(results)

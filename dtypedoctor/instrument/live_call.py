@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from dtypedoctor._torch_private import buffers_of, parameters_of
+from dtypedoctor._torch_private import as_the_program, buffers_of, parameters_of
+from dtypedoctor.instrument.module_tree import modules_in, named_modules
 from dtypedoctor.instrument.settings import RandomState, Settings
 from dtypedoctor.interruptions import contained
 from dtypedoctor.values import dataclass
@@ -144,14 +145,14 @@ class LiveCall:
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The module's parameters, with names such as ``weight.proj.weight``."""
-        for prefix, part in self.module.named_modules():
+        for prefix, part in named_modules(self.module):
             for name, parameter in parameters_of(part).items():
                 if parameter is not None:
                     yield f"weight.{prefix}.{name}" if prefix else f"weight.{name}", parameter
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The module's buffers, with names such as ``weight.rotary.inv_freq``."""
-        for prefix, part in self.module.named_modules():
+        for prefix, part in named_modules(self.module):
             for name, buffer in buffers_of(part).items():
                 if buffer is not None:
                     yield f"weight.{prefix}.{name}" if prefix else f"weight.{name}", buffer
@@ -182,6 +183,7 @@ class LiveCall:
                 self.random.restore()
             stack.enter_context(self.settings.in_force())
             stack.enter_context(self._in_its_mode())
+            stack.enter_context(as_the_program())
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             on = {state.device: state.dtype for state in self.autocast}
@@ -195,7 +197,7 @@ class LiveCall:
     def _in_its_mode(self) -> Iterator[None]:
         """Inside, the module trains or evaluates as it did; parts that are kept in another mode than the module stay in it."""
         now = self.module.training
-        parts = [part for part in self.module.modules() if part.training == now] if now != self.training else []
+        parts = [part for part in modules_in(self.module) if part.training == now] if now != self.training else []
         for part in parts:
             part.training = self.training
         try:

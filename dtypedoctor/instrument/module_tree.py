@@ -5,10 +5,11 @@ call those of each child. These read the dictionaries in which ``nn.Module`` kee
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
-from dtypedoctor._torch_private import buffers_of, children_of, parameters_of
+from dtypedoctor._torch_private import COMPILED_MODULE, buffers_of, children_of, parameters_of
 
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -26,7 +27,7 @@ def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         waiting += reversed(children)
 
 
-def modules(root: nn.Module) -> Iterator[nn.Module]:
+def modules_in(root: nn.Module) -> Iterator[nn.Module]:
     """Every module in ``root``, itself first."""
     return (module for _, module in named_modules(root))
 
@@ -42,14 +43,28 @@ def named_tensors(root: nn.Module, *, buffers: bool) -> Iterator[tuple[str, Tens
                 yield dot + name, tensor
 
 
-def parameters(root: nn.Module) -> Iterator[Tensor]:
+def parameters_in(root: nn.Module) -> Iterator[Tensor]:
     """Every parameter in ``root``."""
     return (tensor for _, tensor in named_tensors(root, buffers=False))
 
 
-def first_parameter(root: nn.Module) -> Tensor | None:
-    """The first parameter in ``root``; None where it has none."""
-    return next(parameters(root), None)
+def own_parameters(module: nn.Module) -> list[Tensor]:
+    """The parameters that a module holds itself."""
+    return [parameter for parameter in parameters_of(module).values() if parameter is not None]
+
+
+def children_in(module: nn.Module) -> list[nn.Module]:
+    """The modules that a module holds itself, each once."""
+    return list({id(child): child for child in children_of(module).values() if child is not None}.values())
+
+
+def attribute_of(module: nn.Module, name: str) -> Any:
+    """What a module, or the one that was compiled in it, has under ``name`` in itself or its class: no property, no ``__getattr__``; None where it has none."""
+    while (compiled := children_of(module).get(COMPILED_MODULE)) is not None:
+        module = compiled
+    own = object.__getattribute__(module, "__dict__")
+    held = next((names[name] for names in (own, *map(vars, type(module).__mro__)) if name in names), None)
+    return None if name not in own and hasattr(type(held), "__get__") else held
 
 
 def owner_of(root: nn.Module, name: str) -> tuple[nn.Module, str]:

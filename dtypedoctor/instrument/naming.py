@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from dtypedoctor._torch_private import COMPILED_MODULE, buffers_of, parameters_of
 from dtypedoctor.instrument.frames import Call
+from dtypedoctor.instrument.module_tree import attribute_of, modules_in, named_modules, parameters_in
 from dtypedoctor.trace.events import ParameterNote, Root
 from dtypedoctor.unpatched import unwrap
 
@@ -87,13 +88,13 @@ class Names:
         number = len(self._roots)
         absorbed = self._absorbed_by(module)
         elements: Counter[str] = Counter()
-        for parameter in module.parameters():
+        for parameter in parameters_in(module):
             elements[dtype_name(parameter)] += 0 if is_lazy(parameter) else parameter.numel()
         self._writer.write(
             Root(
                 root=number,
                 cls=type(module).__name__,
-                modules=sum(1 for _ in module.modules()),
+                modules=sum(1 for _ in modules_in(module)),
                 dtypes=dict(elements),
                 absorbs={str(inner): name for inner, name in absorbed.items()},
             )
@@ -106,11 +107,11 @@ class Names:
 
     def _absorbed_by(self, module: nn.Module) -> dict[int, str]:
         """The roots that are inside of ``module``, with their names in there."""
-        inside = {id(child): name for name, child in module.named_modules()}
+        inside = {id(child): name for name, child in named_modules(module)}
         return {number: inside[id(root)] for number, root in self._living() if id(root) in inside}
 
     def _name_all(self, module: nn.Module, number: int, absorbed: Collection[int] = ()) -> None:
-        for name, child in module.named_modules():
+        for name, child in named_modules(module):
             held = self._names.get(child)
             if held is None or held[0] == number or held[0] in absorbed:
                 self._names[child] = (number, name)
@@ -121,7 +122,7 @@ class Names:
         found = self._names.get(module)
         if found is None and self._roots:
             for number, root in self._living():  # modules may have been added after the root was first seen
-                if any(child is module for child in root.modules()):
+                if any(child is module for child in modules_in(root)):
                     self._name_all(root, number)
                     return self._names.get(module)
         return found
@@ -129,7 +130,7 @@ class Names:
     def tensors(self) -> Iterator[tuple[int, str, Tensor, nn.Module, bool]]:
         """Every parameter and buffer that has memory: root, name, tensor, owner, whether it is a buffer."""
         for number, root in self._living():
-            for prefix, module in root.named_modules(remove_duplicate=True):
+            for prefix, module in named_modules(root):
                 dot = f"{prefix}." if prefix else ""
                 for name, tensor in parameters_of(module).items():
                     if tensor is not None and not is_lazy(tensor):
@@ -202,7 +203,7 @@ def quantization_of(tensor: Tensor, owner: nn.Module, state: Any = None) -> dict
         return None
     nested = getattr(state, "nested", False)
     offset = getattr(state, "offset", None)
-    compute = getattr(owner, "compute_dtype", None)
+    compute = attribute_of(owner, "compute_dtype")
     return {
         "kind": str(getattr(state, "quant_type", "")),
         "dtype": short_name(state.dtype),
@@ -234,7 +235,7 @@ class CodePlaces:
         if module in self._roots:
             return
         self._roots.add(module)
-        for child in module.modules():
+        for child in modules_in(module):
             if type(child) in self._seen:
                 continue
             place, code = self._names.find(child), _forward(type(child))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import copy_all, version_of
+from dtypedoctor._torch_private import as_the_program, copy_all, version_of
 from dtypedoctor.instrument.copies import share_of_device
 from dtypedoctor.instrument.frames import source_of
 from dtypedoctor.instrument.repeated_call import at_moment, bytes_of, is_finite, is_same
@@ -189,7 +189,7 @@ class OptimizerReplays:
         same: list[bool] = []
         with contained() as attempt, as_before([vars(twin)], get_ident(), lambda: session.position.muted), moment:
             try:
-                with memory, torch.no_grad():
+                with memory, torch.no_grad(), as_the_program():
                     ops.open()
                     try:
                         unwrap(type(twin).step)(twin)

@@ -18,6 +18,7 @@ from dtypedoctor._torch_private import DisableTorchFunction, is_wrapper_subclass
 from dtypedoctor.instrument.facts import WeightCheck
 from dtypedoctor.instrument.float32_program import HALF, Float32Program, Originals
 from dtypedoctor.instrument.frames import names_a_dtype
+from dtypedoctor.instrument.module_tree import own_parameters
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import (
     Arguments,
@@ -279,7 +280,7 @@ class OpTrace(OperatorMode):
             return
         with self._aside():
             self._last_error = str(error)
-            operands = [*tensors_of(args), *module.parameters(recurse=False)]
+            operands = [*tensors_of(args), *own_parameters(module)]
             n = self._writer.next_n()
             place = self._whereabouts.here(sys._getframe(), _device(operands))
             self._write(n, f"module.{type(module).__name__}", place, (self._notes(operands), []), error=_line(error))

@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from dtypedoctor.instrument.module_tree import children_in, modules_in
 from dtypedoctor.instrument.naming import Names, short_name
 from dtypedoctor.instrument.statistics import Named
 from dtypedoctor.trace.events import Site
@@ -29,14 +30,14 @@ def residual_blocks(root: nn.Module) -> set[int]:
     of a transformer do; of a model without any, its own direct children.
     """
     found: set[int] = set()
-    waiting = list(root.children())
+    waiting = list(children_in(root))
     while waiting:
         module = waiting.pop()
         if isinstance(module, nn.ModuleList) and _is_stack(module):
             found.update(id(member) for member in module)
         else:
-            waiting += module.children()
-    return found or {id(child) for child in root.children()} or {id(root)}
+            waiting += children_in(module)
+    return found or {id(child) for child in children_in(root)} or {id(root)}
 
 
 def _is_stack(members: nn.ModuleList) -> bool:
@@ -141,9 +142,9 @@ class Places:
         self._residual = {block for root in self._names.roots for block in residual_blocks(root)}
         self._layers = {}
         for root in self._names.roots:
-            blocks = [module for module in root.modules() if id(module) in self._residual]
+            blocks = [module for module in modules_in(root) if id(module) in self._residual]
             for number, block in enumerate(blocks):
-                self._layers.update((id(module), number) for module in block.modules())
+                self._layers.update((id(module), number) for module in modules_in(block))
 
     def _learn(self, module: nn.Module) -> Place | None:
         found = self._names.find(module)

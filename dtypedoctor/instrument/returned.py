@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import (
+    DisableTensorClasses,
     DisableTorchFunction,
     hook_gradient,
     is_capturing,
@@ -28,6 +29,7 @@ from dtypedoctor.instrument.contents import (
     may_hold_tensors,
     tensors_given,
 )
+from dtypedoctor.instrument.module_tree import own_parameters
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import why_opaque
 from dtypedoctor.instrument.places import Looks, Place, Recorder, Sites, Source
@@ -193,7 +195,7 @@ class Returned:
         self._guard, self._coverage = session.guard, session.coverage
         self._sites = sites
         self._recorders = recorders
-        self._gradient = session.guard.shield(self._gradient_is_there, "some gradients of module outputs")
+        self._gradient = session.guard.shield(self._gradient_is_there, "some gradients of module outputs", quick=True)
         self._anything: Collection[object] = ()
         self._heard: Callable[[Tensor, int], None] = lambda _, __: None
         self._missed: Counter[Missed] = Counter()
@@ -279,7 +281,7 @@ class Returned:
         self._record_unusual(module, place, args, kwargs, output)
 
     def _record_unusual(self, module: nn.Module, place: Place, args: Any, kwargs: Any, output: Any) -> None:
-        with out_of_their_sight() if modes_are_on() else nullcontext():
+        with DisableTensorClasses(), out_of_their_sight() if modes_are_on() else nullcontext():
             self._record_any(module, place, (args, kwargs), output)
 
     def _record_any(self, module: nn.Module, place: Place, given: tuple[Any, Any], output: Any) -> None:
@@ -389,7 +391,7 @@ class Returned:
         if gradient is None:  # autograd has none for an output that nothing has used, where its siblings have one
             return
         if type(gradient) is not Tensor or not _lies_there(gradient):
-            with out_of_their_sight():
+            with out_of_their_sight(), DisableTensorClasses():
                 self._gradient_of_class(place, path, call, gradient)
             return
         usual: _Gradient | None = place.gradients.get(path)
@@ -434,7 +436,7 @@ class Returned:
                 cls=place.cls,
                 inputs=[dtype_name(t) for _, t in tensors[0]],
                 outputs=[dtype_name(t) for _, t in tensors[1]],
-                weights=sorted({dtype_name(p) for p in module.parameters(recurse=False)}),
+                weights=sorted({dtype_name(p) for p in own_parameters(module)}),
                 autocast=autocast,
             )
         )

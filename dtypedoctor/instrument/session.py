@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from dtypedoctor._torch_private import (
     CALL_CODE,
     FOLLOWED_CODE,
+    DisableTensorClasses,
     DisableTorchFunction,
     call_is_replaced,
     function_mode_is_on,
@@ -382,7 +383,7 @@ class Guard:
         self._position = position
         self._told: set[str] = set()
 
-    def shield(self, callback: Callable[..., Any], what: str) -> Callable[..., None]:
+    def shield(self, callback: Callable[..., Any], what: str, *, quick: bool = False) -> Callable[..., None]:
         """``callback`` as a hook that returns nothing, raises nothing of its own, and stands still inside compiled code.
 
         Every way from the program into the instruments leads through here, or through :meth:`keeping`.
@@ -390,6 +391,7 @@ class Guard:
         Args:
             callback: the instrument.
             what: what goes unwatched where it fails, in words.
+            quick: it sees to it itself that no ``__torch_function__`` of the program is called, where it does not leave tensors of other classes alone.
         """
         position = self._position
 
@@ -405,7 +407,11 @@ class Guard:
                 return
             grad = grad_is_enabled()
             try:
-                callback(*args)
+                if quick:
+                    callback(*args)
+                else:
+                    with DisableTensorClasses():
+                        callback(*args)
             except BaseException as error:  # a defect of ours must not become the program's; all else is raised again
                 position.unmute()
                 if grad_is_enabled() is not grad:

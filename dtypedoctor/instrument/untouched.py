@@ -32,6 +32,7 @@ from dtypedoctor._torch_private import (
     version_of,
     without_modes,
 )
+from dtypedoctor.instrument.module_tree import modules_in
 from dtypedoctor.instrument.operators import (
     Arguments,
     OperatorMode,
@@ -115,7 +116,7 @@ class KeptMemory(OperatorMode):
 
     def keep_buffers(self, module: nn.Module) -> None:
         """Copies the buffers of ``module``: the operators of batch normalization write to theirs, and their signatures do not say so."""
-        for part in module.modules():
+        for part in modules_in(module):
             for buffer in buffers_of(part).values():
                 if buffer is not None and _key(buffer) and buffer.untyped_storage().nbytes() <= MAX_BUFFER:
                     self._note(buffer)

@@ -18,6 +18,7 @@ from torch.nn.modules import module as hooks
 
 from dtypedoctor._torch_private import (
     CompiledCall,
+    DisableTensorClasses,
     count_no_global_hook_of,
     follow_compiled_calls,
     forget_global_hook,
@@ -118,8 +119,8 @@ class ModuleWatch:
 
     def start(self) -> None:
         """Begins to watch every module call of the process."""
-        enters = self._guard.shield(self._enter, "some module calls")
-        leaves = self._guard.shield(self._leave, "the outputs of some modules")
+        enters = self._guard.shield(self._enter, "some module calls", quick=True)
+        leaves = self._guard.shield(self._leave, "the outputs of some modules", quick=True)
         if self.every != 1 or self._budget is not None:
             enters, leaves = self._only_measured(enters, leaves)
         self._handles = [
@@ -333,8 +334,9 @@ class ModuleWatch:
         self._writer.mark(self._position.step, here.call, site)
 
     def _enter_any(self, module: nn.Module) -> None:
-        if not self._is_told_otherwise(module):
-            self._enter_call(module)
+        with DisableTensorClasses():
+            if not self._is_told_otherwise(module):
+                self._enter_call(module)
 
     def _enter_compiled(self, module: nn.Module) -> None:
         if id(module) not in self._in_place:
@@ -451,8 +453,9 @@ class ModuleWatch:
             stack.pop()
 
     def _leave_any(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
-        if not self._is_told_otherwise(module):
-            self._leave_call(module, args, kwargs, output)
+        with DisableTensorClasses():
+            if not self._is_told_otherwise(module):
+                self._leave_call(module, args, kwargs, output)
 
     def _leave_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         if self._replay is not None or being_recorded():

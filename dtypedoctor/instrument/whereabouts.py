@@ -33,6 +33,7 @@ from dtypedoctor.instrument.frames import (
     source_of,
     span_of,
 )
+from dtypedoctor.instrument.module_tree import named_modules
 from dtypedoctor.instrument.naming import Names, short_name
 from dtypedoctor.instrument.operators import TensorIds
 from dtypedoctor.instrument.session import Session
@@ -193,7 +194,7 @@ class KnownTensors:
         for _, name, tensor, _, is_buffer in self._names.tensors():
             self._learn(tensor, name, "buffer" if is_buffer else "parameter")
         for root in self._names.roots:
-            for prefix, module in root.named_modules():
+            for prefix, module in named_modules(root):
                 held = {k: v for k, v in vars(module).items() if k not in _OWN and not k.endswith("_hooks")}
                 for path, tensor in tensors_held(held):
                     self._learn(tensor, f"{prefix}.{path}" if prefix else path, "attribute")

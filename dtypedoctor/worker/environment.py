@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dtypedoctor.instrument.module_tree import named_tensors
 from dtypedoctor.instrument.statistics import local_part
 from dtypedoctor.interruptions import contained
 from dtypedoctor.patterns import regex
@@ -158,7 +159,7 @@ def _status(field: str) -> int:
 def checksum(model: nn.Module) -> str:
     """SHA-256 over the names and bytes of the trainable parameters."""
     digest = hashlib.sha256()
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {name: parameter for name, parameter in named_tensors(model, buffers=False) if parameter.requires_grad}
     there = [name for name, parameter in trained.items() if parameter.device.type == "cuda"]
     # 6 GB take seconds to the host and through SHA-256, and milliseconds where they are
     digests = dict(zip(there, tensor_digests([local_part(trained[name]) for name in there]), strict=True))

@@ -21,6 +21,7 @@ from dtypedoctor.instrument.alone import is_sharded
 from dtypedoctor.instrument.capsule import CapsuleWatch, Kind, Wanted
 from dtypedoctor.instrument.contents import tensors_given
 from dtypedoctor.instrument.in_place import CAPSULE_LIMIT
+from dtypedoctor.instrument.module_tree import modules_in
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.instrument.places import Rows, Source
@@ -278,7 +279,7 @@ class Standbys:
 
     def _compute_alone(self, module: nn.Module) -> None:
         """The other ranks are not there in a replay: gradients are not reduced, nor buffers broadcast."""
-        for wrapper in module.modules() if is_available() and is_initialized() else ():
+        for wrapper in modules_in(module) if is_available() and is_initialized() else ():
             if isinstance(wrapper, nn.parallel.DistributedDataParallel):
                 self._gradients_are_own |= compute_alone(wrapper)
 

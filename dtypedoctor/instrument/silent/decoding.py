@@ -14,7 +14,9 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
+from dtypedoctor._torch_private import as_the_program
 from dtypedoctor.dtypes import HALF
+from dtypedoctor.instrument.module_tree import modules_in
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.policies import is_random
@@ -160,7 +162,7 @@ class DecodingCheck:
             known.add(tokens[:, -1], scores)
             return
         self._open = None
-        if len(self._generations) >= GENERATIONS or any(map(is_random, module.modules())):
+        if len(self._generations) >= GENERATIONS or any(map(is_random, modules_in(module))):
             return
         self._open = _Generation(
             ref(module), call.versions, _adapters(module), call.autocast, self._temperature, [tokens.clone()], call.mask[:ROWS].clone(), scores.clone()
@@ -190,7 +192,7 @@ class DecodingCheck:
         gap = _gap(generation, call, pairs)
         if gap is None:
             return
-        random = any(map(is_random, module.modules()))
+        random = any(map(is_random, modules_in(module)))
         half = dtype_name(main_parameter(module)) in HALF or call.autocast in HALF
         if float(gap.mean()) <= SUSPICIOUS[half]:
             self._before = float(gap.mean())
@@ -252,7 +254,7 @@ class DecodingCheck:
         several = min(len(generation.mask), 2)  # a single text may have kernels of its own
         tokens = call.question[row].expand(several, -1)
         said = []
-        with contained(), beside(self._session, module, call, generation.autocast):
+        with contained(), as_the_program(), beside(self._session, module, call, generation.autocast):
             answer = module(input_ids=tokens[:, : columns[0]], use_cache=True)
             for column in columns[:-1]:
                 cache = {name: answer[name] for name in _CACHES if name in answer}
@@ -367,5 +369,5 @@ def _is_plain_sampling(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
 
 def _adapters(model: nn.Module) -> tuple[Any, ...]:
     """Which of peft's adapters are in use: a text that was generated without them is meant to be so."""
-    layers = (each for each in model.modules() if isinstance(getattr(type(each), "disable_adapters", None), property))
+    layers = (each for each in modules_in(model) if isinstance(getattr(type(each), "disable_adapters", None), property))
     return tuple((bool(layer.disable_adapters), str(getattr(layer, "active_adapters", ""))) for layer in layers)

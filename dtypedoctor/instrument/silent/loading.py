@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from dtypedoctor._torch_private import follow_casts, parameters_of
 from dtypedoctor.instrument.float32_program import HALF, SMALL, Originals
 from dtypedoctor.instrument.frames import local_of, source_of
-from dtypedoctor.instrument.module_tree import named_tensors, owner_of, parameters
+from dtypedoctor.instrument.module_tree import named_tensors, owner_of, parameters_in
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
@@ -202,7 +202,7 @@ class LoadingCheck:
     def _note_pretrained(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         stored = stored_dtypes(args[0] if args else kwargs.get("pretrained_model_name_or_path"), kwargs)
         loaded: Counter[str] = Counter()
-        for parameter in parameters(model):
+        for parameter in parameters_in(model):
             if parameter.is_floating_point():
                 loaded[dtype_name(parameter)] += parameter.numel()
         if not stored or not loaded:

@@ -22,6 +22,7 @@ from dtypedoctor._torch_private import MemoryRef, memory_key, next_sequence_numb
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.frames import Line, line_of
+from dtypedoctor.instrument.module_tree import parameters_in
 from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.operators import Arguments, fits, node_of_operator, tensors_of
 from dtypedoctor.instrument.session import Session
@@ -170,7 +171,7 @@ class LogprobCheck:
 
     def after_call(self, module: nn.Module) -> None:
         """It has ended; the nodes of a module without parameters are those of a loss."""
-        if any(True for _ in module.parameters()):
+        if any(True for _ in parameters_in(module)):
             self._spans.append((self._began, next_sequence_number()))
 
     def finish(self) -> None:

@@ -25,6 +25,7 @@ from dtypedoctor._torch_private import (
     without_autocast,
     without_modes,
 )
+from dtypedoctor.instrument.module_tree import modules_in
 from dtypedoctor.instrument.operators import (
     Arguments,
     OperatorMode,
@@ -239,4 +240,4 @@ def _may_look(module: nn.Module) -> bool:
         return False
     if being_recorded() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         return False
-    return MODES_CAN_IGNORE_COMPILED or not any(map(why_opaque, module.modules()))
+    return MODES_CAN_IGNORE_COMPILED or not any(map(why_opaque, modules_in(module)))

@@ -1,9 +1,11 @@
 """What LoRA adds to the weights of a model, as peft's layers hold it."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
+from dtypedoctor.instrument.module_tree import attribute_of, named_modules
 from dtypedoctor.values import dataclass
 
 __all__ = ["Added", "added_by_adapters"]
@@ -44,12 +46,13 @@ class Added:
 
 def added_by_adapters(model: nn.Module) -> Iterator[tuple[str, Added]]:
     """The name of each layer of LoRA whose adapters are in use, and what they add to its weight; nothing of DoRA, of adapters with a bias and of merged layers."""
-    for name, layer in model.named_modules():
-        if not isinstance(getattr(layer, "scaling", None), dict):
+    for name, layer in named_modules(model):
+        if not isinstance(attribute_of(layer, "scaling"), dict):
             continue
         if getattr(layer, "merged", False) or getattr(layer, "disable_adapters", False):
             continue
-        factors = [_factors(layer, adapter) for adapter in layer.active_adapters if _is_plain_lora(layer, adapter)]
+        active: Any = layer.active_adapters
+        factors = [_factors(layer, adapter) for adapter in active if _is_plain_lora(layer, adapter)]
         if factors:
             yield name, Added(factors, bool(getattr(layer, "fan_in_fan_out", False)))
 

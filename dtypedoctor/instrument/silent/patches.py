@@ -12,6 +12,7 @@ from weakref import WeakSet
 from torch import nn
 
 from dtypedoctor.instrument.frames import Line
+from dtypedoctor.instrument.module_tree import modules_in
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.trace.records.silent import Unpatched
 from dtypedoctor.unpatched import unwrap
@@ -87,7 +88,7 @@ class PatchCheck:
         if module in self._roots:
             return
         self._roots.add(module)
-        for child in module.modules():
+        for child in modules_in(module):
             cls = type(child)
             if cls in self._classes:
                 continue

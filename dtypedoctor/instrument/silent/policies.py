@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import saved_by
+from dtypedoctor.instrument.module_tree import attribute_of, modules_in
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.trace.records.silent import FirstRatio
 
@@ -62,7 +63,7 @@ class RatioCheck:
             mean_gap=float(near.mean()),
             clipped=int(((ratio < bounds[0]) | (ratio > bounds[1])).sum()),
             bounds=list(bounds),
-            random=any(is_random(module) for root in self._names.roots for module in root.modules()),
+            random=any(is_random(module) for root in self._names.roots for module in modules_in(root)),
         )
         self._session.once(told, "")
 
@@ -119,5 +120,5 @@ def is_random(module: nn.Module) -> bool:
     """Whether a module drops elements at random, or normalizes by its batch, as it is now."""
     if not module.training:
         return False
-    drops = (getattr(module, name, None) for name in _AT_RANDOM)
+    drops = (attribute_of(module, name) for name in _AT_RANDOM)
     return isinstance(module, _BATCH_NORMS) or any(isinstance(p, float) and p > 0 for p in drops)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
+from dtypedoctor._torch_private import as_the_program
 from dtypedoctor.instrument.contents import tensors_in
+from dtypedoctor.instrument.module_tree import named_modules
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Extent, measurable, measure
@@ -109,7 +111,7 @@ class CacheCheck:
         name = self._changed.pop(id(layer), None)
         if name is None or len(args) != 1 or not measurable(output) or not torch.is_autocast_cache_enabled():
             return
-        with self._position.mute(), torch.no_grad():
+        with self._position.mute(), torch.no_grad(), as_the_program():
             torch.set_autocast_cache_enabled(False)
             try:
                 fresh = type(layer).forward(layer, *args)
@@ -146,7 +148,7 @@ class CacheCheck:
     def _alive(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
         layers = self._layers.get(module)
         if layers is None:
-            all_layers = [(ref(child), name) for name, child in module.named_modules() if type(child) in LAYERS]
+            all_layers = [(ref(child), name) for name, child in named_modules(module) if type(child) in LAYERS]
             every = max(1, len(all_layers) // COMPARED)
             layers = self._layers[module] = all_layers[::every][: COMPARED + 1]
         return [(layer, name) for held, name in layers if (layer := held()) is not None]
@@ -187,6 +189,7 @@ class EagerReplay:
             torch.random.fork_rng(devices=devices),
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
+            as_the_program(),
         ):
             again = module(*args, **kwargs)
         real, eager = _extents(output), _extents(again)

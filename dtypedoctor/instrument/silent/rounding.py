@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import buffers_of, schema_of
+from dtypedoctor.instrument.module_tree import attribute_of, modules_in
 from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.operators import tensors_of
 from dtypedoctor.instrument.session import Session
@@ -286,7 +287,7 @@ class RotaryTables:
 
     def _buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
         """Name, buffer and owner of everything in ``module`` that may be a table by its shape."""
-        inside = {id(child) for child in module.modules()}
+        inside = {id(child) for child in modules_in(module)}
         for _, name, tensor, owner, is_buffer in self.session.names.tensors():
             may_be = tensor.dim() > 1 or (tensor.dim() == 1 and SHORTEST_TABLE <= len(tensor) <= LONGEST_TABLE)
             if is_buffer and may_be and measurable(tensor) and id(owner) in inside:
@@ -302,7 +303,7 @@ def _was_cast(held: _Held) -> bool:
 
 def _last_position(owner: nn.Module, outermost: nn.Module) -> int:
     """The position that an angle is given at: none that the model does not have. Of a model with several parts, the table's own configuration says it."""
-    configs = (getattr(module, "config", None) for module in (owner, outermost))
+    configs = (attribute_of(module, "config") for module in (owner, outermost))
     known = (getattr(config, "max_position_embeddings", None) for config in configs)
     return next((most for most in known if isinstance(most, int) and 0 < most < POSITION), POSITION)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.frames import Line, is_users
+from dtypedoctor.instrument.module_tree import named_modules, own_parameters
 from dtypedoctor.values import dataclass
 
 __all__ = ["StaleCopy", "line_that_stores", "stale_copies", "updated"]
@@ -37,8 +38,8 @@ class StaleCopy:
 def stale_copies(model: nn.Module) -> list[StaleCopy]:
     """What may be stale copies. Waits for the device."""
     found: list[StaleCopy] = []
-    for name, module in model.named_modules():
-        weights = list(module.parameters(recurse=False))
+    for name, module in named_modules(model):
+        weights = own_parameters(module)
         for weight in weights:
             found += _among(name, module, vars(weight), [weight])
         own = {key: value for key, value in vars(module).items() if key not in _REGISTERED}
@@ -49,9 +50,7 @@ def stale_copies(model: nn.Module) -> list[StaleCopy]:
 _REGISTERED = frozenset(vars(nn.Module()))
 
 
-def _among(
-    name: str, module: nn.Module, attributes: Mapping[str, Any], weights: list[nn.Parameter]
-) -> Iterator[StaleCopy]:
+def _among(name: str, module: nn.Module, attributes: Mapping[str, Any], weights: list[Tensor]) -> Iterator[StaleCopy]:
     for attribute, value in attributes.items():
         for _, kept in tensors_in(value):
             alike = [weight for weight in weights if weight.shape == kept.shape and weight is not kept]

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from dtypedoctor._torch_private import version_of
 from dtypedoctor.instrument.contents import tensors_in
+from dtypedoctor.instrument.module_tree import modules_in, named_tensors, parameters_in
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import bytes_of, fits
 from dtypedoctor.instrument.session import Session
@@ -223,7 +224,7 @@ class TwinCheck:
         beside = self._families.setdefault(self._like(module), _Family()).beside
         known = beside.get(id(module))
         if known is None or known.model() is not module:
-            if next(module.parameters(), None) is None:
+            if next(parameters_in(module), None) is None:
                 return
             known = beside[id(module)] = _Beside(ref(module), type(module).__name__, dtype_name(main_parameter(module)))
         known.trained = known.trained or any(tensor.requires_grad for _, tensor in tensors_in(output))
@@ -289,7 +290,7 @@ class TwinCheck:
             choices=ours.output.shape[-1] if ours.output.dim() == 3 else 1,
             largest_gap=float(gaps.max()),
             mean_gap=float(gaps.mean()),
-            dropout=any(map(is_random, (*trainer.modules(), *generator.modules()))),
+            dropout=any(map(is_random, (*modules_in(trainer), *modules_in(generator)))),
             trainer_autocast=ours.autocast,
             generator_autocast=theirs.autocast,
             moved=moved,
@@ -519,7 +520,7 @@ def _of_tokens(call: Asked, row: int) -> Tensor:
 def _weights(model: nn.Module) -> dict[str, Tensor]:
     """The parameters by the names that they have without wrappers, and without adapters."""
     found: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_tensors(model, buffers=False):
         if is_lazy(parameter) or any(part in name for part in _ADAPTERS):
             continue
         found[_plain(name)] = parameter
@@ -536,10 +537,10 @@ def _plain(name: str) -> str:
 def main_parameter(model: nn.Module) -> Tensor:
     """A parameter of the dtype that most elements have."""
     sizes: dict[torch.dtype, int] = {}
-    for parameter in model.parameters():
+    for parameter in parameters_in(model):
         sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
     most = max(sizes, key=lambda dtype: sizes[dtype])
-    return next(parameter for parameter in model.parameters() if parameter.dtype is most)
+    return next(parameter for parameter in parameters_in(model) if parameter.dtype is most)
 
 
 def _width(call: Asked) -> int:
@@ -583,7 +584,7 @@ def _pairs_of_adapters(one: nn.Module, other: nn.Module) -> list[tuple[Tensor, T
 
 
 def _second_factors(model: nn.Module) -> dict[str, Tensor]:
-    found = ((name, weight) for name, weight in model.named_parameters() if _SECOND_FACTOR.search(name))
+    found = ((name, weight) for name, weight in named_tensors(model, buffers=False) if _SECOND_FACTOR.search(name))
     return {_SECOND_FACTOR.sub("lora_B", _plain(name)): weight for name, weight in found}
 
 
@@ -635,7 +636,7 @@ def _places(parameter: Tensor) -> Tensor:
 
 def versions_of(model: nn.Module) -> int:
     """Changes with each write to a parameter."""
-    return sum(version_of(parameter) + parameter.data_ptr() for parameter in model.parameters())
+    return sum(version_of(parameter) + parameter.data_ptr() for parameter in parameters_in(model))
 
 
 def _in_the_dtypes_of(model: nn.Module, other: nn.Module, *, merged: bool) -> dict[str, Tensor] | None:
@@ -653,7 +654,7 @@ def _merged(model: nn.Module, dtypes: dict[str, torch.dtype]) -> dict[str, Tenso
     weights = _cast(model, dtypes, anew=added)
     if weights is None:
         return None
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_tensors(model, buffers=False):
         if name in added:
             weights[name] = parameter.detach().float().add(added[name].whole()).to(dtypes[name])
         elif _SECOND_FACTOR.search(name):
@@ -677,8 +678,8 @@ def _cast(model: nn.Module, dtypes: dict[str, torch.dtype], anew: Container[str]
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+    yield from named_tensors(model, buffers=False)
+    yield from named_tensors(model, buffers=True)
 
 
 def made_again(
@@ -726,7 +727,7 @@ def _nothing_changes(session: Session, model: nn.Module, call: Asked) -> Iterato
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Inside, nothing is dropped at random."""
-    before = [(module, module.training) for module in model.modules()]
+    before = [(module, module.training) for module in modules_in(model)]
     try:
         for module, _ in before:
             module.training = False
