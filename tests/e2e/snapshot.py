@@ -4,7 +4,7 @@ An entry holds the status, the exit code and the findings in their order, and of
 are left out, because the former are edited and the latter depend on the processor. After an intended change, write it anew and read
 the difference::
 
-    python -m pytest -q tests/e2e/test_exec_corpus.py tests/e2e/test_scenarios.py --rewrite-snapshot [-k NAME]
+    python -m pytest -q tests/e2e/test_exec_corpus.py tests/e2e/test_scenarios.py -m "" --rewrite-snapshot [-k NAME]
     git diff tests/e2e/snapshot.json
 """
 
