@@ -219,6 +219,7 @@ def test_a_training_that_ends_the_program_is_written_up_when_the_process_ends(tm
     assert len(trace_in(tmp_path / "run").all(Metric)) == 2
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("filters", [True, False])
 def test_a_loss_that_the_trainer_logs_as_0_is_shown_as_nan(tmp_path: Path, filters: bool) -> None:
     """The report shows what was computed, and what the log leaves out."""
