@@ -10,11 +10,13 @@ from itertools import count
 from threading import get_ident
 from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.amp.autocast_mode import autocast
 from torch.compiler import is_compiling
+from torch.cuda.amp import common as amp
 from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import (
@@ -272,6 +274,8 @@ class AutocastLog:
         first: list[AutocastRegion] = []
         self.of = _RegionsOfThread(first)
         self.of.regions = first
+        self._lacking: WeakSet[autocast] = WeakSet()
+        """Regions that torch has switched off, for lack of their device."""
         self._undo: list[Callable[[], None]] = []
         self.entered: list[Callable[[AutocastRegion], None]] = []
 
@@ -282,7 +286,15 @@ class AutocastLog:
     def start(self) -> None:
         """Begins to follow regions; of those already open, the innermost of each device type is known."""
         self._regions[:] = list(_already_open())
-        enter, leave = autocast.__enter__, autocast.__exit__
+        enter, leave, not_available = autocast.__enter__, autocast.__exit__, amp.amp_definitely_not_available
+
+        def amp_definitely_not_available() -> bool:
+            """torch asks for a region that is asked to cast. A wrapper of the region's own constructor would be what its warning names."""
+            lacks = not_available()
+            region = local_of(sys._getframe(1), "self")
+            if lacks and isinstance(region, autocast):
+                self._lacking.add(region)
+            return lacks
 
         def __enter__(region: autocast) -> Any:  # noqa: N807
             result = enter(region)
@@ -297,10 +309,12 @@ class AutocastLog:
                 self._regions.pop()
             return leave(region, kind, error, tb)
 
+        amp.amp_definitely_not_available = amp_definitely_not_available
         autocast.__enter__ = __enter__  # type: ignore[method-assign]
         autocast.__exit__ = __exit__  # type: ignore[method-assign]
 
         def undo() -> None:
+            amp.amp_definitely_not_available = not_available
             autocast.__enter__ = enter  # type: ignore[method-assign]
             autocast.__exit__ = leave  # type: ignore[method-assign]
 
@@ -331,6 +345,7 @@ class AutocastLog:
             device=region.device,
             wanted=short_name(region.fast_dtype),
             enabled=region_is_on(region),
+            off=not region_is_on(region) and region not in self._lacking,
             source=source_of(sys._getframe(2)),
         )
         self._regions.append(found)

@@ -58,6 +58,15 @@ _JOB = "DTYPEDOCTOR_JOB"
 """Environment variable that is there where each Python process of this environment that imports torch records itself: ``hooked.py``."""
 
 
+def _comes_with_torch(path: str) -> bool:
+    """Whether a library lies in the folder of torch, or of the packages of NVIDIA and Triton that are installed beside it."""
+    spec = PathFinder.find_spec("torch")
+    if spec is None or spec.origin is None or not os.path.isabs(path):
+        return False
+    beside = (Path(entry or ".") / package for entry in sys.path for package in ("nvidia", "triton"))
+    return any(Path(path).is_relative_to(folder) for folder in (Path(spec.origin).parent, *beside))
+
+
 class TorchOpened:
     """Says whether another process has loaded the torch of this one since :meth:`watch`: Linux tells who asks when a file is opened."""
 
@@ -171,12 +180,13 @@ class Elsewhere:
             scripts = [_base(word) for word in details[1] if os.fsencode(word).endswith(b".py")]
             self._becomes(" ".join([_base(details[0]), *scripts[:1]]))
         elif event == "ctypes.dlopen" and details[0] is not None:
-            self._libraries[_base(details[0])] = None
+            self._libraries[os.fsdecode(details[0])] = None
 
     @property
     def libraries(self) -> list[str]:
         """File names of the C libraries that were loaded by ctypes, those that come with torch and the system left out."""
-        return [name for name in self._libraries if not name.startswith(_SYSTEM)]
+        others = (path for path in self._libraries if not _comes_with_torch(path))
+        return [name for path in others if not (name := _base(path)).startswith(_SYSTEM)]
 
     def processes(self, followed: int = 0) -> Iterator[tuple[str, str]]:
         """What ran in other processes, and why it is not watched; ``followed`` of them leave traces of their own."""
@@ -322,7 +332,10 @@ def own_kernels(libraries: Iterable[str]) -> Iterator[tuple[str, str]]:
 
     for what, found in (
         ("C code loaded by ctypes", sorted(libraries)),
-        ("C++ operators", sorted(Path(str(path)).name for path in torch.ops.loaded_libraries)),
+        (
+            "C++ operators",
+            sorted(Path(path).name for path in map(str, torch.ops.loaded_libraries) if not _comes_with_torch(path)),
+        ),
         ("compiled extension modules", sorted(_extension_modules())),
         ("Triton kernels", _counted(_triton_kernels())),
     ):

@@ -183,6 +183,22 @@ def test_libraries_loaded_by_ctypes_are_named_and_the_systems_left_out(tmp_path:
     assert ("C code loaded by ctypes (libfast_norm.so)", WHY_NOT_INSIDE) in list(own_kernels(["libfast_norm.so"]))
 
 
+def test_libraries_in_the_folders_of_torch_and_nvidia_are_not_the_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their names: where they lie tells whose they are."""
+    of_nvidia = tmp_path / "nvidia" / "cu13" / "lib" / "any_name.so"
+    of_nvidia.parent.mkdir(parents=True)
+    shutil.copy(ANY_LIBRARY, of_nvidia)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+
+    def load() -> None:
+        ctypes.CDLL(str(of_nvidia))
+        ctypes.CDLL(str(next(Path(torch.__file__).parent.joinpath("lib").glob("libshm*.so"))))
+
+    assert seen(load).libraries == []
+
+
 def notes() -> str:
     """Everything that is said of the process's own machine code."""
     return "\n".join(what for what, _ in own_kernels([]))

@@ -1,5 +1,6 @@
 """What the op trace knows about tensors: which are the same, whose memory they are, where they came from."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,26 @@ def test_regions_are_recorded_with_their_device_and_whether_they_do_anything(tmp
 
     regions = [(r["device"], r["wanted"], r["enabled"]) for r in seen(watched(tmp_path, work), "autocast-region")]
     assert regions == [("cpu", "bfloat16", True), ("cuda", "float16", torch.cuda.is_available())]
+
+
+def test_a_region_that_the_program_switches_off_is_told_from_one_that_torch_does(tmp_path: Path) -> None:
+    """As a decorator, by position or by name; torch disables one whose device is not there, and its warning names the program's line."""
+    warned: list[str] = []
+
+    def work(_: object) -> None:
+        torch.autocast("cuda", enabled=False)(nn.Linear(2, 2))(torch.ones(1, 2))
+        with torch.autocast("cuda", torch.bfloat16, False):
+            nn.Linear(2, 2)(torch.ones(1, 2))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            region = torch.autocast("cuda", dtype=torch.float16)
+        warned.extend(warning.filename for warning in caught)
+        with region:
+            nn.Linear(2, 2)(torch.ones(1, 2))
+
+    regions = [r.get("off", False) for r in seen(watched(tmp_path, work), "autocast-region")]
+    assert regions == [True, True, False]
+    assert warned == [__file__] * (not torch.cuda.is_available())
 
 
 @pytest.mark.parametrize("error", [False, True])

@@ -263,6 +263,14 @@ def test_a_region_for_a_device_that_nothing_runs_on_is_information_only() -> Non
     assert (finding.id, finding.severity) == ("autocast-wrong-device", Severity.INFO)
 
 
+def test_a_region_that_switches_autocast_off_says_nothing_of_a_device() -> None:
+    """`autocast("cuda", enabled=False)` is meant to cast nothing, wherever the program runs."""
+    story = Story().body(F32)
+    story.saw("autocast-region", device="cuda", wanted="float16", enabled=False, off=True, source="train.py:3")
+    story.sample("body", 1.0, dtype=F32, device="cpu")
+    assert list(detect_mismatch(story.build())) == []
+
+
 def test_a_region_that_is_entered_around_float32_layers_of_a_half_precision_model_is_no_contradiction() -> None:
     """Only layers in the model's own dtype count."""
     story = Story().body(HALF).saw("autocast-region", device="cpu", wanted="float16", enabled=True, source="train.py:3")

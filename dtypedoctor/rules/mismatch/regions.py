@@ -271,7 +271,7 @@ def _model(root: int) -> str:
 
 def region_without_effect(trace: Trace) -> Iterator[Finding]:
     """Regions for a device type on which nothing was computed, in a run that has no other."""
-    regions = trace.observed(AutocastRegion)
+    regions = [region for region in trace.observed(AutocastRegion) if not region.what.off]
     devices = {site.device for site in trace.sites.values() if site.kind == "output"}
     useless = next((o for o in regions if o.what.wanted and o.what.device not in devices), None)
     if useless is None or not devices or any(o.what.device in devices for o in regions):

@@ -133,6 +133,7 @@ class AutocastRegion:
         wanted: the dtype that was asked for.
         enabled: False for a region that switches autocast off, and where torch disabled it (no such device).
         source: ``file.py:line`` of the code that entered it; None for one that was open when the watch began.
+        off: whether the program itself asked for a region that casts nothing.
     """
 
     KIND: ClassVar[str] = "autocast-region"
@@ -141,6 +142,7 @@ class AutocastRegion:
     wanted: str
     enabled: bool
     source: str | None
+    off: bool = False
 
     @property
     def dtype(self) -> str | None:
