@@ -30,6 +30,9 @@ from dtypedoctor.scenario.model import REQUEST, Request, Scenario, ScenarioStep,
 from dtypedoctor.trials.results import Treatment
 from dtypedoctor.trials.treatment import Plan, treat
 
+IN_PLACE = "DTYPEDOCTOR_REPLAY_IN_PLACE"
+"""That of ``worker/standbys.py``, which imports torch."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosed:
@@ -100,13 +103,14 @@ def run_forked(request: Request, directory: Path, work: Path) -> Run:
     directory.mkdir()
     (directory / REQUEST).write_text(request.model_dump_json(), encoding="utf-8")
     began = time.monotonic()
-    code = fork(live, directory, work).wait()
+    code = fork(live, directory, work, os.environ.get(IN_PLACE, "")).wait()
     ended = WorkerExit(code=code, timed_out=False, seconds=time.monotonic() - began)
     return collect(directory, ended, foreign=True)
 
 
-def live(directory: Path, work: Path) -> int:
-    """The child's side: its streams and its working directory, then the request."""
+def live(directory: Path, work: Path, in_place: str) -> int:
+    """The child's side: its streams, its working directory and how it replays, which its server cannot know; then the request."""
+    os.environ[IN_PLACE] = in_place
     redirect(directory / "output.txt")
     os.chdir(work)
     return serve(directory)
