@@ -60,6 +60,20 @@ def test_code_that_a_strangers_scenario_names_is_not_run(text: str, named: str, 
     assert (tmp_path / "downloads" / "harmed").exists()
 
 
+def test_a_capsule_as_the_model_of_a_strangers_scenario_is_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a file has its very name: the scenario may say that the capsule's code is allowed."""
+    text = FACTORY.replace("subprocess:check_output", "capsule:evil").replace(
+        "args: [touch, PLACE/harmed]", "allow_code: true"
+    )
+    path = foreign(tmp_path / "downloads", text)
+    (tmp_path / "work" / "capsule:evil").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "work")
+    with pytest.raises(UsageError, match=r"the capsule evil \(steps\[0\].model.name\)"):
+        load_checked(path, allow_code=False)
+
+
 def test_the_users_own_files_and_shipped_scenarios_need_no_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
