@@ -23,6 +23,7 @@ from dtypedoctor._torch_private import (
     buffers_of,
     has_no_memory,
     is_wrapped,
+    memory_key,
     parameters_of,
     tree_map,
     without_autocast,
@@ -49,7 +50,7 @@ from dtypedoctor.values import dataclass
 
 MAX_HELD = {"cpu": 16 << 20, "cuda": 256 << 20}
 """Bytes of operands that are kept on a device; those of the oldest operators go first."""
-MAX_STEPS = 4096
+MAX_STEPS = 1024
 """Operators that are remembered."""
 MAX_EXPLAINED = 64
 """Operators of one window, or of one run outside of modules, of which it is asked what makes them fail."""
@@ -308,13 +309,12 @@ class Float32Program:
         if len(self._made) > 2 * MAX_STEPS:
             self._made = {number: made for number, made in self._made.items() if not made.held.expired()}
         for index, tensor in enumerate(results):
-            if _is_plain(tensor):
-                storage = tensor.untyped_storage()
-                is_whole = tensor.numel() * tensor.element_size() == storage.nbytes()
-                self._made[address_of(tensor)] = Result(step, index, StorageWeakRef(storage), _layout(tensor), is_whole)
+            storage = tensor.untyped_storage()
+            is_whole = tensor.numel() * tensor.element_size() == storage.nbytes()
+            self._made[memory_key(storage)] = Result(step, index, StorageWeakRef(storage), _layout(tensor), is_whole)
         self._steps.append(step)
         self._bytes += step.size
-        room = max((MAX_HELD.get(t.device.type, 0) for t in results), default=MAX_HELD["cpu"])
+        room = MAX_HELD.get(results[0].device.type, 0) if results else MAX_HELD["cpu"]
         while self._steps and (self._bytes > room or len(self._steps) > MAX_STEPS):
             gone = self._steps.popleft()
             self._bytes -= gone.size
@@ -336,9 +336,11 @@ def _mapped(aliases: dict[int, Tensor], value: Any) -> Any:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether the tensor has memory of its own kind, which may be read and kept; integers and truth values may, too."""
+    if tensor.device.type not in MAX_HELD:
+        return False
     return measurable(tensor) or (
         type(tensor) is Tensor and not tensor.is_floating_point() and not tensor.is_complex() and tensor.layout is torch.strided
-        and tensor.device.type in MAX_HELD and not is_wrapped(tensor) and not has_no_memory(tensor)
+        and not is_wrapped(tensor) and not has_no_memory(tensor)
     )  # fmt: skip
 
 
