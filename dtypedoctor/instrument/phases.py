@@ -280,14 +280,47 @@ class Phases:
         while overrides and overrides[-1] == "optimizer" and steps_running() <= running:
             overrides.pop()
 
-    def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """An optimizer step begins. With a closure the program's forward and backward pass run in it, and it really begins when they are over."""
         self.forget_ended_steps(1)
+        closure = kwargs.get("closure") or next(filter(callable, args[1:2]), None)
+        if closure is None:
+            self._step_begins(optimizer)
+            return None
+        is_first = True
+
+        @functools.wraps(closure, updated=())
+        def evaluated(*values: Any, **named: Any) -> Any:
+            nonlocal is_first
+            if not is_first:
+                self._leave_step()
+            loss = closure(*values, **named)
+            if is_first:
+                is_first = False
+                self._step_begins(optimizer)
+            else:
+                self._enter_step()
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": evaluated}
+        return (args[0], evaluated, *args[2:]), kwargs
+
+    def _step_begins(self, optimizer: Optimizer) -> None:
         self._tell(self.before_step, "gradients before some optimizer steps", optimizer)
+        self._enter_step()
+
+    def _enter_step(self) -> None:
         self._position.overrides.append("optimizer")
         self.settle()
 
+    def _leave_step(self) -> None:
+        if self._position.overrides[-1:] == ["optimizer"]:
+            self._position.overrides.pop()
+        self.settle()
+
     def _post_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._position.overrides:
+        if self._position.overrides[-1:] == ["optimizer"]:
             self._position.overrides.pop()
         self._tell(self.after_step, "parameters after some optimizer steps", optimizer)
         self._count(optimizer)
