@@ -430,6 +430,7 @@ class Instruments:
         sentinel.writing, sentinel.wrote = self.silent.writing, self.silent.writes.after
         sentinel.follow = self.silent.ran
         sentinel.program = self._program
+        sentinel.shadowed = self.silent.shadows.ran
         sentinel.rounded, sentinel.overflowed = self.silent.overflows.wants, self.silent.overflows.ran
         sentinel.rejected = self.guard.shield(self._keep_rejected, OPERATOR_CAPSULES)
         return sentinel

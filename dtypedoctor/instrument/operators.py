@@ -165,6 +165,8 @@ def written(func: Any, arguments: Arguments) -> list[Tensor]:
     return tensors_of([*found, *(value for name, value in kwargs.items() if name in names)])
 
 
+_WRITES_STATISTICS = frozenset({f"aten.{name}_batch_norm.default" for name in ("native", "cudnn", "miopen")})
+"""Operators that write to running statistics and do not say so."""
 _FUSED_CASTS = frozenset({"aten._softmax.default", "aten._log_softmax.default"})
 
 
@@ -205,6 +207,8 @@ def scalars(arguments: Arguments) -> list[str]:
 
 
 def _written_names(func: Any) -> set[str]:
+    if str(func) in _WRITES_STATISTICS:
+        return {"running_mean", "running_var"}
     if not schema_of(func).is_mutable:
         return set()
     return {a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write}

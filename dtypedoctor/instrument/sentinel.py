@@ -52,7 +52,6 @@ from dtypedoctor.instrument.operators import (
 from dtypedoctor.instrument.readings import FIRST_STEPS
 from dtypedoctor.instrument.recorders import BEHIND
 from dtypedoctor.instrument.session import Here, Session
-from dtypedoctor.instrument.silent.indices import is_counted
 from dtypedoctor.instrument.silent.logprobs import is_followed
 from dtypedoctor.instrument.silent.sums import is_built_up
 from dtypedoctor.instrument.silent.writes import SUMS
@@ -148,6 +147,7 @@ class Sentinel(OperatorMode):
         computed: called in a process that the program has forked from this thread, when it first computes with floating point.
         follow: called with each operator that may make, pass on or compare log-probabilities or build up a value, its arguments and its result; raises
             nothing itself.
+        shadowed: called with each operator of a forward pass: it, its arguments with copies of what it has written to, its arguments, its results, its line.
         rounded: says whether an operator with these finite results is to be handed to ``overflowed``.
         overflowed: called with each operator of a forward pass that was run while something is not finite: it, its arguments with copies of what it has written
             to, its arguments, its result.
@@ -193,9 +193,10 @@ class Sentinel(OperatorMode):
         self.raised: Callable[[BaseException], None] = lambda _: None
         self.rejected: Callable[[Any, Arguments, BaseException], None] = lambda *_: None
         self.computed: Callable[[], None] = lambda: None
-        self.writing: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] = lambda *_: None
+        self.writing: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] = lambda *_: ()
         self.wrote: Callable[[Any, Line | None], None] = lambda *_: None
         self.follow: Callable[[Any, Arguments, Any], None] = lambda *_: None
+        self.shadowed: Callable[[Any, Arguments, Arguments, Sequence[Tensor], Line | None], None] = lambda *_: None
         self.rounded: Callable[[Sequence[Tensor]], bool] = lambda _: False
         self.overflowed: Callable[[Any, Arguments, Arguments, Any], None] = lambda *_: None
         self.program = Float32Program(session)
@@ -448,7 +449,7 @@ class Sentinel(OperatorMode):
             raise
         with self._looking:
             self._after(func, plan, (args, kwargs), kept, result)
-            if write is not None:
+            if write:
                 self.wrote(write, line_of(sys._getframe(1)))
         if plan.followed:
             self.follow(func, (args, kwargs), result)
@@ -491,6 +492,8 @@ class Sentinel(OperatorMode):
         exact = not plan.writes or kept is not arguments
         call = (func, kept, arguments, result) if exact and node is None else None
         step = self._remembered(func, arguments, kept if exact else None, results, line)
+        if call is not None:
+            self.shadowed(func, kept, arguments, tensors_of(result) or results, line)
         if not self._bad.any and _all_finite(ends):
             if call is not None and self.rounded(results):
                 self.overflowed(*call)
@@ -654,7 +657,7 @@ def _results(func: Any, result: Any) -> list[Tensor]:
 
 def _is_followed(func: Any) -> bool:
     """Whether one of the checks wants to know of each call of an operator."""
-    return is_followed(func) or is_built_up(func) or is_counted(func)
+    return is_followed(func) or is_built_up(func)
 
 
 def _plan_of(func: Any) -> _Plan:

@@ -349,7 +349,7 @@ class Noting:
 def test_calls_one_two_and_then_each_eight_times_later_are_looked_at(tmp_path: Path) -> None:
     """So that a long run costs what a short one does; generation is counted by itself."""
     session, noting = Session(TraceWriter(tmp_path)), Noting()
-    look = RoutineLook([noting], session)
+    look = RoutineLook([noting], session, Noting(), lambda: False)
     module, x = nn.Identity(), torch.ones(2)
     for phase, last in (("forward", 300), ("generate", 5)):
         with session.position.during(phase):
@@ -359,6 +359,22 @@ def test_calls_one_two_and_then_each_eight_times_later_are_looked_at(tmp_path: P
                 look.after_call()
     session.writer.close()
     assert noting.looked_at == [1, 2, 16, 128, 1, 2]
+
+
+def test_every_call_of_the_first_steps_is_looked_at_where_calls_add_to_state(tmp_path: Path) -> None:
+    """What is in a counter depends on all of them; only the check that follows it looks at those between."""
+    session, noting, following = Session(TraceWriter(tmp_path)), Noting(), Noting()
+    look = RoutineLook([noting], session, following, lambda: True)
+    module, x = nn.Identity(), torch.ones(2)
+    for following.call in range(1, 201):
+        noting.call = following.call
+        session.position.step = 1 + following.call // 50
+        look.before_call(module)
+        x.neg()
+        look.after_call()
+    session.writer.close()
+    assert noting.looked_at == [1, 2, 16, 128]
+    assert following.looked_at == [number for number in range(1, 65) if number not in (1, 2, 16)]
 
 
 def test_a_call_gives_the_same_with_and_without_the_look(tmp_path: Path) -> None:

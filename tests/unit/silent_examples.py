@@ -63,6 +63,23 @@ def indices() -> TraceBuilder:
     )
 
 
+def rounded_use(changed: int) -> TraceBuilder:
+    """A schedule in bfloat16 that chooses other steps for some of 100."""
+    return seen(
+        "rounded-use",
+        use="decision",
+        op="aten.argmin.default",
+        source="train.py:12",
+        made_by="aten.linspace.default",
+        made_at="train.py:9",
+        dtype="bfloat16",
+        value="0",
+        exact="1",
+        changed=changed,
+        of=100,
+    )
+
+
 def rounded_sum() -> TraceBuilder:
     """A count of ones in bfloat16."""
     return seen("rounded-sum", source="train.py:9", dtype="bfloat16", added=300, exact=300.0, value=256.0, error=44.0)

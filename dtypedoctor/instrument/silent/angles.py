@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,13 +9,11 @@ from torch import Tensor
 from dtypedoctor._torch_private import schema_of
 from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.shadows import Shadows
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.whereabouts import OUTSIDE, Whereabouts
 from dtypedoctor.trace.records.silent import RoundedAngles
 from dtypedoctor.values import dataclass
-
-if TYPE_CHECKING:
-    from dtypedoctor.instrument.silent.indices import IndexCheck
 
 HALF = {torch.bfloat16: 8, torch.float16: 11}
 """Significant bits."""
@@ -82,7 +79,7 @@ class AngleCheck:
 
     session: Session
     whereabouts: Whereabouts
-    indices: "IndexCheck"
+    shadows: Shadows
     _whole: dict[int, _Rounded] = field(default_factory=dict)
     _half: dict[int, torch.dtype] = field(default_factory=dict)
 
@@ -119,8 +116,11 @@ class AngleCheck:
         """What is known of an operand's whole numbers, which the call may have been given in half precision."""
         known = (self._whole.get(seen.number(tensor)) for tensor in seen.operands) if self._whole else ()
         rounded = next((one for one in known if one is not None), None)
-        before = self.indices.of(seen.operands[0]) if rounded is None else None
-        return rounded if before is None else _Rounded(before.exact, before.now, before.op, before.source or None)
+        before = self.shadows.rounded(seen.operands[0]) if rounded is None else None
+        if before is None or not before[1].whole:
+            return rounded
+        exact, origin = before
+        return _Rounded(exact, seen.operands[0], origin.op, origin.source or None)
 
     def _judge(self, seen: Seen) -> None:
         angles = seen.operands[0]

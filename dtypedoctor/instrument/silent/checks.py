@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.operators import Arguments
 from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.shadows import Shadows
 from dtypedoctor.instrument.silent.angles import AngleCheck
 from dtypedoctor.instrument.silent.decoding import DecodingCheck
 from dtypedoctor.instrument.silent.float8 import Float8Casts
 from dtypedoctor.instrument.silent.float32_shadows import AbsorbedOverflows, OverflowsOutside, RouterFlips
-from dtypedoctor.instrument.silent.indices import IndexCheck, is_counted
 from dtypedoctor.instrument.silent.loading import LoadingCheck
 from dtypedoctor.instrument.silent.logprobs import LogprobCheck, is_followed
 from dtypedoctor.instrument.silent.look import RoutineLook
@@ -40,6 +40,7 @@ class SilentChecks:
         look: take the routine look.
 
     Attributes:
+        shadows: follows what half precision rounds, also outside of modules.
         scales: follows the loss scale to where gradients are used.
         writes: looks at what is written in place outside of modules.
         logprobs: follows log-probabilities, also outside of modules.
@@ -53,21 +54,21 @@ class SilentChecks:
         self._rotary = RotaryTables(session, self._loading.rounded_at)
         self.logprobs = LogprobCheck(session)
         self.overflows = OverflowsOutside(session, Whereabouts(session))
-        self._indices = IndexCheck(session)
+        self.shadows = Shadows(session)
         self._float8 = Float8Casts(session, whereabouts)
         seeing = (
-            self._indices,
+            self.shadows,
             AbsorbedOverflows(session, whereabouts),
             IntegerCasts(session, whereabouts),
             self._float8,
             RouterFlips(session, whereabouts),
             PositionCheck(session, whereabouts),
-            AngleCheck(session, whereabouts, self._indices),
+            AngleCheck(session, whereabouts, self.shadows),
             self._rotary,
             self.logprobs,
         )
         self._looks = look
-        self._look = RoutineLook(seeing, session)
+        self._look = RoutineLook(seeing, session, self.shadows, lambda: self.shadows.accumulates)
         self._cache = CacheCheck(session)
         self._updates = UpdateCheck(session)
         self.scales = ScaleCheck(session)
@@ -92,6 +93,7 @@ class SilentChecks:
         self._loading.stop()
         self._patches.stop()
         self._resuming.stop()
+        self.shadows.stop()
         self.writes.stop()
         self._sums.stop()
         self.logprobs.finish()
@@ -149,16 +151,13 @@ class SilentChecks:
         self._rotary.after_call()
 
     def ran(self, func: Any, arguments: Arguments, result: Any) -> None:
-        """An operator outside of modules has run for which :func:`is_followed`, :func:`is_built_up` or :func:`is_counted` is true."""
+        """An operator outside of modules has run for which :func:`is_followed` or :func:`is_built_up` is true."""
         if is_followed(func):
             self.logprobs.ran(func, arguments, result)
         if is_built_up(func):
             self._sums.ran(func, *arguments, result)
         elif str(func) == "aten._to_copy.default":
-            self._indices.cast(arguments, result)
             self._float8.cast(arguments, result)
-        if is_counted(func):
-            self._indices.computed(func, arguments, result)
 
     def before_generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``generate`` of transformers is called."""

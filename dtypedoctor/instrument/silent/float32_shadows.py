@@ -339,7 +339,7 @@ class OverflowsOutside:
         for tensor in written(func, given):
             self._ids.wrote(tensor)
         with self._position.mute(), torch.no_grad(), without_autocast():
-            self._check.saw(Seen(func, kept, tensors_of(result), self._ids, before))
+            self._check.saw(Seen(func, kept, given, tensors_of(result), self._ids, before))
 
 
 def _in_float32(seen: Seen, shadows: dict[int, Tensor]) -> list[Tensor]:

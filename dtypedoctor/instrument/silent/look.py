@@ -7,7 +7,7 @@ one is looked at too, a few times: a program that has got into float16's limits 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from threading import get_ident
@@ -50,6 +50,8 @@ from dtypedoctor.values import dataclass
 FIRST_LOOKS = 2
 EACH_LATER = 8
 """The calls that are looked at are 1, 2, and then each 8 times the one before."""
+STATE_STEPS, STATE_CALLS = 3, 64
+"""Steps, and calls of a module, that are all looked at where they add to half-precision state: its values depend on each of them."""
 MORE_LOOKS = 8
 """Calls that are looked at besides because something was not finite, or every gradient 0, in the one before."""
 
@@ -65,6 +67,7 @@ class Seen:
     Attributes:
         func: the operator.
         arguments: what it was given, with copies of what it has written to since.
+        given: the same without copies.
         results: the tensors that it returned.
         ids: tells tensors apart.
         before: numbers of the tensors that it has written to, as they were, by the identity of their copies.
@@ -73,6 +76,7 @@ class Seen:
 
     func: Any
     arguments: Arguments
+    given: Arguments
     results: Sequence[Tensor]
     ids: TensorIds
     before: Mapping[int, int]
@@ -110,10 +114,16 @@ class RoutineLook:
     Args:
         checks: who looks.
         session: tells the moment, and keeps the checks' errors from the program.
+        shadows: one of the checks, which looks alone at more calls where they add to state.
+        accumulates: says whether they do.
     """
 
-    def __init__(self, checks: Sequence[Check], session: Session) -> None:
+    def __init__(
+        self, checks: Sequence[Check], session: Session, shadows: Check, accumulates: Callable[[], bool]
+    ) -> None:
         self._checks = checks
+        self._shadows, self._accumulates = shadows, accumulates
+        self._looking: Sequence[Check] = ()
         self._session = session
         self._calls: Counter[tuple[int, str]] = Counter()
         self._mode: _Mode | None = None
@@ -135,8 +145,16 @@ class RoutineLook:
         self._calls[key] += 1
         again, self._looks_again = self._looks_again, False
         self._more_looks -= again
-        if (again or _is_looked_at(self._calls[key])) and _may_look(module):
-            self._mode = _Mode(self._checks, self._session)
+        number = self._calls[key]
+        adds_up = self._accumulates() and position.step <= STATE_STEPS and number <= STATE_CALLS
+        if again or _is_looked_at(number):
+            self._looking = self._checks
+        elif adds_up:
+            self._looking = (self._shadows,)
+        else:
+            return
+        if _may_look(module):
+            self._mode = _Mode(self._looking, self._session)
             self._thread = get_ident()
             self._mode.__enter__()
 
@@ -147,7 +165,7 @@ class RoutineLook:
         mode, self._mode = self._mode, None
         mode.leave()
         with mode.aside():
-            for check in self._checks:
+            for check in self._looking:
                 check.end()
 
 
@@ -208,7 +226,7 @@ class _Mode(OperatorMode):
         with self.aside():
             for tensor in changed:
                 self._ids.wrote(tensor)
-            seen = Seen(func, kept, tensors_of(result), self._ids, before, node)
+            seen = Seen(func, kept, (args, kwargs), tensors_of(result), self._ids, before, node)
             for check in self._checks:
                 check.saw(seen)
         return result

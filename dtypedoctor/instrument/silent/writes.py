@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -14,9 +15,16 @@ from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.updates import MOSTLY, SAMPLED, is_checked
 from dtypedoctor.instrument.statistics import HALF, measurable
-from dtypedoctor.trace.records.silent import LostWrites
+from dtypedoctor.trace.records.silent import LostWrites, RoundedUse
 from dtypedoctor.values import dataclass
 
+BACK, FURTHER = 2.0**-6, 4
+"""What is left in float64 of the way that values have gone and come back, where what was added is taken away rounded to bfloat16; and how much further from the start the
+values have to be that half precision holds."""
+UNDONE, MOST_UNDONE = 2, 256
+"""Times that a tensor comes back before it is told of, and tensors that are followed."""
+_ON_LISTS = "_foreach_"
+"""How the names of operators on lists of tensors begin."""
 ARITHMETIC = frozenset({"add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_"})
 """Operators that change what is there. A copy is not one: of float32 weights it may well round to what was there before."""
 MOST_FOLLOWED = 10_000
@@ -106,6 +114,40 @@ class Write:
     wide: Tensor
     exact: Tensor
     """The same in float64: what float32 leaves of a small change of a large number differs from it."""
+    undone: "_Undone | None"
+    all_along: Tensor
+    """What float64 makes of it from where ``undone`` begins."""
+
+
+@dataclass(slots=True)
+class _Undone:
+    """A tensor to which something is added and taken away again.
+
+    Attributes:
+        start: elements as they were before.
+        exact: what they would be in float64 by now; ``last`` what they are.
+        away: how far the float64 values have gone since they were last at the start.
+        returns: how often the float64 values have come back to the start, and ``lost`` how many elements were others then.
+    """
+
+    start: Tensor
+    exact: Tensor
+    last: Tensor
+    away: float = 0.0
+    line: Line | None = None
+    returns: int = 0
+    lost: int = 0
+    deviation: float = 0.0
+
+    def wrote(self, exact: Tensor, now: Tensor, line: Line | None) -> None:
+        """The tensor was written to, and should be ``exact``."""
+        self.away = max(self.away, float((self.exact - self.start).abs().max()))
+        self.exact, self.last = exact, now
+        left = (exact - self.start).abs()
+        if float(left.max()) < BACK * self.away:
+            difference = (now.double() - self.start).abs()
+            self.line, self.returns, self.away = line, self.returns + 1, 0.0
+            self.lost, self.deviation = int((difference > FURTHER * left).sum()), float(difference.max())
 
 
 class WriteCheck:
@@ -125,12 +167,25 @@ class WriteCheck:
         self._over: list[_Followed] = []
         self._told: dict[Line | None, int] = {}
         self._merges: list[_Followed] = []
+        self._undone: dict[tuple[int, torch.Size], _Undone] = {}
         self._losses: dict[torch.Size, dict[int, _Followed]] = {}
         self._sweep_at = SWEPT
 
-    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Write | None:
-        """An operator outside of modules is about to write to its operands, or to sum them."""
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Write]:
+        """An operator outside of modules is about to write to its operands, or to sum them; one on lists does so for each of their tensors."""
         name = schema_of(func).name.removeprefix("aten::")
+        if name.startswith(_ON_LISTS):
+            name = name.removeprefix(_ON_LISTS)
+            # a scaled list is one of gradients that are clipped, which are made anew each time
+            rows = zip(*(arg if isinstance(arg, (list, tuple)) else repeat(arg) for arg in args), strict=False)
+            func = getattr(torch.ops.aten, name, None) if name in ARITHMETIC - {"mul_", "div_"} else None
+            return (
+                [write for row in rows if (write := self._before(func, name, row, kwargs))] if func is not None else []
+            )
+        write = self._before(func, name, args, kwargs)
+        return [] if write is None else [write]
+
+    def _before(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Write | None:
         if self._losses and name in SUMS:
             self._notice_kept(args)
         target = args[0] if args else None
@@ -146,7 +201,7 @@ class WriteCheck:
         self._forget_loss(target.shape, followed)
         if not is_checked(followed.writes) or not self._session.readings.affords(target):
             return None
-        if _adds_tensor(func, args) and len(self._merges) < MOST_FOLLOWED:
+        if _adds_tensor(name, args) and len(self._merges) < MOST_FOLLOWED:
             followed.sums += 1
             if followed.sums == 1 and self._is_parameter(target):
                 self._merges.append(followed)
@@ -162,8 +217,24 @@ class WriteCheck:
             before = target.detach().reshape(-1)[::stride].clone()
             wide, exact = before.float(), before.double()
             func(wide, *operands, **kwargs)
-            func(exact, *(one.double() if isinstance(one, Tensor) else one for one in operands), **kwargs)
-        return Write(followed, target, stride, before, wide, exact)
+            exactly = [one.double() if isinstance(one, Tensor) else one for one in operands]
+            func(exact, *exactly, **kwargs)
+            undone = self._undone_of(target, before) if _adds_tensor(name, args) else None
+            all_along = func(undone.exact.clone(), *exactly, **kwargs) if undone is not None else exact
+        return Write(followed, target, stride, before, wide, exact, undone, all_along)
+
+    def _undone_of(self, target: Tensor, before: Tensor) -> _Undone | None:
+        """What is known of a tensor to which something is added; begun anew where something else has written to it, None where enough is known."""
+        key = (target.data_ptr(), target.shape)
+        known = self._undone.get(key)
+        if known is None and len(self._undone) >= MOST_UNDONE:
+            return None
+        if known is not None and known.returns >= UNDONE:
+            return None
+        if known is None or not torch.equal(known.last, before):
+            start = before.double()
+            known = self._undone[key] = _Undone(start, start, before)
+        return known
 
     def _forget_loss(self, shape: torch.Size, followed: _Followed) -> None:
         """Whether what was lost of the last write was kept is known by now, or never will be."""
@@ -217,8 +288,12 @@ class WriteCheck:
             followed.last = None
             self._over.append(followed)
 
-    def after(self, write: Write, line: Line | None) -> None:
+    def after(self, writes: Sequence[Write], line: Line | None) -> None:
         """It has written."""
+        for write in writes:
+            self._after(write, line)
+
+    def _after(self, write: Write, line: Line | None) -> None:
         followed = write.followed
         with self._position.mute(), torch.no_grad():
             now = write.target.detach().reshape(-1)[:: write.stride]
@@ -232,6 +307,8 @@ class WriteCheck:
             )
             many, lost, absmax, change = torch.stack([number.double() for number in numbers]).tolist()
             unmoved = 1.0 if followed.last is None else float((followed.last == write.before).float().mean())
+            if write.undone is not None:
+                write.undone.wrote(write.all_along, now.clone(), line)
         stalled = followed.is_stalled
         followed.line = line
         followed.judged += bool(many)
@@ -258,8 +335,31 @@ class WriteCheck:
         """The program is over: what was written down of a line when its first tensor was checked becomes what holds of all."""
         for line in self._told:
             self._tell(line)
+        self._tell_of_undone()
         for line in {one.line for one in self._merges} - set(self._told):
             self._tell_of_merges([one for one in self._merges if one.line == line])
+
+    def _tell_of_undone(self) -> None:
+        """Writes a :class:`RoundedUse` for each line that takes away what was added before, and does not get back what was there."""
+        known = [one for one in self._undone.values() if one.returns >= UNDONE]
+        for line in dict.fromkeys(one.line for one in known):
+            of_line = [one for one in known if one.line == line]
+            worst, source = max(of_line, key=lambda one: one.deviation), "" if line is None else line.source
+            at = int((worst.last.double() - worst.start).abs().argmax())
+            self._session.emit(
+                RoundedUse(
+                    use="restored",
+                    op="aten.sub_.Tensor",
+                    source=source,
+                    made_by="aten.add_.Tensor",
+                    made_at="",
+                    dtype=dtype_name(worst.last),
+                    value=f"{float(worst.last[at]):.6g}",
+                    exact=f"{float(worst.start[at]):.6g}",
+                    changed=sum(one.lost for one in of_line),
+                    of=sum(one.start.numel() for one in of_line),
+                )
+            )
 
     def _is_parameter(self, target: Tensor) -> bool:
         held = (tensor for _, _, tensor, _, is_buffer in self._session.names.tensors() if not is_buffer)
@@ -326,9 +426,8 @@ def _taken_of(tensor: Tensor) -> _Taken | None:
     return _Taken(values, float(values.abs().sum()))
 
 
-def _adds_tensor(func: Any, args: tuple[Any, ...]) -> bool:
+def _adds_tensor(name: str, args: tuple[Any, ...]) -> bool:
     """Whether a whole tensor is added; a number, an epsilon say, may well be too small to count."""
-    name = schema_of(func).name.removeprefix("aten::")
     return name in ("add_", "sub_") and isinstance(args[1], Tensor) and args[1].shape == args[0].shape
 
 

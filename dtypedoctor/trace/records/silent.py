@@ -433,6 +433,36 @@ class RoundedIndices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedUse:
+    """A line that does something else with values in half precision than with what the same operators make in float64, as it stood at the end of the run.
+
+    Attributes:
+        use: ``decision``, ``integer`` (a cast to whole numbers), ``state`` (memory that outlives the call is inf), or ``restored`` (what was added is taken away
+            again, and what was there does not come back).
+        op, source: the operator that uses them and its line.
+        made_by, made_at: the operator that has rounded them first and its line.
+        dtype: that it rounded to.
+        value, exact: the first element that differs, and what float64 makes of it.
+        changed, of: elements that differ, and all that were compared.
+        nonfinite: whether the values that are used are inf or NaN.
+    """
+
+    KIND: ClassVar[str] = "rounded-use"
+
+    use: str
+    op: str
+    source: str
+    made_by: str
+    made_at: str
+    dtype: str
+    value: str
+    exact: str
+    changed: int
+    of: int
+    nonfinite: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedAngles:
     """Angles of sines and cosines that half precision has rounded.
 

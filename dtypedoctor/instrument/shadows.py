@@ -1,0 +1,481 @@
+"""Shadows: small half-precision values and, beside each, what the same operators make of it in float64, compared where a value is used.
+
+An operator that takes part in half precision is run a second time on the float64 values of its operands. A value begins as its own float64 value: data,
+parameters, random numbers, what is too large. Where rounding has made the two differ, the float64 values are kept beside the *memory* of the tensor, so that
+views and writes in place need nothing of their own, together with the first operator whose rounding they carry. A difference alone is no error. It is judged
+where the value is used:
+
+* a **decision** (argmax, topk, sort, sign, a search) that is another one than float64 takes, although the values that it is between are further apart there
+  than a few roundings of their own size: two scores that are nearly equal may swap;
+* a **cast to an integer** that gives another whole number;
+* a **count**: integers that are added in place to what does not have every whole number;
+* **memory that is written in place** and becomes inf where float64 is finite: a buffer, a statistic.
+"""
+
+import math
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dtypedoctor._torch_private import DisableTorchFunction, memory_key, schema_of, tree_map, without_autocast
+from dtypedoctor.instrument.frames import Line, line_of
+from dtypedoctor.instrument.naming import short_name
+from dtypedoctor.instrument.operators import Arguments, for_wider, leaves_memory_as_it_was, tensors_of, written
+from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.look import Seen
+from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.interruptions import contained
+from dtypedoctor.trace.records.silent import RoundedIndices, RoundedSum, RoundedUse
+from dtypedoctor.values import dataclass
+
+NARROW = {torch.float16: 11, torch.bfloat16: 8}
+"""Significant bits of the dtypes whose rounding is followed; what goes through float8 begins anew."""
+SMALL = 1 << 14
+"""Elements of a memory beside which float64 values are kept."""
+OPERANDS = 1 << 16
+"""Elements of all operands of an operator, up to which it is run in float64."""
+HELD = 4 << 20
+"""Elements of all float64 values together, 32 MiB; the oldest make room."""
+AT_ONE_LINE, ALLOWANCE = 256, 20_000
+"""Calls of an operator at one line that are run in float64, and of all; each takes about 0.15 ms on a CPU."""
+SLACK = 3
+"""Significant bits that are taken from float64 values before two of them count as different to a decision: 8 roundings."""
+MOST_LINES = 100
+"""Lines whose uses are told of."""
+
+_SEARCHES = frozenset({"searchsorted", "bucketize"})
+_CHOICES = frozenset({"argmax", "argmin", "max", "min", "topk", "sort", "kthvalue", "median", "cummax", "cummin"})
+_CONTRACTIONS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "dot", "addmv", "convolution", "linear", "matmul"})
+"""Products with weights: the scores that a network makes differ from float64 by the rounding of all its layers, and what is chosen among them may, too. Values begin anew there."""
+_SIGNS = frozenset({"sign", "sign_", "sgn", "sgn_"})
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The first operator whose rounding a value carries.
+
+    Attributes:
+        whole: whether whole numbers went into it.
+    """
+
+    op: str
+    line: Line | None
+    dtype: torch.dtype
+    whole: bool
+
+    @property
+    def source(self) -> str:
+        """The line as text; empty where it is not known."""
+        return "" if self.line is None else self.line.source
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What all elements of a storage would be in float64, what they were when that was computed, and the largest difference."""
+
+    held: StorageWeakRef
+    exact: Tensor
+    now: Tensor
+    origin: Origin
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One operator call, beside what it makes in float64.
+
+    Attributes:
+        operands: its tensors as they were, by the tensors that hold them now.
+        known: what is known of the memory of an operand, by the identity of the operand as it was.
+        values: the float64 values of the operands of floating point, likewise.
+    """
+
+    func: Any
+    arguments: Arguments
+    operands: list[tuple[Tensor, Tensor]]
+    known: dict[int, _Memory]
+    values: dict[int, Tensor]
+    results: Sequence[Tensor]
+    exact: Sequence[Tensor]
+    line: Line | None
+
+    @property
+    def name(self) -> str:
+        """Without namespace and overload."""
+        return _name(self.func)
+
+    def argument(self, name: str) -> Any:
+        """The argument of this name, or its default."""
+        args, kwargs = self.arguments
+        for position, argument in enumerate(schema_of(self.func).arguments):
+            if argument.name == name:
+                given = args[position] if position < len(args) else kwargs.get(name)
+                return argument.default_value if given is None else given
+        return None
+
+    def origin(self) -> Origin:
+        """The origin of the operand that is most off; this operator where all of them are exact."""
+        if self.known:
+            return max(
+                self.known.values(), key=lambda memory: memory.error if memory.error == memory.error else math.inf
+            ).origin
+        tensors = [copy for copy, _ in self.operands]
+        whole = all(map(_is_whole, tensors)) if tensors else self.name == "arange"
+        return Origin(str(self.func), self.line, self.results[0].dtype, whole)
+
+
+class Shadows:
+    """Writes a :class:`RoundedUse` or :class:`RoundedIndices` where rounding changes what a program does.
+
+    Args:
+        session: where the records go.
+
+    Attributes:
+        accumulates: whether a call that was looked at has written to small memory in half precision that it has not made: a buffer, whose values depend on all calls.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._position = session.position
+        self._looking = session.guard.keeping("values that half precision rounds")
+        self._reads = session.readings.reads
+        self._memories: OrderedDict[int, _Memory] = OrderedDict()
+        self._elements = 0
+        self._operators = 0
+        self._at_line: Counter[tuple[Any, Line | None]] = Counter()
+        self._uses: dict[tuple[str, str, str], RoundedUse] = {}
+        self._counts: dict[str, RoundedSum] = {}
+        self._additions: Counter[int] = Counter()
+        self._made: dict[int, StorageWeakRef] = {}
+        self.accumulates = False
+
+    def saw(self, seen: Seen) -> None:
+        """An operator has run inside of a module that is looked at."""
+        results = seen.results or written(seen.func, seen.given)
+        if not self._takes_part(seen.func, seen.operands, results):
+            return
+        if not self._is_turn(seen.func, line := line_of(sys._getframe())):
+            return
+        overwritten = {_key(tensor) for tensor in written(seen.func, seen.given)}
+        is_state = not overwritten <= self._made.keys()
+        self.accumulates |= is_state
+        self._ran(seen.func, seen.arguments, seen.given, results, line, is_state=is_state)
+        self._made.update((_key(tensor), StorageWeakRef(tensor.untyped_storage())) for tensor in results)
+
+    def end(self) -> None:
+        """The call that was looked at is over; its values may be used later."""
+        self._made.clear()
+
+    def ran(self, func: Any, kept: Arguments, given: Arguments, results: Sequence[Tensor], line: Line | None) -> None:
+        """An operator has run outside of modules.
+
+        Args:
+            func: the operator.
+            kept: what it was given, with copies of what it has written to since.
+            given: the same without copies.
+            results: what it returned, or has written to.
+            line: the line that called it.
+        """
+        if self._takes_part(func, tensors_of(given), results) and self._is_turn(func, line):
+            with self._looking, self._position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+                self._ran(func, kept, given, results, line)
+
+    def rounded(self, tensor: Tensor) -> tuple[Tensor, Origin] | None:
+        """The float64 values of a tensor that rounding has changed, and where that was; None where nothing is known."""
+        memory = self._memory_of(tensor, tensor) if _is_plain(tensor) else None
+        return None if memory is None else (_view(memory.exact, tensor), memory.origin)
+
+    def stop(self) -> None:
+        """The program is over: tells what the uses have come to."""
+        for record in (*(use for use in self._uses.values() if use.changed), *self._counts.values()):
+            self._session.emit(record)
+        self._uses.clear()
+        self._counts.clear()
+        self._memories.clear()
+
+    def _takes_part(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+        """Whether an operator computes with small values in half precision, or with what was made of them."""
+        is_known = any(tensor.dtype in NARROW for tensor in (*operands, *results)) or (
+            bool(self._memories) and any(_key(tensor) in self._memories for tensor in operands)
+        )
+        if not is_known or not results or not _has_wide_form(func) or not all(map(_is_plain, (*operands, *results))):
+            return False
+        if max(t.numel() for t in results) > SMALL or sum(t.numel() for t in operands) > OPERANDS:
+            return False
+        return self._reads(results[0])
+
+    def _is_turn(self, func: Any, line: Line | None) -> bool:
+        """Whether an operator is run in float64 once more."""
+        self._at_line[func, line] += 1
+        self._operators += self._at_line[func, line] <= AT_ONE_LINE
+        return self._at_line[func, line] <= AT_ONE_LINE and self._operators <= ALLOWANCE
+
+    def _ran(
+        self,
+        func: Any,
+        kept: Arguments,
+        given: Arguments,
+        results: Sequence[Tensor],
+        line: Line | None,
+        *,
+        is_state: bool = False,
+    ) -> None:
+        """Runs an operator on the float64 values of its operands, judges what comes of it, and keeps it."""
+        operands = list(zip(tensors_of(kept), tensors_of(given), strict=True))
+        known: dict[int, _Memory] = {}
+        values: dict[int, Tensor] = {}
+        for copy, real in operands:
+            memory = self._memory_of(real, copy)
+            if memory is not None:
+                known[id(copy)] = memory
+                values[id(copy)] = _view(memory.exact, real).clone()
+            elif copy.is_floating_point():
+                values[id(copy)] = copy.detach().double()
+        exact = _in_float64(func, kept, values)
+        if len(exact) != len(results) or any(a.shape != b.shape for a, b in zip(exact, results, strict=True)):
+            return
+        overwritten = {id(tensor) for tensor in written(func, given)}
+        returned = {id(tensor) for tensor in results}
+        # running statistics are written to and not returned
+        besides = [
+            (real, copy)
+            for copy, real in operands
+            if id(real) in overwritten - returned and id(copy) in values and not _equal(real, copy)
+        ]
+        results, exact = (
+            [*results, *(real for real, _ in besides)],
+            [*exact, *(values[id(copy)] for _, copy in besides)],
+        )
+        call = _Call(func, kept, operands, known, values, results, exact, line)
+        if known:
+            self._judge(call)
+        if is_state:
+            self._judge_state(call, overwritten)
+        if call.name == "add_" and len(operands) == 2 and _is_integer(operands[1][0]):
+            self._judge_count(call)
+        for real, other in zip(results, exact, strict=True):
+            if real.is_floating_point():
+                self._keep(call, real, other, in_place=id(real) in overwritten)
+
+    def _memory_of(self, real: Tensor, copy: Tensor) -> _Memory | None:
+        """What is known of the memory of an operand, which was ``copy``, unless somebody has written to it unseen."""
+        memory = self._memories.get(_key(real)) if self._memories else None
+        if memory is None:
+            return None
+        if not memory.held.expired() and memory.now.dtype is real.dtype and _equal(_view(memory.now, real), copy):
+            return memory
+        self._forget(_key(real))
+        return None
+
+    def _keep(self, call: _Call, real: Tensor, exact: Tensor, *, in_place: bool) -> None:
+        """Keeps the float64 values beside the memory of a result, where they are not those that it holds."""
+        key, storage = _key(real), real.untyped_storage()
+        before = self._memories.get(key)
+        if before is None and torch.equal(real.detach().double(), exact):
+            return
+        whole = torch.empty(0, dtype=real.dtype, device=real.device).set_(storage)
+        if whole.numel() > SMALL:
+            return
+        goes_on = in_place and before is not None and before.exact.numel() == whole.numel()
+        wide = whole.double()
+        values = before.exact if goes_on and before is not None else wide.clone()
+        _view(values, real).copy_(exact)
+        self._forget(key)
+        error = float((values - wide).abs().max())
+        if not error or (not math.isfinite(error) and bool((wide.isfinite() & ~values.isfinite()).any())):
+            return  # nothing is lost; or what float64 makes is no better
+        self._memories[key] = _Memory(StorageWeakRef(storage), values, whole.clone(), call.origin(), error)
+        self._elements += values.numel()
+        if self._elements > HELD:
+            for gone in [number for number, memory in self._memories.items() if memory.held.expired()]:
+                self._forget(gone)
+        while self._elements > HELD and self._memories:
+            self._forget(next(iter(self._memories)))
+
+    def _forget(self, key: int) -> None:
+        memory = self._memories.pop(key, None)
+        self._elements -= memory.exact.numel() if memory is not None else 0
+
+    def _judge(self, call: _Call) -> None:
+        """Judges an operator that uses values which rounding has changed."""
+        chosen = [number for number, tensor in enumerate(call.results) if _is_integer(tensor)]
+        if call.name in _SIGNS:
+            self._used("decision", call, call.results[0].double() != call.exact[0], call.results[0], call.exact[0])
+        elif not chosen:
+            return
+        elif call.name == "_to_copy":
+            self._judge_cast(call)
+        elif call.name in _SEARCHES:
+            real, exact = call.results[0], call.exact[0]
+            self._used("decision", call, (real - exact).abs() > 1, real, exact)
+        elif call.name in _CHOICES:
+            real, exact = call.results[chosen[0]], call.exact[chosen[0]]
+            self._used("decision", call, _chooses_otherwise(call, real, exact), real, exact)
+
+    def _judge_cast(self, call: _Call) -> None:
+        """Whole numbers that are others, and fractions that end up more than one from where they belong."""
+        operand, real, origin = call.operands[0][0], call.results[0], call.origin()
+        values = call.values[id(operand)]
+        finite = values.isfinite() & (values.abs() < 2.0**52)
+        wanted = torch.where(finite, values, 0.0).long()
+        off = (real.long() - wanted).abs()
+        are_whole = origin.whole and bool((finite & (values == wanted)).all()) and bool(operand.isfinite().all())
+        changed = finite & (off > (0 if are_whole else 1))
+        if not are_whole:
+            self._used("integer", call, changed, real, wanted)
+        elif bool(changed.any()):
+            first = int(changed.flatten().nonzero()[0])
+            told = RoundedIndices(
+                source=origin.source,
+                used_at="" if call.line is None else call.line.source,
+                dtype=short_name(origin.dtype),
+                elements=real.numel(),
+                changed=int(changed.sum()),
+                before=int(wanted.flatten()[first]),
+                after=int(real.flatten()[first]),
+                counted="_to_copy" not in origin.op,
+            )
+            self._session.once(told, told.source)
+
+    def _judge_count(self, call: _Call) -> None:
+        """Whole numbers that are added to a count in half precision, which no longer has every whole number."""
+        real, exact = call.results[0], call.exact[0]
+        self._additions[_key(real)] += 1
+        off = (real.double() - exact).abs().nan_to_num(0.0)
+        if not _is_whole(exact) or not bool(off.any()):
+            return
+        worst, source = int(off.argmax()), "" if call.line is None else call.line.source
+        counted = RoundedSum(
+            source=source,
+            dtype=short_name(real.dtype),
+            added=self._additions[_key(real)],
+            exact=float(exact.flatten()[worst]),
+            value=float(real.flatten()[worst]),
+            error=float(off.max()),
+        )
+        known = self._counts.get(source)
+        if (known is None and len(self._counts) < MOST_LINES) or (known is not None and counted.error > known.error):
+            self._counts[source] = counted
+
+    def _judge_state(self, call: _Call, overwritten: set[int]) -> None:
+        """Memory that outlives the call and holds inf where float64 holds finite values."""
+        for real, exact in zip(call.results, call.exact, strict=True):
+            if id(real) in overwritten and real.is_floating_point():
+                self._used("state", call, ~real.isfinite() & exact.isfinite(), real, exact)
+
+    def _used(self, use: str, call: _Call, changed: Tensor, real: Tensor, exact: Tensor) -> None:
+        """Adds a use to those of its line."""
+        key = (use, str(call.func), "" if call.line is None else call.line.source)
+        known = self._uses.get(key)
+        if known is None and len(self._uses) == MOST_LINES:
+            return
+        count = int(changed.sum())
+        if known is None or (count and not known.changed):
+            origin = call.origin() if use != "state" else Origin(key[1], call.line, real.dtype, whole=False)
+            first = int(changed.flatten().nonzero()[0]) if count else 0
+            known = RoundedUse(
+                use=use,
+                op=key[1],
+                source=key[2],
+                made_by=origin.op,
+                made_at=origin.source,
+                dtype=short_name(origin.dtype),
+                value=_number(real, first),
+                exact=_number(exact, first),
+                changed=0,
+                of=known.of if known is not None else 0,
+                nonfinite=not all(bool(copy.isfinite().all()) for copy, _ in call.operands if copy.is_floating_point()),
+            )
+        self._uses[key] = replace(known, changed=known.changed + count, of=known.of + changed.numel())
+
+
+def _chooses_otherwise(call: _Call, real: Tensor, exact: Tensor) -> Tensor:
+    """Where a choice is another one between values that are not nearly equal in float64."""
+    operand = call.operands[0][0]
+    values = _coarser(call.values[id(operand)], NARROW.get(call.origin().dtype, 11) - SLACK)
+    dim = call.argument("dim")
+    if dim is None:
+        return (real != exact) & (values.flatten()[real] != values.flatten()[exact])
+    inside = real.dim() < values.dim()
+    at, right = (index.unsqueeze(dim) if inside else index for index in (real, exact))
+    apart = (at != right) & (values.gather(dim, at) != values.gather(dim, right))
+    return apart.squeeze(dim) if inside else apart
+
+
+def _coarser(values: Tensor, bits: int) -> Tensor:
+    """The values rounded to so many significant bits."""
+    mantissa, exponent = torch.frexp(values)
+    return torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent)
+
+
+def _in_float64(func: Any, arguments: Arguments, values: dict[int, Tensor]) -> list[Tensor]:
+    """The results of an operator on float64 values; empty where it has no such form."""
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return values.get(id(value), value)
+        is_float = isinstance(value, torch.dtype) and value.is_floating_point
+        return torch.float64 if is_float else value
+
+    args, kwargs = for_wider(func, tree_map(widened, arguments))
+    with contained():
+        result = func(*args, **kwargs)
+        return tensors_of(result) or written(func, (args, kwargs))
+    return []
+
+
+@cache
+def _has_wide_form(func: Any) -> bool:
+    """Whether an operator of torch makes something that depends on nothing but its operands, and is no product with weights."""
+    if func.namespace != "aten" or _name(func) in _CONTRACTIONS or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    schema = schema_of(func)
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return not is_view and not leaves_memory_as_it_was(func)
+
+
+@cache
+def _name(func: Any) -> str:
+    return str(schema_of(func).name).removeprefix("aten::")
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    if measurable(tensor):
+        return tensor.element_size() > 1
+    return type(tensor) is Tensor and not tensor.is_floating_point() and tensor.layout is torch.strided
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return _is_integer(tensor) or (tensor.is_floating_point() and bool((tensor == tensor.round()).all()))
+
+
+def _view(memory: Tensor, like: Tensor) -> Tensor:
+    return memory.as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether all elements are the same; NaN is."""
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _key(tensor: Tensor) -> int:
+    try:
+        return memory_key(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):  # sparse tensors and some wrappers have none
+        return 0
+
+
+def _number(tensor: Tensor, at: int) -> str:
+    """One element as text: inf and NaN are no numbers of a trace."""
+    return f"{float(tensor.flatten()[at]):.6g}" if tensor.numel() else ""

@@ -1,0 +1,74 @@
+"""``rounded-result``: values that rounding has changed so far that the program does something else with them."""
+
+from collections.abc import Iterator
+
+from dtypedoctor.diagnosis.incidents import incidents
+from dtypedoctor.diagnosis.rule import SILENT, Finding, FindingSpec, Rule, Severity
+from dtypedoctor.diagnosis.wording import percent
+from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.rules import Statement, make_finding_of
+from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.records.silent import RoundedUse
+
+SPEC = FindingSpec(
+    id="rounded-result",
+    title="Rounding to half precision changes what the program decides, indexes or keeps",
+    family=SILENT,
+    severity=Severity.WARNING,
+    references=(
+        "https://github.com/Comfy-Org/ComfyUI/pull/16001",
+        "https://github.com/huggingface/trl/issues/6688",
+    ),
+    do_this="Compute what is decided by (positions, schedules, distances, counts) in float32, from the line that first rounds it on.",
+)
+
+FEWEST = 0.05
+"""Share of the results of a line that have to differ. Below it they may be scores that are nearly equal, or fractions close to a whole number."""
+
+_CHANGES = {
+    "restored": "takes away what was added before and does not get back what was there",
+    "decision": "takes another decision than the same operators do in float64",
+    "integer": "gives other whole numbers than the same operators do in float64",
+    "state": "leaves inf in memory that outlives the call, where the same operators in float64 leave finite values",
+}
+
+
+def detect_rounded_results(trace: Trace) -> Iterator[Finding]:
+    """Lines that do something else with rounded values than with exact ones; what is written last of a line holds."""
+    last = {(seen.what.use, seen.what.op, seen.what.source): seen for seen in trace.observed(RoundedUse)}
+    for seen in last.values():
+        what = seen.what
+        if what.nonfinite and incidents(trace):
+            continue  # a consequence of what is told of as inf or NaN
+        if what.changed and what.changed >= FEWEST * what.of:
+            yield make_finding_of(seen, _statement(what), dtype=what.dtype, op=what.op, source=what.source or None)
+
+
+def _statement(what: RoundedUse) -> Statement:
+    line = what.source or "A line outside of modules"
+    made = f" at {what.made_at}" if what.made_at and what.made_at != what.source else ""
+    return Statement(
+        id="rounded-result",
+        severity=Severity.WARNING,
+        proven_by="the same operators in float64 give another result where it is used",
+        summary=(
+            f"{line}: {short_op(what.op)} {_CHANGES[what.use]}, for {what.changed:,} of {what.of:,} results: {what.value} instead of {what.exact}. "
+            f"{short_op(what.made_by)}{made} rounds to {what.dtype}."
+        ),
+        cause=(
+            f"The spacing of {what.dtype} numbers is {DTYPES[what.dtype].epsilon:.3g} of their magnitude. Values that lie closer become one, differences between near values lose "
+            f"their digits, and what is beyond {DTYPES[what.dtype].max:,.6g} is inf. Each operator from the first rounding to the line that uses the values was run in float64 beside the real one."
+        ),
+        evidence=(
+            f"{what.changed:,} of {what.of:,} results differ ({percent(what.changed / what.of)}).",
+            f"First rounded by {what.made_by}{made}.",
+        ),
+    )
+
+
+def short_op(op: str) -> str:
+    """``argmin`` of ``aten.argmin.default``."""
+    return op.split(".")[1] if op.startswith("aten.") else op
+
+
+RULES = (Rule(name="rounded-results", specs=(SPEC,), detect=detect_rounded_results),)
