@@ -12,10 +12,7 @@ from dtypedoctor.trials.bisection.probes import (
     Workload,
     cheaper,
     modes,
-    narrow_dtype,
-    perturbed,
     reference,
-    unrounded,
 )
 
 CULPRIT = "model.layers.0.mlp::self"
@@ -129,28 +126,3 @@ def sharded(**policy: str | None) -> Scenario:
     """A float32 model in two processes that compute by a policy."""
     scenario = case_of("builtin:llama-tiny", "float32", "train")
     return scenario.with_changes(distributed={"processes": 2, "strategy": "fsdp", **policy})
-
-
-def test_the_reference_of_a_sharded_model_has_no_policy() -> None:
-    """Else it would compute in the dtype under test; the unit that weights are moved by is that dtype's."""
-    scenario = sharded(param_dtype="float16", reduce_dtype="float32", output_dtype="float16")
-    exact = reference(scenario)
-    assert exact.distributed == sharded().distributed
-    assert unrounded(scenario).distributed == exact.distributed
-    assert narrow_dtype(scenario) == "float16"
-    assert narrow_dtype(sharded()) == "float32"
-    for moved in perturbed(scenario):
-        assert moved.distributed == exact.distributed
-        assert moved.steps[0].model is not None
-        assert moved.steps[0].model.perturbation is not None
-        assert moved.steps[0].model.perturbation.dtype == "float16"
-
-
-def test_the_modes_of_several_processes_are_not_compiled_and_have_the_other_computation_dtype() -> None:
-    """A scenario of several processes cannot be compiled."""
-    found = rows(sharded(param_dtype="float16", reduce_dtype="float32"), "forward", 1)
-    assert not any("compiled" in name for name in found)
-    spec = found["param_dtype bfloat16"].scenario.distributed
-    assert spec is not None
-    assert (spec.param_dtype, spec.reduce_dtype) == ("bfloat16", "float32")
-    assert {mode.scenario.distributed is None for mode in found.values()} == {False}
