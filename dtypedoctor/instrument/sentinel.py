@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.nn import Parameter
 
 from dtypedoctor._torch_private import (
     OpOverload,
@@ -555,6 +556,11 @@ class Sentinel(OperatorMode):
         tensor = real_of(tensor)
         if not measurable(tensor):
             self._missed += 1
+            if (kind := _unreadable_kind(tensor)) is not None:
+                self._guard.tell(
+                    f"{kind} outside of modules",
+                    "what operators return in this form is not read; convert it to a plain tensor (`to_dense()`) to have it measured",
+                )
         elif self._affords(tensor) if self._readings.at_hand(tensor) else self._is_read(func, line, tensor):
             return ends_of(tensor)
         elif tensor.device.type in BEHIND:
@@ -597,6 +603,20 @@ class Sentinel(OperatorMode):
         key = (what, line)
         self._visits[key] = number = self._visits.get(key, 0) + 1
         return number % each == 1
+
+
+def _unreadable_kind(tensor: Tensor) -> str | None:
+    """What a tensor is that holds values which are not read; None where there are none now, as inside of a transformation."""
+    if is_wrapped(tensor) or tensor.is_meta:
+        return None
+    if tensor.is_nested:
+        return "nested tensors"
+    if tensor.layout is not torch.strided:
+        return f"sparse tensors ({str(tensor.layout).removeprefix('torch.')})"
+    plain = type(tensor) in (Tensor, Parameter)
+    return (
+        None if plain or type(tensor).__module__.startswith("torch.") else f"tensors of class {type(tensor).__name__}"
+    )
 
 
 def _all_finite(ends: Iterable[Ends | None]) -> bool:

@@ -545,3 +545,20 @@ def test_a_forked_process_that_computes_is_not_measured_and_said_to_be(work: Any
     trace = watched(tmp_path, lambda _: work())
     notes = [note.what for note in trace.all(NotWatched) if note.why == WORKED_ELSEWHERE]
     assert notes == (["computation in forked processes"] if told else [])
+
+
+@pytest.mark.parametrize(
+    ("made", "named"),
+    [
+        (lambda: torch.eye(4).to_sparse_csr() * 2, ["sparse tensors (sparse_csr) outside of modules"]),
+        (lambda: torch.eye(4).to_sparse() * 2, ["sparse tensors (sparse_coo) outside of modules"]),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]) * 2, ["nested tensors outside of modules"]),
+        (lambda: torch.eye(4) * 2, []),
+        (lambda: torch.empty(4, device="meta") * 2, []),
+    ],
+    ids=["rows", "coordinates", "nested", "plain", "meta"],
+)
+def test_tensors_that_are_not_read_outside_of_modules_are_named(tmp_path: Path, made: Any, named: list[str]) -> None:
+    """A count of operators alone does not tell what was left out."""
+    trace = watched(tmp_path, lambda _: made())
+    assert [note.what for note in trace.all(NotWatched)] == named
