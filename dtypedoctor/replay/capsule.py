@@ -28,6 +28,7 @@ __all__ = [
     "CallFix",
     "Capsule",
     "NoCapsule",
+    "is_described",
     "read_capsule",
 ]
 
@@ -217,6 +218,15 @@ class Capsule:
         return {named.name.partition(":")[0] for named in self.named() if ":" in named.name} - {"source"}
 
 
+def is_described(description: Mapping[str, Any], but: str = "") -> bool:
+    """Whether each part of a description is there, and of its kind, except for one that is added later."""
+    fixes = description.get("fixes", [])
+    parts = {key: description.get(key) for key in _NEEDED if key != but}
+    return all(isinstance(part, _NEEDED[key]) for key, part in parts.items()) and (
+        isinstance(fixes, list) and all(isinstance(row, dict) and isinstance(row.get("fix"), str) for row in fixes)
+    )
+
+
 def read_capsule(directory: Path) -> Capsule:
     """The capsule in ``directory``, or in ``directory/capsule``.
 
@@ -238,7 +248,6 @@ def read_capsule(directory: Path) -> Capsule:
             f"{place / CAPSULE}: capsule format {printable(repr(description.get('capsule'))[:40])}, this version reads {FORMAT}",
             "Use the version of dtypedoctor that wrote it.",
         )
-    wrong = [key for key, kind in _NEEDED.items() if not isinstance(description.get(key), kind)]
-    if wrong:
-        raise UsageError(f"{place / CAPSULE}: {wrong[0]} is missing or damaged", hint)
+    if not is_described(description):
+        raise UsageError(f"{place / CAPSULE}: a part of it is missing or damaged", hint)
     return Capsule(directory=place, description=description, bytes=size)

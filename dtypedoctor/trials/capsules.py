@@ -20,7 +20,7 @@ from dtypedoctor.patterns import regex
 from dtypedoctor.redaction.messages import ELIDED
 from dtypedoctor.redaction.redact import redact, short_paths, without_process_secrets
 from dtypedoctor.redaction.secrets import SECRET
-from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, MODEL, Capsule, NoCapsule, read_capsule
+from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, MODEL, Capsule, NoCapsule, is_described, read_capsule
 from dtypedoctor.replay.wake import before, go_on, waiting_in
 from dtypedoctor.runner.run import BEFORE, Run
 from dtypedoctor.scenario.model import Autocast, Model, Plugin, Scenario, ScenarioStep, Window
@@ -34,6 +34,8 @@ DIRECTORY = "capsule"
 _NUMBER = regex(r"\d+")
 _COMPARED = 80
 """Letters of two messages that are compared; of what a program fills in the recorded one has nothing."""
+_IN_PLACE = regex(r"capsule-\d{1,18}-.*\.json")
+"""Names of the calls that the process itself has kept."""
 SECONDS = 120.0
 """How long catching and reducing a call may take."""
 _FINITE = frozenset({
@@ -73,22 +75,21 @@ def caught_in(
     try:
         return _caught_in(run, failures, operators, limit, seconds)
     finally:
-        for path in operators:
-            path.unlink(missing_ok=True)
-            _tensors_of(path).unlink(missing_ok=True)
+        _discard(operators)
 
 
 def _caught_in(
     run: Run, failures: Sequence[Finding], operators: Sequence[Path], limit: int, seconds: float
 ) -> Capsule | NoCapsule | None:
-    made = sorted(run.directory.glob("capsule-*-*.json"), key=lambda path: int(path.name.split("-")[1]))
+    named = {path: _IN_PLACE.fullmatch(path.name) for path in run.directory.glob("capsule-*-*.json")}
+    made = sorted((path for path, match in named.items() if match), key=lambda path: int(path.name.split("-")[1]))
     if not failures or not (made or operators or waiting_in(run.directory)):
         return None
-    operator = _operator_of(failures[0], operators)
-    if operator is not None:
-        description = {**parse_json(read_file(operator)), "finding": _finding(run, failures[0])}
-        return _placed(description, _tensors_of(operator), _place(run))
     try:
+        operator = _operator_of(failures[0], operators)
+        if operator is not None:
+            description = {**_description(operator), "finding": _finding(run, failures[0])}
+            return _placed(description, _tensors_of(operator), _place(run))
         wanted, window = _wanted(run, failures[0], limit, in_place=bool(made))
         if made:
             return _made_in_place(made, wanted, _place(run))
@@ -158,9 +159,9 @@ def _operator_of(finding: Finding, operators: Sequence[Path]) -> Path | None:
     """The capsule of the operator outside of modules that is to blame; None where it is none, or alone does not show what is found."""
     if finding.fqn is not None or finding.id not in _SEEN_IN_OPERATOR:
         return None
-    kept = [(path, parse_json(read_file(path))["operator"]) for path in operators]
-    named = [(path, one) for path, one in kept if one["op"] == finding.op]
-    at_line = [path for path, one in named if one["source"] == finding.source]
+    kept = [(path, _description(path)["operator"] or {}) for path in operators]
+    named = [(path, one) for path, one in kept if one.get("op") == finding.op]
+    at_line = [path for path, one in named if one.get("source") == finding.source]
     return next(iter([*at_line, *(path for path, _ in named)]), None)
 
 
@@ -207,7 +208,7 @@ def _made_in_place(made: Sequence[Path], wanted: dict[str, Any], directory: Path
     """The first capsule of the wanted kind that the process has left beside its trace; none of them stays there."""
     try:
         for path in made:
-            description = parse_json(read_file(path))
+            description = _description(path)
             tensors = _tensors_of(path)
             inside = f"{wanted['finding']['fqn'] or ''}.".startswith(
                 f"{description['fqn']}." if description["fqn"] else ""
@@ -224,10 +225,29 @@ def _made_in_place(made: Sequence[Path], wanted: dict[str, Any], directory: Path
             told = {**description, "finding": wanted["finding"], "fixes": _wanted_of(description, wanted["fixes"])}
             return _placed(told, tensors, directory)
     finally:
-        for path in made:
-            path.unlink(missing_ok=True)
-            _tensors_of(path).unlink(missing_ok=True)
+        _discard(made)
     return NoCapsule(why="by itself no module around the failing operator fails")
+
+
+def _description(path: Path) -> dict[str, Any]:
+    """What the process has written of a call beside its trace.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged, or something else has the name.
+    """
+    description = parse_json(read_file(path))
+    if not isinstance(description, dict) or not ("why" in description or is_described(description, but="finding")):
+        raise ValueError(f"{path.name} is damaged")
+    operator = description.get("operator")
+    return {"fqn": "", "kind": "", **description, "operator": operator if isinstance(operator, dict) else None}
+
+
+def _discard(paths: Sequence[Path]) -> None:
+    """Takes away what is not to stay beside a trace."""
+    for path in (*paths, *map(_tensors_of, paths)):
+        with suppress(OSError):  # it was moved, or is a folder
+            path.unlink(missing_ok=True)
 
 
 def _is_of(description: Mapping[str, Any], raised: str | None) -> bool:

@@ -8,7 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from test_foreign_directories import ESCAPES, NESTED, harmless, probed
+
+from dtypedoctor.errors import UsageError
+from dtypedoctor.replay.capsule import read_capsule
+from dtypedoctor.trials.capsules import _description
 
 RECIPE = {"class": "torch.nn.modules.linear:Linear", "attributes": {"in_features": {"value": 1}}, "parameters": {"weight": "weight.weight", "bias": None},
           "buffers": {}, "children": {}}  # fmt: skip
@@ -130,6 +135,22 @@ HOSTILE: dict[str, Build] = {
     "a list": lambda folder: written(folder, []),
     "in a link": lambda folder: (folder.mkdir(), written(folder.with_name(f"{folder.name}-else")), (folder / "capsule").symlink_to(f"../{folder.name}-else")),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes", [{"fqn": 1}, {"call": []}, {"fixes": [1]}, {"fixes": 1}, {"source": None}, {"drawn": []}], ids=str
+)
+def test_a_call_that_was_kept_and_damaged_is_no_capsule(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Neither beside a trace nor in a directory of its own."""
+    path = tmp_path / "capsule-1-1.json"
+    path.write_text(json.dumps(DESCRIPTION))
+    assert _description(path) == DESCRIPTION | {"operator": None}
+    path.write_text(json.dumps(DESCRIPTION | changes))
+    with pytest.raises(ValueError, match="damaged"):
+        _description(path)
+    written(tmp_path / "capsule", DESCRIPTION | changes)
+    with pytest.raises(UsageError, match="damaged"):
+        read_capsule(tmp_path)
 
 
 def test_a_script_of_a_strangers_capsule_costs_seconds_and_little_memory(tmp_path: Path) -> None:

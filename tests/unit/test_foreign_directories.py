@@ -238,7 +238,8 @@ def test_a_strangers_run_directory_does_no_harm(name: str, outcomes: dict[str, l
 
 JOB = {"argv": ["python", "train.py"], "failed": False}
 WRITTEN = ("report.json", "report.json.part", "report.md", "report.md.part", "do-this.patch", "job.json", "before/exit.json", "before/leading",
-           "before/request.json", "before/failures.json", "before/rank-0/exit.json", "before/stderr.txt", "before/events.jsonl", "before/cursor.bin")  # fmt: skip
+           "before/request.json", "before/failures.json", "before/rank-0/exit.json", "before/stderr.txt", "before/events.jsonl", "before/cursor.bin",
+           "before/capsule-x-y.json", "before/capsule-1-1.json", "before/operator-1.json", "before/operator-1.safetensors")  # fmt: skip
 OBSTACLES: dict[str, Callable[[Path, Path], object]] = {
     "link": lambda path, victim: path.symlink_to(victim),
     "pipe": lambda path, _: os.mkfifo(path),
