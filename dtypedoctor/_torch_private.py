@@ -34,6 +34,8 @@ from torch.nn.modules import module as _modules
 from torch.utils import _python_dispatch, _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 
+from dtypedoctor.unpatched import unseen_by_warnings
+
 LOST: dict[str, str] = {}
 """Private names that this torch has not, by what goes unwatched for it."""
 
@@ -498,6 +500,7 @@ def follow_casts(begin: Callable[[nn.Module], None], end: Callable[[nn.Module], 
     is_on, is_casting = True, False
 
     @functools.wraps(original)
+    @unseen_by_warnings
     def apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal is_casting
         if is_casting or not is_on:  # off, and a patch of the program's has kept it

@@ -25,8 +25,20 @@ __all__ = [
     "thread_time",
     "time_ns",
     "to_json",
+    "unseen_by_warnings",
     "unwrap",
 ]
+
+
+_INTERNAL = " (importlib._bootstrap)"
+"""What the warnings of Python look for in the name of a file: frames of such a one are none that ``stacklevel`` counts."""
+
+
+def unseen_by_warnings(function: Any) -> Any:
+    """Decorates a function that stands between two of the program: its warnings are attributed to the same lines as without it."""
+    code = function.__code__
+    function.__code__ = code.replace(co_filename=code.co_filename + _INTERNAL)
+    return function
 
 
 class _Encoder(JSONEncoder):

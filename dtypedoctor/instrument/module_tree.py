@@ -60,7 +60,9 @@ def children_in(module: nn.Module) -> list[nn.Module]:
 
 def attribute_of(module: nn.Module, name: str) -> Any:
     """What a module, or the one that was compiled in it, has under ``name`` in itself or its class: no property, no ``__getattr__``; None where it has none."""
-    while (compiled := children_of(module).get(COMPILED_MODULE)) is not None:
+    while COMPILED_MODULE in (children := children_of(module)):  # those of TorchScript have no get()
+        compiled = children[COMPILED_MODULE]
+        assert compiled is not None  # it is what was compiled
         module = compiled
     own = object.__getattribute__(module, "__dict__")
     held = next((names[name] for names in (own, *map(vars, type(module).__mro__)) if name in names), None)

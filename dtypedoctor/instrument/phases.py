@@ -30,6 +30,7 @@ from dtypedoctor.instrument.frames import is_own_file
 from dtypedoctor.instrument.operators import OperatorMode
 from dtypedoctor.instrument.session import Guard, Session, begin_thread, steps_running
 from dtypedoctor.interruptions import noticing
+from dtypedoctor.unpatched import unseen_by_warnings
 from dtypedoctor.values import dataclass
 
 Listener = Callable[[], None]
@@ -152,12 +153,14 @@ class Phases:
         original = getattr(owner, name)
 
         @functools.wraps(original)
+        @unseen_by_warnings
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return around(original, *args, **kwargs)
 
         setattr(owner, name, wrapper)
         self._undo.append(lambda: setattr(owner, name, original))
 
+    @unseen_by_warnings
     def _around_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self._position.muted or self._stands_aside:
             if self._position.silenced:
@@ -209,6 +212,7 @@ class Phases:
         self._ignore_compiled = before_compiled(heard, otherwise=ignore)
         self._undo.append(self._ignore_compiled)
 
+    @unseen_by_warnings
     def _around_generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         overrides = self._position.overrides
         open_before = len(overrides)
@@ -220,12 +224,14 @@ class Phases:
         finally:
             del overrides[open_before:]
 
+    @unseen_by_warnings
     def _around_scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
         if isinstance(outputs, Tensor) and isinstance(scaled, Tensor) and scaled is not outputs:
             self._tell(self.on_scaled, "a loss before it was scaled", scaled, outputs)
         return scaled
 
+    @unseen_by_warnings
     def _around_scaler_step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any,
                             **kwargs: Any) -> Any:  # fmt: skip
         inner = getattr(optimizer, "optimizer", optimizer)
@@ -253,6 +259,7 @@ class Phases:
         self.done -= 1
         self.skipped += 1
 
+    @unseen_by_warnings
     def _around_unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
         self._tell(self.before_unscale, "what the gradient scaler unscales", scaler, optimizer)
         self.pause()

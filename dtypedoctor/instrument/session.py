@@ -34,6 +34,7 @@ from dtypedoctor.instrument.frames import local_of, source_of
 from dtypedoctor.instrument.meter import Meter
 from dtypedoctor.instrument.naming import Names, short_name
 from dtypedoctor.instrument.readings import Readings
+from dtypedoctor.instrument.recursion import DEEP, HOOK, Room
 from dtypedoctor.interruptions import contained, is_interruption
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import FAILED_THERE, Coverage, NotWatched, Observed
@@ -396,6 +397,7 @@ class Guard:
         self._writer = writer
         self._meter = meter
         self._position = position
+        self._room = Room()
         self._told: set[str] = set()
 
     def shield(self, callback: Callable[..., Any], what: str, *, quick: bool = False) -> Callable[..., None]:
@@ -408,10 +410,10 @@ class Guard:
             what: what goes unwatched where it fails, in words.
             quick: it sees to it itself that no ``__torch_function__`` of the program is called, where it does not leave tensors of other classes alone.
         """
-        position = self._position
+        position, room = self._position, self._room
 
         def hook(*args: Any) -> None:
-            if is_compiling() or (position.of.here or position.last).muted:
+            if is_compiling() or (here := position.of.here or position.last).muted:
                 return
             if position.silenced:
                 position.silent_work()
@@ -421,6 +423,8 @@ class Guard:
                     hook(*args)
                 return
             grad = grad_is_enabled()
+            if len(here.stack) > DEEP:
+                room.make(len(here.stack), HOOK)
             try:
                 if quick:
                     callback(*args)
@@ -434,6 +438,9 @@ class Guard:
                 if is_interruption(error):
                     raise
                 self.failed(what, error)
+            finally:
+                if room.added:
+                    room.make(len(here.stack))
 
         called = hook if self._meter is None else self._meter.timed(hook)
         called.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch warns of other hooks when it pickles a tensor

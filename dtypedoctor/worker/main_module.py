@@ -14,6 +14,7 @@ from importlib.util import MAGIC_NUMBER, find_spec
 from types import CodeType, ModuleType
 from typing import Any
 
+from dtypedoctor.unpatched import unseen_by_warnings
 from dtypedoctor.values import dataclass
 
 at_start = frozenset(sys.modules)
@@ -142,6 +143,7 @@ def _from_spec(spec: ModuleSpec, *, argv0: str, path0: list[str]) -> Program:
     )
 
 
+@unseen_by_warnings
 def run(program: Program, arguments: Sequence[str]) -> None:
     """Runs ``program`` as the module ``__main__``; whatever it raises leaves this function."""
     main = ModuleType("__main__")

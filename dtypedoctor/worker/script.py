@@ -21,7 +21,7 @@ from dtypedoctor.redaction.redact import read_request, write_request_file
 from dtypedoctor.trace.events import NOT_HERE, NOTHING_WATCHED, NotWatched
 from dtypedoctor.trace.ranks import STREAMS, member, member_of_torchrun, rank_directory
 from dtypedoctor.trace.writer import TraceWriter
-from dtypedoctor.unpatched import from_json, time_ns, to_json
+from dtypedoctor.unpatched import from_json, time_ns, to_json, unseen_by_warnings
 from dtypedoctor.worker import main_module
 from dtypedoctor.worker.elsewhere import outliving_threads
 from dtypedoctor.worker.on_import import after_import, keep_out_of_compiler, no_collection
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dtypedoctor.worker.treated import EditedLibrary
 
 
+@unseen_by_warnings
 def serve(directory: Path) -> None:
     """Runs the script that ``DIRECTORY/request.json`` names and leaves the trace beside it.
 

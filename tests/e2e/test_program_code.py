@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from command import forked, python
+from command import dtypedoctor, forked, python
 
 OVERRIDES = """
 from collections import Counter
@@ -82,9 +84,98 @@ for step in range(2):
     optimizer.step()
 print(sorted(counts.items()))
 """
+WARNINGS = """
+import warnings
+import torch
+from torch import nn
+
+def show(message, category, filename, lineno, file=None, line=None):
+    print(message, category.__name__, filename, lineno)
+
+warnings.simplefilter("always")
+warnings.showwarning = show
+
+def warn(where, levels):
+    for level in levels:
+        warnings.warn(f"{where}, {level}", stacklevel=level)
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        warn("forward", (1, 2, 3, 4))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        warn("backward", range(1, 8))
+        return gradient * 2
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        warn("module", (1, 2))
+        y = Doubled.apply(self.layer(x))
+        y.register_hook(lambda gradient: warn("hook", range(1, 7)))
+        return y
+
+    def _apply(self, function, recurse=True):
+        warn("cast", (1, 2, 3))
+        return super()._apply(function, recurse)
+
+    def _load_from_state_dict(self, *args):
+        warn("load", range(1, 6))
+        super()._load_from_state_dict(*args)
+
+class Descent(torch.optim.SGD):
+    def step(self, closure=None):
+        warn("step", range(1, 6))
+        return super().step(closure)
+
+def train():
+    net = Net()
+    optimizer = Descent(net.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    schedule.step()
+    net(torch.randn(2, 4)).mean().backward(create_graph=True)
+    optimizer.step()
+    torch.autograd.backward(net(torch.randn(2, 4)).sum())
+    torch.autograd.grad(net(torch.randn(2, 4)).sum(), list(net.parameters()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(net(torch.randn(2, 4)).mean()).backward()
+    scaler.step(optimizer)
+    net.load_state_dict(net.state_dict())
+    net.double()
+
+train()
+"""
+RECURSION = """
+import sys
+import torch
+from torch import nn
+
+class Deeper(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        global depth
+        depth += 1
+        return self(self.layer(x))
+
+for _ in range(2):
+    depth = 0
+    try:
+        Deeper()(torch.ones(2, 2))
+    except RecursionError:
+        print(depth, sys.getrecursionlimit())
+"""
 
 
-@pytest.mark.parametrize("source", [OVERRIDES], ids=["overrides"])
+@pytest.mark.parametrize("source", [OVERRIDES, WARNINGS], ids=["overrides", "warnings"])
 def test_the_programs_own_code_runs_as_without_the_tool(source: str, tmp_path: Path) -> None:
     """What it counts, and from where it is called, is the same."""
     script = tmp_path / "program.py"
@@ -94,3 +185,18 @@ def test_the_programs_own_code_runs_as_without_the_tool(source: str, tmp_path: P
     assert bare.out
     ended = forked("exec", "--out", tmp_path / "run", script)
     assert ended.out.startswith(bare.out)
+
+
+def test_a_program_recurses_as_deep_as_without_the_tool(tmp_path: Path) -> None:
+    """Hooks, and the function by which torch calls them, take frames: module calls nest as deep all the same, and the run is recorded."""
+    script = tmp_path / "program.py"
+    script.write_text(RECURSION)
+    alone = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=True
+    )  # a fork has the frames of the tests
+    bare = [list(map(int, line.split())) for line in alone.stdout.splitlines()]
+    ended = dtypedoctor("exec", "--out", tmp_path / "run", script)
+    depths = [list(map(int, line.split())) for line in ended.out.splitlines()[:2]]
+    assert [limit for _, limit in depths] == [limit for _, limit in bare]
+    assert all(depth >= 0.97 * most for (depth, _), (most, _) in zip(depths, bare, strict=True))
+    assert ended.code == 0, ended.out

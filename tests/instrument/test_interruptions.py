@@ -230,7 +230,7 @@ def touchy_tensor(*_: Any) -> None:
         Touchy.armed = False
 
 
-@pytest.mark.parametrize("own", [defect, failing_operator, program_code, touchy_tensor])
+@pytest.mark.parametrize("own", [defect, failing_operator, program_code])
 def test_what_an_instrument_raises_or_provokes_stays_inside(tmp_path: Path, own: Callable[..., None]) -> None:
     """A defect of ours, an operator's error and what the program's own classes raise because we asked do not reach the program."""
 
@@ -241,6 +241,16 @@ def test_what_an_instrument_raises_or_provokes_stays_inside(tmp_path: Path, own:
     trace = watched(tmp_path, work)
     (told,) = trace.all(NotWatched)
     assert "dtypedoctor failed there" in told.why
+
+
+def test_the_class_of_a_tensor_does_not_hear_of_what_an_instrument_computes(tmp_path: Path) -> None:
+    """Its ``__torch_function__`` is the program's code."""
+
+    def work(instruments: Instruments) -> None:
+        instruments.modules.before_root.append(touchy_tensor)
+        net()(torch.ones(1, 8))
+
+    assert not list(watched(tmp_path, work).all(NotWatched))
 
 
 def abandoned_calls(tmp_path: Path, error: type[BaseException]) -> Trace:

@@ -23,7 +23,7 @@ from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.models import Pretrained, RoundedAndTrained, StateLoaded
-from dtypedoctor.unpatched import from_json
+from dtypedoctor.unpatched import from_json, unseen_by_warnings
 from dtypedoctor.values import dataclass
 
 LONGEST_HEADER = 100_000_000
@@ -80,6 +80,7 @@ class LoadingCheck:
         note = self._guard.shield(self._note_state, "what load_state_dict has cast")
 
         @functools.wraps(original)
+        @unseen_by_warnings
         def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
             if not (args[1] if len(args) > 1 else kwargs.get("assign")):
                 note(module, state_dict)
@@ -133,6 +134,7 @@ class LoadingCheck:
         note = self._guard.shield(self._note_pretrained, "the dtypes of some checkpoints")
 
         @functools.wraps(function)
+        @unseen_by_warnings
         def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
             result = function(cls, *args, **kwargs)
             note(result[0] if isinstance(result, tuple) else result, args, kwargs)

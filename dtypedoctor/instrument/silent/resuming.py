@@ -14,6 +14,7 @@ from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import HALF, measurable
 from dtypedoctor.trace.records.models import MomentsStoredInHalf, OptimizerStateCast
+from dtypedoctor.unpatched import unseen_by_warnings
 from dtypedoctor.values import dataclass
 
 __all__ = ["ResumeCheck"]
@@ -60,6 +61,7 @@ class ResumeCheck:
         note = self._guard.shield(self._note, "the dtypes of some optimizer states")
 
         @functools.wraps(original)
+        @unseen_by_warnings
         def load_state_dict(optimizer: Optimizer, state_dict: Any) -> Any:
             result = original(optimizer, state_dict)
             note(optimizer, state_dict)
