@@ -15,7 +15,7 @@ from dtypedoctor._torch_private import LOST, NEWEST_TESTED, untested_release
 from dtypedoctor.instrument.bad_values import OPERATOR_CAPSULES, BadValues, KeptOperators, ends_of
 from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.collectives import Collectives, Row
-from dtypedoctor.instrument.contents import tensors_given
+from dtypedoctor.instrument.contents import tensors_given, tensors_in
 from dtypedoctor.instrument.dtype_lines import DtypeLines, lines_of_notebook
 from dtypedoctor.instrument.facts import ModelFacts, ShardCalls
 from dtypedoctor.instrument.float32_program import Float32Program, Originals
@@ -23,7 +23,7 @@ from dtypedoctor.instrument.gradients import LeafGradients, OptimizerSamples, Sc
 from dtypedoctor.instrument.in_place import InPlaceReplays
 from dtypedoctor.instrument.module_tree import parameters_in
 from dtypedoctor.instrument.naming import CodePlaces
-from dtypedoctor.instrument.operators import Arguments, tensors_of
+from dtypedoctor.instrument.operators import Arguments
 from dtypedoctor.instrument.optrace import OpTrace, OpWindow, OpWindows
 from dtypedoctor.instrument.parameter_ends import ParameterJourneys
 from dtypedoctor.instrument.phases import Exports, Phases, ScalerStep, Threads
@@ -413,7 +413,7 @@ class Instruments:
         root = id(module)
         if root not in self._computes_in_half:
             self._computes_in_half[root] = any(parameter.dtype in HALF for parameter in parameters_in(module))
-        results = tensors_of(output)
+        results = [tensor for _, tensor in tensors_in(output)]
         if self._computes_in_half[root] or self._regions.any or any(t.dtype in HALF for t in results):
             self._program.begins_with(results)
 
