@@ -405,6 +405,7 @@ def test_a_table_is_known_by_its_values(tmp_path: Path, table: Tensor, found: st
     """Geometric, and equal to its own rounding without being exact."""
     seen = observed(tmp_path, "rotary-table", lambda _: Rotary(table)(torch.ones(8, 16)))
     assert [o.values["rounded_to"] for o in seen] == ([found] if found else [])
+    assert [o.values["used"] for o in seen] == ([7.0] if found else [])  # also where a copy of the table is multiplied
 
 
 def test_an_angle_is_given_at_a_position_that_the_model_has(tmp_path: Path) -> None:

@@ -354,6 +354,22 @@ def test_a_rounded_table_is_a_note_where_rounding_the_queries_does_as_much(error
     assert bool(instead(found)) is (severity is Severity.INFO)
 
 
+@pytest.mark.parametrize(
+    ("used", "severity"), [(None, Severity.WARNING), (4000.0, Severity.WARNING), (15.0, Severity.INFO)]
+)
+def test_a_table_is_a_note_where_this_run_uses_no_position_at_which_its_rounding_counts(
+    used: float | None, severity: Severity
+) -> None:
+    """What it would be at the last position that the model has is said, and is no failure of this run; a longer text is told again."""
+    values = {"name": "rope.freqs", "dtype": "bfloat16", "rounded_to": "bfloat16", "length": 16, "first": 1.0, "last": 1.8e-4,
+              "deviation": 0.0046, "angle_error": 1.16, "position": 4096, "read": True}  # fmt: skip
+    trace = seen("rotary-table", "rope", **values, used=3.0)
+    trace.add(*seen("rotary-table", "rope", **values, used=used).build().all(Observed))
+    finding = only(trace)
+    assert finding.severity is severity
+    assert ("the last of this run" in finding.summary) is (used is not None)
+
+
 def test_tables_of_the_same_numbers_are_one_finding() -> None:
     """transformers keeps `original_inv_freq` beside `inv_freq`."""
     builder = rotary()

@@ -217,6 +217,10 @@ POSITION = 4096
 """Where the angle error is given, if the model has so many positions."""
 
 
+_COPIES = frozenset({"_to_copy", "clone", "contiguous"})
+_MULTIPLY = frozenset({"mul", "mm", "bmm", "ger", "outer"})
+"""Operators that make angles of frequencies and positions."""
+
 _Held = tuple[ref[nn.Module], str, torch.dtype]
 """The owner of a buffer, its name there, and the dtype that it had when it was looked at."""
 
@@ -243,6 +247,10 @@ class RotaryTables:
     _known: WeakKeyDictionary[nn.Module, list[_Held]] = field(default_factory=WeakKeyDictionary)
     _waiting: list[_Table] = field(default_factory=list)
     _read: set[int] = field(default_factory=set)
+    _copies: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    """By the memory of a copy of a table, the copy, which keeps that memory from being another tensor's, and the memory of the table."""
+    _used: dict[int, float] = field(default_factory=dict)
+    """By the memory of a table, the largest number that it was multiplied by."""
     _looked: bool = False
 
     def before_call(self, module: nn.Module) -> None:
@@ -272,15 +280,35 @@ class RotaryTables:
             if self._looked and table.memory not in self._read:
                 continue
             told = replace(table.told, read=True if self._looked else None)
-            self.session.once(told, table.name, table.name.rpartition(".")[0])
+            used = self._used.get(table.memory)
+            if isinstance(told, RotaryTable) and used is not None:
+                told = replace(told, used=used)
+            # a text that is generated grows: told again each time that its last position has doubled
+            self.session.once(told, (table.name, round(math.log2(used)) if used else 0), table.name.rpartition(".")[0])
         self._read.clear()
+        self._copies.clear()
+        self._used.clear()
         self._looked = False
 
     def saw(self, seen: Seen) -> None:
         """Notes which tables an operator reads."""
         self._looked = True
-        if self._waiting:
-            self._read.update(_memory(t) for t in seen.operands if measurable(t))
+        if not self._waiting:
+            return
+        operands = [t for t in seen.operands if measurable(t)]
+        self._read.update(map(_memory, operands))
+        tables = {table.memory for table in self._waiting if table.buffer.dim() == 1}
+        of = [self._copies[m][1] if (m := _memory(t)) in self._copies else m for t in operands]
+        read = next((memory for memory in of if memory in tables), None)
+        if read is None:
+            return
+        name = schema_of(seen.func).name.removeprefix("aten::")
+        if name in _COPIES:
+            self._copies.update((_memory(t), (t, read)) for t in seen.results if measurable(t))
+        elif name in _MULTIPLY:
+            others = [t for t, memory in zip(operands, of, strict=True) if memory != read and t.numel()]
+            largest = [float(t.detach().abs().max()) for t in others]
+            self._used[read] = max([self._used.get(read, 0.0), *largest])
 
     def end(self) -> None:
         """What was read is judged in :meth:`after_call`."""

@@ -181,12 +181,14 @@ NOTICEABLE = {"bfloat16": 0.03, "float16": 0.004}
 def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
     """Rotary frequencies that equal their own rounding; one table stands for all of the same numbers."""
     alike: dict[tuple[object, ...], list[Observed[RotaryTable]]] = {}
-    for one in trace.observed(RotaryTable):
+    last = {one.what.name: one for one in trace.observed(RotaryTable)}
+    for one in last.values():
         numbers = (one.what.dtype, one.what.rounded_to, one.what.length, one.what.first, one.what.last)
         alike.setdefault((*numbers, one.what.position), []).append(one)
     for seen, *others in alike.values():
         what = seen.what
-        small = what.angle_error < NOTICEABLE[what.rounded_to]
+        at, error = what.here
+        small = error < NOTICEABLE[what.rounded_to]
         restored = what.dtype != what.rounded_to
         was = f"has the dtype {what.dtype} again and still" if restored else f"is {what.dtype}, so it"
         cast = f", here at {what.source}" if what.source is not None else ""
@@ -200,7 +202,7 @@ def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
             ),
             summary=(
                 f"The frequencies {short(what.name)} are rounded to {what.rounded_to}: at position "
-                f"{what.position} an angle is off by {what.angle_error:.2g} rad."
+                f"{at:,.0f}{', the last of this run,' if what.used is not None else ''} an angle is off by {error:.2g} rad."
             ),
             cause=(
                 f"{what.name} {was} holds {what.rounded_to} values. Casting a whole model casts its buffers too{cast}. The error "
@@ -216,6 +218,11 @@ def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
                     "last, which a table in float32 follows."
                 ),
                 *((_little(what.rounded_to),) if small else ()),
+                *(
+                    (f"At position {what.position:,} it would be {what.angle_error:.2g} rad.",)
+                    if at < what.position
+                    else ()
+                ),
                 *((f"The same numbers are in {listed([short(o.what.name) for o in others])}.",) if others else ()),
             ),
         )

@@ -367,6 +367,7 @@ class RotaryTable:
         position: the last one that the model has, where that is known; 4096 in older traces.
         read: whether an operator was seen to read it; None where none was looked at.
         source: ``file:line`` of the cast that rounded it, where a module was cast; None otherwise.
+        used: the largest position that this run has multiplied it by, of the calls that were looked at; None where that was not seen.
     """
 
     KIND: ClassVar[str] = "rotary-table"
@@ -382,6 +383,13 @@ class RotaryTable:
     position: int = 4096
     read: bool | None = None
     source: str | None = None
+    used: float | None = None
+
+    @property
+    def here(self) -> tuple[float, float]:
+        """The last position that counts, that of this run where it is known, and the error of an angle there."""
+        at = self.position if self.used is None else min(self.used, self.position)
+        return at, self.angle_error * at / self.position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
