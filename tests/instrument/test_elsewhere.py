@@ -91,6 +91,17 @@ def test_a_kernel_that_is_compiled_is_no_work_of_another_program(monkeypatch: py
     assert ("torch in programs that were started", WORKED_ELSEWHERE) in seen(start_with_posix_spawn).processes()
 
 
+def test_torch_that_somebody_else_loads_is_not_loaded_by_a_program_that_was_started() -> None:
+    """The machine is shared: a process that is no child of this one opens the same file while git runs."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    opened = TorchOpened()
+    opened.watch()
+    subprocess.run(["git", "--version"], check=True, capture_output=True)
+    with library.open("rb"):
+        pass
+    assert opened.by_another is False
+
+
 @pytest.mark.parametrize(
     ("arguments", "works"),
     [
