@@ -69,6 +69,8 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "_saved_min": clamped,
     "_saved_max": clamped,
     "_cdata": lambda: torch.ones(1).untyped_storage(),
+    "_new_with_weak_ptr": lambda: torch.UntypedStorage,
+    "_is_torch_function_all_disabled": lambda: torch._C,
     "_schema": lambda: torch.ops.aten.add.Tensor,
     "_parameters": lambda: nn.Linear(1, 1),
     "_buffers": lambda: nn.Linear(1, 1),
@@ -148,6 +150,15 @@ PARTS = frozenset({"_C", "_ops", "_saved_"})
 PRIVATE = re.compile(r"(\w+\.)*_[a-zA-Z]\w*(\.\w+)*")
 
 
+def slots(tree: ast.Module) -> set[str]:
+    """Attributes of the module's own classes, which are no names of torch."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    named = [node for cls in classes for node in cls.body if isinstance(node, ast.Assign)]
+    return {
+        name for node in named if ast.unparse(node.targets[0]) == "__slots__" for name in ast.literal_eval(node.value)
+    }
+
+
 def texts() -> Iterator[str]:
     """Attributes and paths with a component that begins with an underscore, in the module that holds them all."""
     tree = ast.parse(HOME.read_text("utf-8"))
@@ -167,7 +178,7 @@ def imported() -> Iterator[tuple[str, str]]:
             yield from ((str(node.module), alias.name) for alias in node.names)
 
 
-NAMES = sorted(set(texts()) - PARTS)
+NAMES = sorted(set(texts()) - PARTS - slots(ast.parse(HOME.read_text("utf-8"))))
 ATTRIBUTES = [name for name in NAMES if name in HOLDERS]
 MODULES = [name for name in NAMES if name.startswith("torch.")]
 PATHS = [name for name in NAMES if name.startswith(("_C.", "nn.")) and name != "_C._cuda_getCurrentRawStream"]
