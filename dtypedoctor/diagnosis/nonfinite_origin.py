@@ -21,6 +21,7 @@ from dtypedoctor.diagnosis.ops import (
     only_negative_inf,
     overload_free,
 )
+from dtypedoctor.diagnosis.seen import operators_were_seen
 from dtypedoctor.diagnosis.wording import limit_of
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, Replay, Sample, ScalerState, TensorNote
@@ -276,15 +277,20 @@ def search(graph: OpGraph, incident: Incident) -> Search:
 
 
 def _seen_outside(graph: OpGraph, incident: Incident) -> Origin | None:
-    """The origin that the sentinel has recorded; of a value that only reached Python also where somebody else had made it."""
+    """The origin that the sentinel has recorded; also where somebody else had made the value, if it only reached Python or no module had returned any."""
     if incident.reached is not None:
         last = behind(graph, incident.reached.seen)
         return _origin(graph, last, incident) if last is not None else None
     ends = (behind(graph, link) for link in links(graph.trace, incident.numbers, incident.call))
-    origins = [
-        o for op in ends if op is not None and (o := _origin(graph, op, incident)) is not None and o.given is None
-    ]
+    origins = [o for op in ends if op is not None and (o := _origin(graph, op, incident)) is not None]
+    if incident.kind != "loss" or not operators_were_seen(graph.trace) or _returned_before(graph.trace, incident.n):
+        origins = [o for o in origins if o.given is None]
     return min(origins, key=lambda o: o.op.n, default=None)
+
+
+def _returned_before(trace: Trace, n: int) -> bool:
+    """Whether a module had returned something that is not finite before number ``n``."""
+    return any(s.n < n and not s.finite and site.kind == "output" for s, site in trace.measured())
 
 
 def _origin(graph: OpGraph, last: Op, incident: Incident) -> Origin | None:

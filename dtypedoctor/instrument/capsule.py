@@ -390,6 +390,7 @@ def capsule_of(
         "kind": str(wanted.kind),
         "error": failing.error,
         "origin": failing.origin,
+        "given": failing.may_be_given and _is_given_nonfinite(call),
         "relative_error": error,
         "finding": wanted.finding,
         "call": described,

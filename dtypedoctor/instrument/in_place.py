@@ -9,6 +9,7 @@ The operators of a replay are recorded in the trace of the run itself, with numb
 so they stand where they would stand if the op trace had been on.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from dtypedoctor.instrument.alone import calls_alone, is_of_several, is_sharded,
 from dtypedoctor.instrument.copies import MAX_HELD, CopiesOfParameters, share_of_device
 from dtypedoctor.instrument.facts import packed_dtypes
 from dtypedoctor.instrument.float32_program import Originals
+from dtypedoctor.instrument.frames import source_of
 from dtypedoctor.instrument.live_call import LiveCall, as_leaf, mapped, tensors_of
 from dtypedoctor.instrument.module_tree import modules_in, named_tensors, owner_of, parameters_in
 from dtypedoctor.instrument.naming import dtype_name
@@ -274,6 +276,7 @@ class InPlaceReplays:
             call=position.call,
             overrides=tuple(position.overrides),
             regions=self._session.autocast.open_regions,
+            source=source_of(sys._getframe()),
             versions=tuple(Version.of(owner, name) for owner, name in self._some_parameters(module)),
         )
         self._keep(self._current)
@@ -602,6 +605,7 @@ class InPlaceReplays:
         self.count += 1
         began = perf_counter()
         ops = self._new_trace()
+        ops.lines = {source_of(sys._getframe()): kept.source}
         inner = InnerCalls(self._session, _KINDS[why], self._capsule_limit, self._silent) if why in _KINDS else None
         replay = RepeatedCall(self._session, kept, ops, inner, traced=why not in (ZEROS, SILENT), scaled=why == ZEROS)
         with kept.with_its_parameters(), self._aside(), self._modules.following(replay), self._phases.standing_aside():

@@ -126,11 +126,12 @@ class Phases:
     @contextmanager
     def standing_aside(self) -> Iterator[None]:
         """Inside, a backward pass is not followed: a call of the program is made again."""
+        failure = self.failure
         self._stands_aside = True
         try:
             yield
         finally:
-            self._stands_aside = False
+            self._stands_aside, self.failure = False, failure
 
     def restart(self, step: int) -> None:
         """Training begins anew, with optimizers of its own; its first step is number ``step``."""

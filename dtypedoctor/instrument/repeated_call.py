@@ -113,6 +113,7 @@ class KeptCall:
         number: the first of the numbers that are reserved for it.
         backward: the first of those that are reserved for it in the backward pass that began last.
         step, call, overrides, regions: the position and the autocast regions at entry.
+        source: the line of the program that makes the call.
         made: what it has returned.
         error: type and message of what it has raised.
         replayed: what of it has been replayed, ``forward`` or ``backward``.
@@ -131,6 +132,7 @@ class KeptCall:
     call: int
     overrides: tuple[str, ...]
     regions: tuple[Any, ...]
+    source: str | None = None
     made: list[Made] = field(default_factory=list)
     error: tuple[str, str] | None = None
     replayed: set[str] = field(default_factory=set)
@@ -289,7 +291,8 @@ class RepeatedCall:
         if self._traced:
             self.ops.open()
         try:
-            self.ops.enter_root(args, kwargs)
+            # What a call inside of a model gets is no input of the program's.
+            self.ops.enter_root(*((args, kwargs) if not live.fqn else ((), {})))
             with live.modes(), contained() as forward:
                 self._session.autocast.open_again(self._kept.regions)
                 passed, named = self._given(args, kwargs)
@@ -447,7 +450,8 @@ class InnerCalls:
         call = None
         with self._session.position.mute(), contained() as ours:
             for call in self._found or through:
-                failing = Failing(kind=kind, error=signature(error), left=REPEATS)
+                is_outermost = not call.fqn  # its inputs may be what is wrong; one inside may have got them from another
+                failing = Failing(kind=kind, error=signature(error), left=REPEATS, may_be_given=is_outermost)
                 if failing.shows(call):
                     description, tensors = capsule_of(call, failing, wanted)
                     return (description if tensors else {**description, "kind": kind, "fqn": call.fqn}), tensors

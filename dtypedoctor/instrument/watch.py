@@ -231,11 +231,13 @@ class ModuleWatch:
     @contextmanager
     def following(self, replay: Replay) -> Iterator[None]:
         """Inside, only the stack of module calls is kept, and ``replay`` hears what becomes of the calls."""
+        seen = (self.raised_in, self._raised_at, self.recomputed)  # of the exception that is on its way out
         self._replay = replay
         try:
             yield
         finally:
             self._replay = None
+            self.raised_in, self._raised_at, self.recomputed = seen
 
     def hear_gradients(self, listener: Callable[[Tensor, int], None], anything: Collection[object]) -> None:
         """Has ``listener`` called with each gradient of a module output and the number of its sample, while there is something in ``anything``."""

@@ -42,6 +42,8 @@ _FINITE = frozenset({
     "norm-square-overflow", "masked-overflow", "silent-rescue", "float-to-int-cast", "router-flip", "rounded-rotary-buffer",
 })  # fmt: skip
 """Findings about one call of which everything that is returned may be finite."""
+_GIVEN = ("nonfinite-input",)
+"""Findings of which the input of a call is what is not finite."""
 _SEEN_AROUND = ("router-flip",)
 """Findings that show in the module around the one to blame: what a router chooses is used there."""
 _SEEN_IN_OPERATOR = (
@@ -137,6 +139,7 @@ def _wanted(run: Run, finding: Finding, limit: int, *, in_place: bool = False) -
         "limit": limit,
         "finding": _finding(run, finding),
         "raised": None if raised is None else f"{raised.type}: {raised.message}",
+        "raised_in": [] if raised is None else raised.modules[-1:],
         "fixes": list(dict.fromkeys([*finding.remedies, *_FIXES_OF_ANY_CALL])),
     }
     return wanted, window
@@ -194,7 +197,7 @@ def _caught(run: Run, wanted: dict[str, Any], window: Window, seconds: float) ->
             "windows": [],
             "seconds": int(seconds),
             "raised": [raised.type, raised.call] if raised is not None else [],
-            "capsule": {key: value for key, value in wanted.items() if key != "raised"},
+            "capsule": {key: value for key, value in wanted.items() if key not in ("raised", "raised_in")},
         }
         if not go_on(waiting, scratch, told, seconds):
             return NoCapsule(why=f"catching the call took more than {seconds:.0f} s")
@@ -210,10 +213,9 @@ def _made_in_place(made: Sequence[Path], wanted: dict[str, Any], directory: Path
         for path in made:
             description = _description(path)
             tensors = _tensors_of(path)
-            inside = f"{wanted['finding']['fqn'] or ''}.".startswith(
-                f"{description['fqn']}." if description["fqn"] else ""
-            )
-            if description["kind"] != wanted["kind"] or not inside or not _is_of(description, wanted["raised"]):
+            around = f"{description['fqn']}." if description["fqn"] else ""
+            inside = any(f"{fqn}.".startswith(around) for fqn in (wanted["finding"]["fqn"] or "", *wanted["raised_in"]))
+            if description["kind"] != wanted["kind"] or not inside or not _is_of(description, wanted):
                 continue
             if "why" in description:
                 return NoCapsule(why=str(description["why"]))
@@ -250,8 +252,11 @@ def _discard(paths: Sequence[Path]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _is_of(description: Mapping[str, Any], raised: str | None) -> bool:
-    """Whether a call that was kept has raised what the run raised, whatever sizes either names."""
+def _is_of(description: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether a call that was kept has raised what the run raised, whatever sizes either names, or has got inputs that are what is found."""
+    raised = wanted["raised"]
+    if description.get("given") and wanted["finding"]["id"] not in _GIVEN:
+        return False
     if raised is None or "error" not in description:
         return True
     said, again = (_NUMBER.sub("N", text).split("\n")[0] for text in (raised, description["error"]))

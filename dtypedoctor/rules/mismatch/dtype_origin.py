@@ -289,6 +289,15 @@ class Provenance:
         return None
 
 
+    def unit_before(self, user: Op, dtype: str) -> str | None:
+        """The shard unit that returned right before ``user``, in a call that a rank has made again alone, and whose policy casts its outputs to ``dtype``."""
+        trace = self.graph.trace
+        cast = {unit.fqn for unit in trace.observed(ShardUnit) if unit.what.output_dtype == dtype}
+        before = (flow for flow in trace.all(Flow) if flow.n < user.n and flow.call == user.call)
+        last = max(before, key=lambda flow: flow.n, default=None)
+        return last.fqn if last is not None and last.fqn in cast else None
+
+
 class _Walk:
     """One walk up the op trace, looking for the origin of one dtype."""
 
@@ -319,7 +328,9 @@ class _Walk:
             if following is None:
                 break
             tensor, user = following, maker
-        return self._end(self._originates(Reason.ELSEWHERE, user))
+        origin = self._originates(Reason.ELSEWHERE, user)
+        unit = self._known.unit_before(user, self._dtype) if self._known.graph.producer(tensor) is None else None
+        return self._end(origin if unit is None else replace(origin, reason=Reason.FSDP_OUTPUT, fqn=unit))
 
     def _begins_at(self, maker: Op, tensor: TensorNote) -> DtypeOrigin | None:
         """The origin, if ``maker`` is where the dtype begins; None where it took it over from an operand."""
