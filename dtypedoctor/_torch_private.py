@@ -656,21 +656,6 @@ def close_library(library: torch.library.Library) -> None:
 COALESCING = ("_start_coalescing", "_end_coalescing")
 """Methods of a process group around collectives that are issued together. Without them these are not followed."""
 
-_PLAIN_REDUCER = "_use_python_reducer"
-
-
-def compute_alone(wrapper: nn.parallel.DistributedDataParallel) -> bool:
-    """Has forward and backward of ``wrapper`` issue no collective from here on; gradients are those of this rank.
-
-    Returns:
-        False where that is not possible: without the name, and where the wrapper casts.
-    """
-    if not hasattr(wrapper, _PLAIN_REDUCER) or getattr(wrapper, "mixed_precision", None) is not None:
-        return False
-    setattr(wrapper, _PLAIN_REDUCER, True)
-    return True
-
-
 SHARDING_COPIES = ("torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp")
 """Modules that hold ``fully_shard`` besides the public one. Where one is gone, it holds nothing that had to be followed."""
 UNIT_FILE = "_fsdp_param_group.py"

@@ -4,7 +4,7 @@ Read in this order: experiments on attention, values that rounding made 0, the o
 incidents are failures.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import fields
 from functools import cached_property
 
@@ -272,25 +272,38 @@ def search(graph: OpGraph, incident: Incident) -> Search:
         followed = [op for op in reversed(ends) if op is not None]
         found = (_origin(graph, op, incident) for op in followed)
         origin = next((origin for origin in found if origin is not None), None)
+    if origin is None and incident.kind == "loss":
+        origin = _given_outside(graph, incident)
     harmless = bool(followed) and origin is None and incident.kind != "grad"  # nothing masks what an optimizer is given
     return Search(covered=True, origin=origin, harmless=harmless)
 
 
 def _seen_outside(graph: OpGraph, incident: Incident) -> Origin | None:
-    """The origin that the sentinel has recorded; also where somebody else had made the value, if it only reached Python or no module had returned any."""
+    """The origin that the sentinel has recorded; of a value that only reached Python also where somebody else had made it."""
     if incident.reached is not None:
         last = behind(graph, incident.reached.seen)
         return _origin(graph, last, incident) if last is not None else None
+    return _first(origin for origin in _origins_outside(graph, incident) if origin.given is None)
+
+
+def _given_outside(graph: OpGraph, incident: Incident) -> Origin | None:
+    """What a loss got that no operator outside of modules had made, nor any in the last call, where no module had returned anything like it."""
+    trace = graph.trace
+    returned = any(s.n < incident.n and not s.finite and site.kind == "output" for s, site in trace.measured())
+    if incident.kind != "loss" or returned or not operators_were_seen(trace):
+        return None
+    return _first(_origins_outside(graph, incident))
+
+
+def _origins_outside(graph: OpGraph, incident: Incident) -> Iterator[Origin]:
     ends = (behind(graph, link) for link in links(graph.trace, incident.numbers, incident.call))
-    origins = [o for op in ends if op is not None and (o := _origin(graph, op, incident)) is not None]
-    if incident.kind != "loss" or not operators_were_seen(graph.trace) or _returned_before(graph.trace, incident.n):
-        origins = [o for o in origins if o.given is None]
-    return min(origins, key=lambda o: o.op.n, default=None)
+    for op in ends:
+        if op is not None and (origin := _origin(graph, op, incident)) is not None:
+            yield origin
 
 
-def _returned_before(trace: Trace, n: int) -> bool:
-    """Whether a module had returned something that is not finite before number ``n``."""
-    return any(s.n < n and not s.finite and site.kind == "output" for s, site in trace.measured())
+def _first(origins: Iterable[Origin]) -> Origin | None:
+    return min(origins, key=lambda origin: origin.op.n, default=None)
 
 
 def _origin(graph: OpGraph, last: Op, incident: Incident) -> Origin | None:

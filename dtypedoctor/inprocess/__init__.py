@@ -40,7 +40,6 @@ from dtypedoctor.trace.ranks import member, rank_directory
 from dtypedoctor.trials.treatment import examine
 from dtypedoctor.worker.process_watch import ProcessWatch
 from dtypedoctor.worker.recording import Recording, hide_in_excepthook, move_when_this_process_ends
-from dtypedoctor.worker.standbys import Standbys
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -299,7 +298,7 @@ class Watched:
         self._recording.torch_is_there(process)
         process.start()
         if self._replay:
-            Standbys(trace, self._recording, process).begin()
+            process.instruments.replay_failures()
         # What ends the program is shown before anybody can tell the watch of it.
         self._show_frames = hide_in_excepthook()
         if model is not None:

@@ -1,20 +1,17 @@
-"""Catches the failing call in a replay and reduces it to a capsule: the smallest module, input and weights that still fail.
+"""Reduces a call that fails to a capsule: the smallest input and weights that still fail.
 
-The process is a fork that ends with the capsule, so a call may be made as often as it takes. Everything is decided by making it again: which of the
-open module calls is the smallest that fails by itself, which rows of its inputs matter, and whether made-up inputs fail as well.
+Everything is decided by making it again: whether it fails by itself, which rows of its inputs matter, and whether made-up inputs fail as well.
 """
 
-import posix  # what os has, under names that programs do not replace
 from collections.abc import Callable, Sequence
 from dataclasses import field, replace
 from enum import StrEnum
 from functools import partial
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules import module as hooks
+from torch import Tensor
 
 from dtypedoctor.instrument.capture import Operator, Tensors, describe, recipe
 from dtypedoctor.instrument.live_call import LiveCall, Repeat, copied, mapped, tensors_of
@@ -22,17 +19,13 @@ from dtypedoctor.instrument.operators import OperatorMode
 from dtypedoctor.instrument.operators import tensors_of as operands_of
 from dtypedoctor.instrument.sources import Sources
 from dtypedoctor.instrument.statistics import measurable, real_of
-from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
 from dtypedoctor.patterns import regex
 from dtypedoctor.trace.events import OFFLOADED
 from dtypedoctor.unpatched import perf_counter
 from dtypedoctor.values import dataclass
 
-if TYPE_CHECKING:
-    from dtypedoctor.instrument.instruments import Instruments
-
-__all__ = ["CapsuleWatch", "Kind", "Wanted", "capsule_of", "operator_capsule"]
+__all__ = ["Kind", "capsule_of", "operator_capsule"]
 
 FORMAT = 1
 MOST_REPEATS = 400
@@ -45,10 +38,6 @@ LONGEST = 10.0
 """Seconds that go into reducing one."""
 SEEDS = 4
 """Synthetic inputs that are drawn before the recorded ones are kept."""
-_LATER = 8
-"""Outermost calls after the wanted one that are still looked at."""
-_GIVEN = ("nonfinite-input",)
-"""Findings of which the input is what is not finite."""
 _NUMBER = regex(r"\d+")
 
 
@@ -62,122 +51,6 @@ class Kind(StrEnum):
     """Nothing that it returns shows it, so the call is kept as it is."""
     BACKWARD = "backward"
     """Finite gradients come back to its outputs, and what leaves it backwards is not finite."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """Which call to catch.
-
-    Attributes:
-        module: dotted name of the module to begin with; those around it are tried after it.
-        call: number of the outermost call in which it fails, at the earliest.
-        kind: how it fails.
-        limit: bytes that the capsule may have.
-        finding: what was found, for the capsule's own description.
-        fixes: ids of what is to be tried on the call once it is kept.
-    """
-
-    module: str
-    call: int
-    kind: Kind
-    limit: int
-    finding: dict[str, Any]
-    fixes: Sequence[str] = ()
-
-
-Write = Callable[[dict[str, Any], bytes], None]
-"""Takes the description and the safetensors file; where there is no capsule, a description of why, and nothing."""
-TryFixes = Callable[["LiveCall", Kind, Sequence[str]], list[dict[str, str]]]
-"""Tries fixes, by their ids, on a call that fails in this way; what came of each, for the description."""
-
-
-class CapsuleWatch:
-    """Keeps the calls of one module, and those around it, until one fails; then writes the capsule and ends the process.
-
-    Args:
-        instruments: of this process.
-        wanted: which call.
-        write: takes what is found.
-        try_fixes: tries the wanted fixes on the call that is kept.
-    """
-
-    def __init__(self, instruments: "Instruments", wanted: Wanted, write: Write, try_fixes: TryFixes) -> None:
-        self._instruments = instruments
-        self._position = instruments.position
-        self._wanted = wanted
-        self._write = write
-        self._try_fixes = try_fixes
-        self._open: list[LiveCall] = []
-        self._returned: list[LiveCall] = []
-        self._busy = False
-
-    def begin(self, root: nn.Module) -> None:
-        """Begins in the pre-hook of an outermost call, that of ``root``."""
-        hooks.register_module_forward_pre_hook(self._enter)
-        hooks.register_module_forward_hook(self._leave)
-        self._instruments.modules.on_error.append(self._raised)
-        if self._wanted.kind is Kind.BACKWARD:
-            self._instruments.phases.after_backward.append(self._went_back)
-        self._enter(root, ())
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if self._wanted.call and self._position.call > self._wanted.call + _LATER:
-            posix._exit(0)  # it has not failed
-        place = None if self._busy or self._position.muted else self._instruments.names.find(module)
-        if place is None or self._position.call < self._wanted.call or not _is_around(place[1], self._wanted.module):
-            return
-        given, named = call_arguments(module)
-        memo: dict[int, Any] = {}
-        with self._position.mute():
-            self._open.append(LiveCall.entered(module, place[1], copied(given, memo), copied(named, memo)))
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._busy or not any(call.module is module for call in self._open):
-            return
-        while self._open[-1].module is not module:
-            self._open.pop()
-        call = self._open[-1]
-        if self._wanted.kind is Kind.BACKWARD:
-            call.keep_gradients(output)
-            self._returned.append(call)
-        elif self._wanted.kind is Kind.SILENT or (self._wanted.kind is Kind.NONFINITE and _has_nonfinite(output)):
-            self._try(list(reversed(self._open)))
-        self._open.pop()
-
-    def _raised(self, module: nn.Module, args: Any, error: BaseException) -> None:
-        if self._wanted.kind is Kind.RAISED and not self._busy and self._open:
-            self._try(list(reversed(self._open)), error)
-
-    def _went_back(self) -> None:
-        """A backward pass is over."""
-        calls = [call for call in self._returned if call.gradients]
-        self._returned.clear()
-        calls.sort(key=lambda call: -len(call.fqn))
-        if calls and not self._busy:
-            self._try(calls)
-
-    def _try(self, calls: Sequence[LiveCall], error: BaseException | None = None) -> None:
-        """Writes the capsule of the first of ``calls`` that fails by itself, and ends the process; goes on where none does."""
-        self._busy = True
-        with self._position.mute(), contained() as ours:
-            for call in calls:
-                failing = Failing(
-                    kind=self._wanted.kind,
-                    error=signature(error),
-                    may_be_given=self._wanted.finding.get("id") in _GIVEN,
-                )
-                if failing.shows(call):
-                    self._write(*capsule_of(call, failing, self._wanted, self._try_fixes))
-                    posix._exit(0)
-        if ours.error is not None:
-            self._write({"why": f"the call cannot be kept: {ours.error}"}, b"")
-            posix._exit(0)
-        self._busy = False
-
-
-def _is_around(fqn: str, inner: str) -> bool:
-    """Whether ``fqn`` is the module ``inner`` or one that holds it."""
-    return not fqn or fqn == inner or inner.startswith(f"{fqn}.")
 
 
 def signature(error: BaseException | None) -> str:
@@ -199,7 +72,7 @@ def operator_capsule(
     failing = Failing(kind=kind, error=signature(error), left=MOST_REPEATS_OF_OPERATOR, until=until)
     if not failing.shows(call):
         return None
-    return capsule_of(call, failing, Wanted(module="", call=0, kind=kind, limit=limit, finding={}))
+    return capsule_of(call, failing, limit)
 
 
 class Origin(OperatorMode):
@@ -343,12 +216,8 @@ def relative_error(call: LiveCall) -> float | None:
     return max(filter(isfinite, errors), default=None)
 
 
-def capsule_of(
-    call: LiveCall, failing: Failing, wanted: Wanted, try_fixes: TryFixes | None = None
-) -> tuple[dict[str, Any], bytes]:
-    """The description and the tensors of ``call``, which fails; where they are too large, why there is no capsule, and nothing.
-
-    With ``try_fixes`` the description also says what the wanted fixes do to the call; they may leave the module changed.
+def capsule_of(call: LiveCall, failing: Failing, limit: int) -> tuple[dict[str, Any], bytes]:
+    """The description and the tensors of ``call``, which fails; where they take more than ``limit`` bytes, why there is no capsule, and nothing.
 
     Raises:
         TypeError: the module's class, or an argument, can neither be imported nor be described.
@@ -366,7 +235,7 @@ def capsule_of(
     cut: list[str] = []
     synthetic = False
     error = None
-    if try_fixes is not None and failing.kind is Kind.RAISED:
+    if failing.kind is Kind.RAISED and not isinstance(call.module, Operator):
         failing.passes_in_float32 = in_float32(call).error is None
     if failing.kind is Kind.SILENT:
         error = relative_error(call)
@@ -377,22 +246,22 @@ def capsule_of(
     described = _described(call, tensors, sources)
     if drew and call.random is not None:
         tensors.keep("random", call.random.cpu)
-    drawn = _drawn_weights(call, tensors, failing, wanted.limit)
+    drawn = _drawn_weights(call, tensors, failing, limit)
     held = {name: tensor for name, tensor in tensors.named().items() if name not in drawn}
     size = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
-    if size > wanted.limit:
-        return {"why": f"it takes {size:,} bytes and --capsule-limit allows {wanted.limit:,}"}, b""
+    if size > limit:
+        return {"why": f"it takes {size:,} bytes and --capsule-limit allows {limit:,}"}, b""
     recorded = [] if synthetic else [name for name, tensor in call.inputs() if tensor.numel() > 1]
     description = {
         "capsule": FORMAT,
         "fqn": call.fqn,
         "class": call.module.operator if isinstance(call.module, Operator) else type(call.module).__name__,
-        "kind": str(wanted.kind),
+        "kind": str(failing.kind),
         "error": failing.error,
         "origin": failing.origin,
         "given": failing.may_be_given and _is_given_nonfinite(call),
         "relative_error": error,
-        "finding": wanted.finding,
+        "finding": {},
         "call": described,
         "requires_grad": [name for name, tensor in (*call.inputs(), *call.parameters()) if tensor.requires_grad],
         "random": drew,
@@ -404,11 +273,7 @@ def capsule_of(
     }
     from safetensors.torch import save  # which a run that does not fail never needs
 
-    data = save(held)
-    if try_fixes is not None:
-        with contained():  # a fix that breaks costs nothing but what would be known of it
-            description["fixes"] = try_fixes(call, failing.kind, wanted.fixes)
-    return description, data
+    return description, save(held)
 
 
 def _described(call: LiveCall, tensors: Tensors, sources: Sources) -> dict[str, Any]:

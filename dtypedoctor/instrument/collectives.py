@@ -33,7 +33,7 @@ from dtypedoctor._torch_private import (
 )
 from dtypedoctor.instrument.frames import local_of, own_line
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.operators import FOLLOWED, SHARED, UNFOLLOWED, Followed, tensors_of
+from dtypedoctor.instrument.operators import FOLLOWED, SHARED, Followed, tensors_of
 from dtypedoctor.instrument.places import Looks, Place
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
@@ -226,7 +226,6 @@ class Collectives:
         self._groups: set[str] = set()
         self._channels: dict[str, _Channel] = {}
         self._inside = False
-        self._ended: Callable[[str], None] | None = None
         self._on_issued = self._guard.shield(self._issued, "the inputs of some collectives")
         self._on_returned = self._guard.shield(self._returned, "the results of some collectives")
 
@@ -246,15 +245,6 @@ class Collectives:
         self._pending.clear()
         self._coalesced = None
         self._remove()
-
-    def end_at_first(self, ended: Callable[[str], None]) -> None:
-        """Issues no collective from here on: ``ended`` is called with the name of the next one, and must not return."""
-        self._ended = ended
-        self.start()
-        library = self._library
-        for name in UNFOLLOWED:
-            if library is not None and hasattr(torch.ops.c10d, name):
-                library.impl(name, lambda *_, name=name, **__: ended(name.strip("_")), "ADInplaceOrView")
 
     def keep_compiler_out(self) -> None:
         """Dynamo has been imported: the kernels are wrapped so that it leaves them alone."""
@@ -298,8 +288,6 @@ class Collectives:
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             here = watch()
-            if here is not None and here._ended is not None:
-                here._ended(followed.name)
             if here is None or here._inside:  # a torch mode has seen the operator, and calls it anew
                 return operator.redispatch(keyset & after_autograd, *args, **kwargs)
             results: list[Row] = []

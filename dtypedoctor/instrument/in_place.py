@@ -476,7 +476,8 @@ class InPlaceReplays:
         news = sorted(self._modules.news())
         if news and self._follows_from_step():
             return
-        for found in [one for one in news if one.kind in RESULTS][:1]:
+        # A loss that no module has returned may have got something that a module has made and kept.
+        for found in [one for one in news if one.kind in RESULTS or one.kind == "loss"][:1]:
             self._replay_forward(found)
         for found in [one for one in news if one.kind in GRADIENTS][:1]:
             self._replay_backward(found)
@@ -502,7 +503,7 @@ class InPlaceReplays:
     def _replay_forward(self, found: Nonfinite) -> None:
         """Replays the call that holds a result that is not finite; of a job of several ranks not where it got such values itself."""
         for kept in [kept for kept in self._calls if kept.holds(found.call, found.fqn)]:
-            kept.bad.add(found.fqn)
+            kept.bad |= {found.fqn} if found.kind in RESULTS else set()
             if not (self._modules.alone and kept.is_spoilt()) and not self._is_spoilt_since(kept):
                 self._replay_or_wait(kept, "value")
 

@@ -1,9 +1,10 @@
 """All instruments of one watched process, wired together."""
 
 import mmap
+import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from dtypedoctor.instrument.dtype_lines import DtypeLines, lines_of_notebook
 from dtypedoctor.instrument.facts import ModelFacts, ShardCalls
 from dtypedoctor.instrument.float32_program import Float32Program, Originals
 from dtypedoctor.instrument.gradients import LeafGradients, OptimizerSamples, ScalerLog, UnscaleLog
-from dtypedoctor.instrument.in_place import InPlaceReplays
+from dtypedoctor.instrument.in_place import CAPSULE_LIMIT, InPlaceReplays
 from dtypedoctor.instrument.module_tree import parameters_in
 from dtypedoctor.instrument.naming import CodePlaces
 from dtypedoctor.instrument.operators import Arguments
@@ -43,6 +44,8 @@ FOLLOWED = 1 << 18
 MAX_ACCUMULATED = 100
 """Backward passes whose gradients are recorded although they are finite and no optimizer takes them."""
 
+HOW_TO_REPLAY = "DTYPEDOCTOR_REPLAY_IN_PLACE"
+"""Environment variable for tests: ``late`` for what is known late only, as on a device, or a number for each so-manieth call although nothing fails."""
 COMPILED_OUTSIDE = "the inside of compiled functions that were called outside of modules"
 WHY_COMPILED_OUTSIDE = "compiled code runs no module hooks; compile the module itself to have its inputs and outputs measured, or run with --ablate compile"
 
@@ -125,9 +128,6 @@ class Instruments:
         self._threads = Threads(session.guard, self._thread_begins, self._thread_ends)
         self._children = mmap.mmap(-1, 1)  # shared with processes that the program forks
         self.position.silent_work = self._note_child
-        self.on_suspicion: list[Callable[[], None]] = []
-        """Called when something has just been found not to be finite."""
-        self.on_suspicion.append(self.silent.look_again)
         if watch:
             self._listen()
         else:
@@ -262,14 +262,6 @@ class Instruments:
         with self.position.during("probe"), self.position.mute(), self.modules.only_marking():
             yield
 
-    def look_into(self, windows: Sequence[OpWindow]) -> None:
-        """From here on everything is measured and the op trace is on in ``windows``; to be called before an outermost call."""
-        self.modules.measure_all()
-        self._windows = OpWindows(self._ops, self.position, windows)
-        self._windows.scaled_backward = [self.silent.scaled_backward]
-        self.silent.make_again(window.call for window in windows if window.eager)
-        self._windows.start(self.position.call)
-
     def _before_call(self, module: nn.Module) -> None:
         self.phases.forget_ended_steps()
         if self.watching:
@@ -393,8 +385,7 @@ class Instruments:
             self._samples.describe_optimizers()
             if self._budget is not None:
                 self._budget.sign("a value was not finite")
-            for listener in self.on_suspicion:
-                listener()
+            self.silent.look_again()
 
     def _enters_modules(self, module: nn.Module) -> None:
         """An outermost call begins: hooks see what happens from here on; what goes in has been seen by the sentinel."""
@@ -435,8 +426,10 @@ class Instruments:
         sentinel.rejected = self.guard.shield(self._keep_rejected, OPERATOR_CAPSULES)
         return sentinel
 
-    def keep_operators(self, limit: int) -> None:
-        """From now on, leaves capsules of operators outside of modules that fail, of at most ``limit`` bytes each, beside the trace."""
+    def replay_failures(self, limit: int = CAPSULE_LIMIT) -> None:
+        """From now on, makes calls that fail again, and leaves capsules of them, and of operators outside of modules, of at most ``limit`` bytes each, beside the trace."""
+        how = os.environ.get(HOW_TO_REPLAY, "")
+        self.in_place.begin(force=int(how) if how.isdecimal() else 0, late=how == "late", capsule_limit=limit)
         self._operators_kept = KeptOperators(self.session, limit)
         self._bad.kept = self.guard.shield(self._operators_kept.made_bad, OPERATOR_CAPSULES)
 

@@ -11,7 +11,7 @@ tells: that sample is left out, and from then on tensors of its site are launche
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from weakref import ref
 
@@ -61,10 +61,6 @@ class News:
         return found
 
 
-Heard = Callable[[Rows, tuple[int, int], Source | None, Sequence[Named]], None]
-"""Hears of rows that are not finite."""
-
-
 class ImmediateRecorder:
     """Measures each tensor when it is handed over, so that a crash loses no more than the module that was at work.
 
@@ -81,8 +77,6 @@ class ImmediateRecorder:
         self._known: dict[int, tuple[ref[Tensor], int, Extent]] = {}
         self.suspicious = False
         self._budget: Budget | None = None
-        self.heard: Heard = lambda *_: None
-        """Called with rows that are not finite, the step and the call that they belong to, the module call that has returned them and what went into it."""
 
     def keep_to(self, budget: Budget | None) -> None:
         """Tells ``budget`` of each sample from here on."""
@@ -95,7 +89,6 @@ class ImmediateRecorder:
         if self._write(rows, when, of_call=source is not None):
             return
         self.suspicious = True
-        self.heard(rows, when[1:], source, given)
         if source is not None and given:  # whether it came in from outside decides who is to blame
             found = [(self._sites.id_of(source.place, source.looks(path, t)), t) for path, t in given]
             _, step, call = when
@@ -542,10 +535,6 @@ class Recorders:
     def of(self, device: torch.device) -> Recorder:
         """The recorder of ``device``, always the same one."""
         return self._of.get(device) or self._begin(device)
-
-    def hear_nonfinite(self, listener: Heard) -> None:
-        """Has ``listener`` called with tensors on a CPU that are not finite, while they are there; see :class:`ImmediateRecorder`."""
-        self._immediate.heard = listener
 
     def suspicious(self) -> bool:
         """Whether something that was not finite has become known since this was asked last."""

@@ -250,15 +250,16 @@ class RepeatedCall:
                 memory.keep_buffers(live.module)
                 stack.enter_context(memory)
                 said = self._attempt(backward=backward)
-                self.why_not = memory.why_not
+                gave_up = said is not None and said[0] == CannotReplayError.__name__
+                self.why_not = said[1] if said is not None and gave_up else memory.why_not
+                if self.why_not:
+                    self._session.writer.forget_held()
                 if self._inner is not None and not self.why_not:
                     self._reducing = True
-                    self.capsule = self._inner.smallest(self.error, self._kept.call)
+                    self.capsule = self._inner.smallest(self.error)
         except CannotReplayError as why_not:
             self.why_not = str(why_not)
             return ""
-        if said is not None and said[0] == CannotReplayError.__name__:
-            self.why_not = said[1]
         return "" if self.why_not else self._difference(said, error if error is not None else self._kept.error)
 
     def let_go(self) -> None:
@@ -431,14 +432,13 @@ class InnerCalls:
             return self._open[-1].fqn == self._shown_by
         return self._kind == "nonfinite" and not all(map(is_finite, tensors_of(output)))
 
-    def smallest(self, error: BaseException | None, number: int) -> tuple[dict[str, Any], bytes] | None:
+    def smallest(self, error: BaseException | None) -> tuple[dict[str, Any], bytes] | None:
         """The capsule of the innermost call that fails by itself; why there is none, and nothing, where it is too large; None where no call does.
 
         Args:
             error: what the replay has raised.
-            number: of the outermost call.
         """
-        from dtypedoctor.instrument.capsule import Failing, Kind, Wanted, capsule_of, signature
+        from dtypedoctor.instrument.capsule import Failing, Kind, capsule_of, signature
 
         kind = Kind.RAISED if error is not None else Kind(self._kind)
         if kind is Kind.RAISED:
@@ -446,14 +446,15 @@ class InnerCalls:
                 key=_mixes_dtypes
             )  # stable: the innermost first, and first those where the dtypes do not meet yet
         through = sorted((call for call in self._returned if call.gradients), key=lambda call: -len(call.fqn))
-        wanted = Wanted(module="", call=number, kind=kind, limit=self._limit, finding={})
         call = None
         with self._session.position.mute(), contained() as ours:
             for call in self._found or through:
-                is_outermost = not call.fqn  # its inputs may be what is wrong; one inside may have got them from another
+                is_outermost = (
+                    not call.fqn
+                )  # its inputs may be what is wrong; one inside may have got them from another
                 failing = Failing(kind=kind, error=signature(error), left=REPEATS, may_be_given=is_outermost)
                 if failing.shows(call):
-                    description, tensors = capsule_of(call, failing, wanted)
+                    description, tensors = capsule_of(call, failing, self._limit)
                     return (description if tensors else {**description, "kind": kind, "fqn": call.fqn}), tensors
         if ours.error is not None and call is not None:
             return {"why": f"the call cannot be kept: {message_of(ours.error)}", "kind": kind, "fqn": call.fqn}, b""

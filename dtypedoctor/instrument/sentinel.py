@@ -58,7 +58,6 @@ from dtypedoctor.instrument.silent.sums import is_built_up
 from dtypedoctor.instrument.silent.writes import SUMS
 from dtypedoctor.instrument.statistics import HALF, measurable, real_of
 from dtypedoctor.lasting import at_fork
-from dtypedoctor.replay.standby import is_forking
 
 ALLOWANCE = 20_000
 """Operators that are all measured, however many there are between two module calls."""
@@ -227,8 +226,6 @@ class Sentinel(OperatorMode):
 
     def _forked(self) -> None:
         """The program has forked this process, of which nothing is recorded but whether it computes."""
-        if is_forking():
-            return
         here = self._thread == get_ident()
         self.leave()
         others = self._others()

@@ -3,8 +3,6 @@
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import c_char
-from hashlib import blake2b
 from math import isfinite
 from typing import Any
 
@@ -163,17 +161,6 @@ def measure_one(tensor: Tensor) -> Extent:
     # Nearly all are dense; the other way takes more calls of functions.
     low, high = torch.aminmax(plain) if plain.numel() and not _needs_copy(plain) else _ends(plain)
     return _extent(tensor, low.item(), high.item())
-
-
-def digest_of(tensor: Tensor) -> str:
-    """Digest of the bits of a dense tensor on a CPU, 16 hexadecimal digits. Takes about a second for each gigabyte."""
-    found = blake2b(digest_size=8)
-    with out_of_their_sight():
-        for piece in pieces(tensor.detach()):
-            dense = piece.contiguous()
-            if dense.nbytes:
-                found.update((c_char * dense.nbytes).from_address(dense.data_ptr()))
-    return found.hexdigest()
 
 
 def pieces(tensor: Tensor) -> Iterator[Tensor]:

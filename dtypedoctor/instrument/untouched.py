@@ -66,6 +66,8 @@ _DRIVER = ("ctypes.dlopen", "libnvidia-ml.so.1")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 MAX_BUFFER = 16 << 20
 """Bytes of a buffer that is copied although no operator is known to write to it."""
+MAX_WAIT = 2.0
+"""Seconds that a replay waits for another thread of the program."""
 LOOKS = 32
 """After how many operators the memory of the device is looked at."""
 
@@ -264,6 +266,7 @@ def as_before(roots: Iterable[Any], thread: int, ours: Callable[[], object]) -> 
         stack.enter_context(EnableTorchFunction())  # a default device is a mode of functions
         stack.enter_context(_silent(thread))
         stack.enter_context(_nothing_put_together(thread))
+        stack.enter_context(_no_waiting(thread))
         stack.enter_context(_audit.rejecting(thread, ours))
         yield
 
@@ -303,6 +306,25 @@ def _nothing_put_together(thread: int) -> Iterator[None]:
         yield
     finally:
         setattr(groups, COALESCING[0], begin)
+
+
+@contextmanager
+def _no_waiting(thread: int) -> Iterator[None]:
+    """Inside, ``thread`` does not wait for another one for long: what that has given to the call once may never come again."""
+    wait = threading.Condition.wait
+
+    def waits_a_little(condition: threading.Condition, timeout: float | None = None) -> bool:
+        if timeout is not None or threading.get_ident() != thread:
+            return wait(condition, timeout)
+        if not wait(condition, MAX_WAIT):
+            raise CannotReplayError("it waits for another thread")
+        return True
+
+    threading.Condition.wait = waits_a_little  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        threading.Condition.wait = wait  # type: ignore[method-assign]
 
 
 class _Silent:

@@ -28,7 +28,7 @@ from dtypedoctor._torch_private import (
 from dtypedoctor.instrument.budget import LOSS_ALONE, Budget
 from dtypedoctor.instrument.operators import being_recorded
 from dtypedoctor.instrument.places import Looks, Place, Places, Rows, Sites, When
-from dtypedoctor.instrument.recorders import Heard, Nonfinite, Recorders
+from dtypedoctor.instrument.recorders import Nonfinite, Recorders
 from dtypedoctor.instrument.returned import Returned
 from dtypedoctor.instrument.session import Here, Session, forget_ended_calls
 from dtypedoctor.instrument.statistics import Rooted
@@ -250,10 +250,6 @@ class ModuleWatch:
     def phase_of(self, site: int) -> str:
         """The phase of a site."""
         return self._sites.phase_of(site)
-
-    def hear_nonfinite(self, listener: Heard) -> None:
-        """Has ``listener`` called with tensors on a CPU that are not finite, step and call, the module call that has returned them and what went into it."""
-        self._recorders.hear_nonfinite(listener)
 
     def flush(self) -> None:
         """A backward pass or an optimizer step begins or ends: sends off what has been put together. Never waits."""

@@ -1,1 +1,1 @@
-"""Runs a part of a program again without starting it again: processes that stand by from a moment of its run, and go on from there."""
+"""What a capsule is, and the script that is made of one. It knows neither traces nor torch."""

@@ -26,7 +26,6 @@ from dtypedoctor.trace.ranks import leading_directory
 from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trials.results import run_of_fix
 from dtypedoctor.trials.runs import is_job, open_job
-from dtypedoctor.trials.second_run import kept_look
 from dtypedoctor.trials.treatment import examine
 
 MATRIX_JSON = "matrix.json"
@@ -153,7 +152,7 @@ def report_of(place: Path) -> Report:
 def _examined(saved: SavedRun, place: Path, *more: Path, own_files: bool = False) -> Report:
     places = shlex.join(map(str, (place, *more)))
     return build_report(
-        examine(_scenario(saved, place), saved.run, look=kept_look(saved.run)),
+        examine(_scenario(saved, place), saved.run),
         command=shlex.join(without_process_secrets(["dtypedoctor", *sys.argv[1:]])),
         files={"before": BEFORE} if (place / BEFORE).is_dir() else {},
         next_command=_replay_of(saved.run) or f"dtypedoctor report {places} --format md",

@@ -6,7 +6,7 @@ Scenarios are immutable. A remedy, a reference run, a bisection probe are all sc
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 DTypeName = Literal["float16", "bfloat16", "float32", "float64"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -415,8 +415,7 @@ class Capture(Strict):
 class Request(Strict):
     """One run of a worker. The trace goes to the directory that holds the request file.
 
-    ``standby`` has a script leave processes that can go on from moments of its run (:mod:`dtypedoctor.replay`); where a failing call is replayed
-    in the process itself, ``capsule_limit`` is how many bytes its capsule may take.
+    ``replay`` has failing calls of a script made again in its own process; ``capsule_limit`` is how many bytes a capsule of one may take.
     ``repeats`` and ``witness`` are for scripts, which seed their random numbers themselves or not at all: the label of the run whose
     random state this one begins with, and whether a digest of the parameters is taken after each optimizer step.
     Without ``look`` the operators of the first calls are not looked at for failures that leave finite values, and the weights get no
@@ -426,7 +425,7 @@ class Request(Strict):
     scenario: Scenario
     watch: bool = True
     windows: list[Window] = Field(default_factory=list)
-    standby: bool = False
+    replay: bool = Field(default=False, validation_alias=AliasChoices("replay", "standby"))
     capsule_limit: int = 64 << 20
     repeats: str | None = None
     witness: bool = False

@@ -65,10 +65,9 @@ class DetailFiles:
         directory: where the files lie.
         main: the main file.
         read: reads a file back that is to be folded.
-        whole: everything stays in the main file.
     """
 
-    def __init__(self, directory: Path, main: Lines, read: ReadDetails, *, whole: bool = False) -> None:
+    def __init__(self, directory: Path, main: Lines, read: ReadDetails) -> None:
         self.current = main
         """Where to write now."""
         self.number = 0
@@ -76,7 +75,7 @@ class DetailFiles:
         self._directory = directory
         self._read = read
         self._newest: Moment = (0, 0)
-        self._limit: float = math.inf if whole else Sizes.head
+        self._limit: float = Sizes.head
         self._eventful: set[int] = set()
         self._path = Path()
         self._closed: deque[tuple[int, Path, Lines]] = deque()

@@ -205,23 +205,6 @@ class Lines:
         while written < len(data):  # where there is room for a part only, trying to write the rest tells why
             written += write(self._descriptor, data[written:])
 
-    def continued(self, path: Path) -> "Lines":
-        """The same lines in a new file, to go on there; for a forked process, while the other one writes to this file.
-
-        Raises:
-            OSError: they cannot be copied.
-        """
-        copy = Lines(path)
-        if self._path is not None:
-            with open(self._path, "rb") as file:
-                copy._write_all(file.read(self.size))
-        copy.size, copy.whole = self.size, self.whole
-        return copy
-
-    def _write_all(self, data: bytes) -> None:
-        while data:
-            data = data[write(self._descriptor, data) :]
-
     def moved(self, path: Path) -> None:
         """The file has another name now."""
         if self._path is not None:

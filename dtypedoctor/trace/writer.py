@@ -24,6 +24,7 @@ from dtypedoctor.trace.events import (
     Op,
     ParameterNote,
     ProbeLogProbs,
+    Replay,
     Root,
     ScalerState,
     Site,
@@ -42,6 +43,9 @@ SampleRow = tuple[int, float, int, int]
 _OF_NAMES = frozenset({Header, Root, ParameterNote, Site, Flow, Op, ScalerState})
 """Records that are made of names of modules, operators and dtypes. There are many, and no shape of a token is looked for in them."""
 
+_HELD = (Op, Replay)
+MAX_HELD = 20_000
+"""Records that are held back while a call is made again, and how many of them."""
 _OF_A_STEP = (Metric, ScalerState, ProbeLogProbs)
 """Records that every step leaves; like samples they are folded in a long run."""
 
@@ -109,6 +113,7 @@ class TraceWriter:
         self.following = 0
         """The next sequence number. Who reserves one for each of many samples counts it up itself, because a call takes longer."""
         self.listener: Listener | None = None
+        self._held: list[Any] | None = None
         self._entered = 0
         self._disowned = False
         self._marks = True
@@ -134,12 +139,26 @@ class TraceWriter:
 
     @contextmanager
     def numbering_from(self, first: int) -> Iterator[None]:
-        """Inside, :meth:`next_n` returns numbers from ``first`` on, which :meth:`next_n` has reserved before; afterwards it goes on as it would have."""
+        """Inside, :meth:`next_n` returns numbers from ``first`` on, which :meth:`next_n` has reserved before; afterwards it goes on as it would have.
+
+        Operators, at most :data:`MAX_HELD`, are written at the end, but for those that :meth:`forget_held` has forgotten; none where an exception leaves it.
+        """
         following, self.following = self.following, first
+        self._held = []
+        is_over = False
         try:
             yield
+            is_over = True
         finally:
             self.following = following
+            held, self._held = self._held if is_over else [], None
+            for record in held:
+                self.write(record)
+
+    def forget_held(self) -> None:
+        """Forgets the operators that are held back: a call that is not made to its end shows nothing."""
+        if self._held is not None:
+            self._held = []
 
     def write(self, record: Any) -> None:
         """Appends one record.
@@ -147,6 +166,9 @@ class TraceWriter:
         Raises:
             ValueError: the record holds NaN or inf, which JSON cannot.
         """
+        if self._held is not None and len(self._held) < MAX_HELD and isinstance(record, _HELD):
+            self._held.append(record)
+            return
         if self.listener is not None:
             self.listener.record(record)
         if isinstance(record, _OF_A_STEP):
@@ -232,28 +254,6 @@ class TraceWriter:
         """Writes nothing more. For a forked child, whose parent goes on writing the same file."""
         self._disowned = True
         self._marks = False
-
-    def continue_in(self, directory: Path, recorded: Path) -> None:
-        """Goes on in ``directory``, in a process forked from the one that has written so far; what that wrote is copied.
-
-        Of a long run the main file alone is copied, and no further one is begun.
-
-        Args:
-            directory: where to go on; exists.
-            recorded: where the files lie by now that were written so far.
-
-        Raises:
-            FileExistsError: the directory already holds a trace.
-            OSError: it cannot be written.
-        """
-        self._events.moved(recorded / EVENTS)
-        self._events = self._events.continued(directory / EVENTS)
-        self._cursor = CursorPage(directory / CURSOR)
-        self._details = DetailFiles(directory, self._events, _read_details, whole=True)
-        self.directory = directory
-        self._owner = getpid()
-        self._disowned = False
-        self._marks = True
 
     def close(self) -> None:
         """Closes the files; the End record has to be written before."""

@@ -1,10 +1,7 @@
-"""Has a process that stood by catch the failing call of a run, and leaves it as a capsule in the run directory."""
+"""Chooses the capsule of the call that is found to fail among those that a run has left beside its trace, and puts it into the run directory."""
 
 import re
-import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,6 @@ from pydantic import ValidationError
 from dtypedoctor.analysis import Analysis, analysis_of
 from dtypedoctor.diagnosis.incidents import GRADIENTS
 from dtypedoctor.diagnosis.rule import Finding, Severity
-from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file, write_file
 from dtypedoctor.patterns import regex
@@ -21,10 +17,8 @@ from dtypedoctor.redaction.messages import ELIDED
 from dtypedoctor.redaction.redact import redact, short_paths, without_process_secrets
 from dtypedoctor.redaction.secrets import SECRET
 from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, MODEL, Capsule, NoCapsule, is_described, read_capsule
-from dtypedoctor.replay.wake import before, go_on, waiting_in
 from dtypedoctor.runner.run import BEFORE, Run
-from dtypedoctor.scenario.model import Autocast, Model, Plugin, Scenario, ScenarioStep, Window
-from dtypedoctor.trace.events import Raised
+from dtypedoctor.scenario.model import Autocast, Model, Plugin, Scenario, ScenarioStep
 from dtypedoctor.trials.plan import CAPSULE_LIMIT
 from dtypedoctor.unpatched import to_json
 
@@ -36,16 +30,12 @@ _COMPARED = 80
 """Letters of two messages that are compared; of what a program fills in the recorded one has nothing."""
 _IN_PLACE = regex(r"capsule-\d{1,18}-.*\.json")
 """Names of the calls that the process itself has kept."""
-SECONDS = 120.0
-"""How long catching and reducing a call may take."""
 _FINITE = frozenset({
     "norm-square-overflow", "masked-overflow", "silent-rescue", "float-to-int-cast", "router-flip", "rounded-rotary-buffer",
 })  # fmt: skip
 """Findings about one call of which everything that is returned may be finite."""
 _GIVEN = ("nonfinite-input",)
 """Findings of which the input of a call is what is not finite."""
-_SEEN_AROUND = ("router-flip",)
-"""Findings that show in the module around the one to blame: what a router chooses is used there."""
 _SEEN_IN_OPERATOR = (
     "float16-overflow",
     "backward-overflow",
@@ -61,45 +51,42 @@ _CALLS = ("forward", "generate", "recompute", "backward")
 """Phases in which a module call can fail."""
 
 
-def caught_in(
-    run: Run, findings: Sequence[Finding], limit: int = CAPSULE_LIMIT, seconds: float = SECONDS
-) -> Capsule | NoCapsule | None:
+def caught_in(run: Run, findings: Sequence[Finding], limit: int = CAPSULE_LIMIT) -> Capsule | NoCapsule | None:
     """The capsule of what failed in ``run``, or why there is none; None where nothing failed in it.
 
     Args:
-        run: has left processes that stand by.
+        run: has left what it kept beside its trace.
         findings: of the run, the root cause first.
         limit: bytes that the capsule may take.
-        seconds: that catching and reducing the call may take.
     """
     failures = [finding for finding in findings if finding.severity is not Severity.INFO]
     operators = sorted(run.directory.glob("operator-*.json"))
     try:
-        return _caught_in(run, failures, operators, limit, seconds)
+        return _caught_in(run, failures, operators, limit)
     finally:
         _discard(operators)
 
 
 def _caught_in(
-    run: Run, failures: Sequence[Finding], operators: Sequence[Path], limit: int, seconds: float
+    run: Run, failures: Sequence[Finding], operators: Sequence[Path], limit: int
 ) -> Capsule | NoCapsule | None:
     named = {path: _IN_PLACE.fullmatch(path.name) for path in run.directory.glob("capsule-*-*.json")}
     made = sorted((path for path, match in named.items() if match), key=lambda path: int(path.name.split("-")[1]))
-    if not failures or not (made or operators or waiting_in(run.directory)):
+    if not failures:
+        _discard(made)
         return None
     try:
         operator = _operator_of(failures[0], operators)
         if operator is not None:
             description = {**_description(operator), "finding": _finding(run, failures[0])}
             return _placed(description, _tensors_of(operator), _place(run))
-        wanted, window = _wanted(run, failures[0], limit, in_place=bool(made))
-        if made:
-            return _made_in_place(made, wanted, _place(run))
-        return _caught(run, wanted, window, seconds)
+        return _chosen(made, _wanted(run, failures[0], limit), _place(run))
     except UsageError as error:
         return NoCapsule(why=error.message)
     except (OSError, ValueError) as error:
-        return NoCapsule(why=f"the process that stood by did not leave one ({error})")
+        return NoCapsule(why=f"what the process has left cannot be read ({error})")
+    finally:
+        _discard(made)
 
 
 def _place(run: Run) -> Path:
@@ -108,8 +95,8 @@ def _place(run: Run) -> Path:
     return next((path for path in inside if path.name == BEFORE), run.directory).with_name(DIRECTORY)
 
 
-def _wanted(run: Run, finding: Finding, limit: int, *, in_place: bool = False) -> tuple[dict[str, Any], Window]:
-    """Which call to catch, as :class:`dtypedoctor.instrument.capsule.Wanted` has it, and the window that it lies in.
+def _wanted(run: Run, finding: Finding, limit: int) -> dict[str, Any]:
+    """Which call to choose: how it fails, what it raises and where, the finding, the fixes that matter, and how many bytes it may take.
 
     Raises:
         UsageError: no module call fails.
@@ -118,10 +105,8 @@ def _wanted(run: Run, finding: Finding, limit: int, *, in_place: bool = False) -
         raise UsageError(f"the finding is about the {finding.phase} phase, and only a module call can be kept")
     analysis = analysis_of(run.trace)
     raised = analysis.uncaught if analysis.measured_incident is None else None
-    is_outside = finding.fqn is None if raised is None or in_place else not raised.modules
-    if is_outside:
+    if finding.fqn is None:
         raise UsageError("it fails outside of module calls")
-    window = next(iter(suspicious_windows(run.trace)), Window(call=1))
     kind = "raised" if raised is not None else "backward" if finding.phase == "backward" else "nonfinite"
     if kind == "nonfinite" and finding.id in _FINITE:
         kind = "silent"
@@ -129,12 +114,7 @@ def _wanted(run: Run, finding: Finding, limit: int, *, in_place: bool = False) -
         raise UsageError("nothing that the call returns shows it")
     if kind == "nonfinite" and _is_of_gradient(analysis):
         kind = "backward"
-    module = finding.fqn or "" if raised is None else _around(raised, finding)
-    if finding.id in _SEEN_AROUND:
-        module = module.rpartition(".")[0]
-    wanted = {
-        "module": module,
-        "call": 0 if kind == "backward" else window.call,
+    return {
         "kind": kind,
         "limit": limit,
         "finding": _finding(run, finding),
@@ -142,7 +122,6 @@ def _wanted(run: Run, finding: Finding, limit: int, *, in_place: bool = False) -
         "raised_in": [] if raised is None else raised.modules[-1:],
         "fixes": list(dict.fromkeys([*finding.remedies, *_FIXES_OF_ANY_CALL])),
     }
-    return wanted, window
 
 
 def _finding(run: Run, finding: Finding) -> dict[str, Any]:
@@ -174,60 +153,24 @@ def _is_of_gradient(analysis: Analysis) -> bool:
     return incident is not None and incident.site is not None and incident.site.kind in GRADIENTS
 
 
-def _around(raised: Raised, finding: Finding) -> str:
-    """The smallest module that holds the one that raised, the one that is to blame, and where the dtypes come from that met there."""
-    if not raised.modules:  # a backward pass runs outside of module calls
-        return finding.fqn or ""
-    links = (link.fqn for link in (*finding.provenance, *finding.met))
-    names = [raised.modules[-1], *(name for name in (finding.fqn, *links) if name is not None)]
-    paths = [name.split(".") for name in names]
-    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
-
-
-def _caught(run: Run, wanted: dict[str, Any], window: Window, seconds: float) -> Capsule | NoCapsule:
-    waiting = before(waiting_in(run.directory), [window])
-    if waiting is None:
-        return NoCapsule(why="no process stood by before the call that fails")
-    place = _place(run)
-    scratch = place.with_name(f".{DIRECTORY}")
-    scratch.mkdir()
-    try:
-        raised = analysis_of(run.trace).uncaught
-        told = {
-            "windows": [],
-            "seconds": int(seconds),
-            "raised": [raised.type, raised.call] if raised is not None else [],
-            "capsule": {key: value for key, value in wanted.items() if key not in ("raised", "raised_in")},
-        }
-        if not go_on(waiting, scratch, told, seconds):
-            return NoCapsule(why=f"catching the call took more than {seconds:.0f} s")
-        return _kept(scratch, place)
-    finally:
-        with suppress(OSError):
-            shutil.rmtree(scratch)
-
-
-def _made_in_place(made: Sequence[Path], wanted: dict[str, Any], directory: Path) -> Capsule | NoCapsule:
-    """The first capsule of the wanted kind that the process has left beside its trace; none of them stays there."""
-    try:
-        for path in made:
-            description = _description(path)
-            tensors = _tensors_of(path)
-            around = f"{description['fqn']}." if description["fqn"] else ""
-            inside = any(f"{fqn}.".startswith(around) for fqn in (wanted["finding"]["fqn"] or "", *wanted["raised_in"]))
-            if description["kind"] != wanted["kind"] or not inside or not _is_of(description, wanted):
-                continue
-            if "why" in description:
-                return NoCapsule(why=str(description["why"]))
-            if not tensors.is_file():
-                continue
-            size = tensors.stat().st_size
-            if size > wanted["limit"]:
-                return NoCapsule(why=f"it takes {size:,} bytes, and --capsule-limit is {wanted['limit']:,}")
-            told = {**description, "finding": wanted["finding"], "fixes": _wanted_of(description, wanted["fixes"])}
-            return _placed(told, tensors, directory)
-    finally:
-        _discard(made)
+def _chosen(made: Sequence[Path], wanted: dict[str, Any], directory: Path) -> Capsule | NoCapsule:
+    """The first capsule that fails as the finding says."""
+    for path in made:
+        description = _description(path)
+        tensors = _tensors_of(path)
+        around = f"{description['fqn']}." if description["fqn"] else ""
+        inside = any(f"{fqn}.".startswith(around) for fqn in (wanted["finding"]["fqn"] or "", *wanted["raised_in"]))
+        if description["kind"] != wanted["kind"] or not inside or not _is_of(description, wanted):
+            continue
+        if "why" in description:
+            return NoCapsule(why=str(description["why"]))
+        if not tensors.is_file():
+            continue
+        size = tensors.stat().st_size
+        if size > wanted["limit"]:
+            return NoCapsule(why=f"it takes {size:,} bytes, and --capsule-limit is {wanted['limit']:,}")
+        told = {**description, "finding": wanted["finding"], "fixes": _wanted_of(description, wanted["fixes"])}
+        return _placed(told, tensors, directory)
     return NoCapsule(why="by itself no module around the failing operator fails")
 
 
@@ -271,17 +214,6 @@ def _wanted_of(description: Mapping[str, Any], fixes: Sequence[str]) -> list[dic
 
 def _tensors_of(path: Path) -> Path:
     return path.with_suffix(".safetensors")
-
-
-def _kept(scratch: Path, directory: Path) -> Capsule | NoCapsule:
-    """Moves what was caught to where it belongs."""
-    data = read_file(scratch / CAPSULE)
-    if not data:
-        return NoCapsule(why="by itself no module around the failing operator fails")
-    description = parse_json(data)
-    if "why" in description:
-        return NoCapsule(why=str(description["why"]))
-    return _placed(description, scratch / CAPSULE_TENSORS, directory)
 
 
 def _placed(description: dict[str, Any], tensors: Path, directory: Path) -> Capsule:

@@ -52,7 +52,7 @@ def first_run(run: Callable[[str, Request], Run], scenario: Scenario, plan: Plan
             Request(
                 scenario=scenario,
                 witness=plan.certify and is_script,
-                standby=is_script,
+                replay=is_script,
                 capsule_limit=plan.capsule_limit,
             ),
         )

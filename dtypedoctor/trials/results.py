@@ -177,7 +177,7 @@ class Treatment:
         diagnosed: the trace that the findings come from (the closer look's where there is one).
         complete: whether remedies were to be tried, so that the scenario's expectation can be judged.
         replayed: of a second look that is a replay of a part of the run, how it was compared with it.
-        capsule: the failing call, kept beside the run, or why it is not; None where nothing failed or no process stood by.
+        capsule: the failing call, kept beside the run, or why it is not; None where nothing failed.
         refusals: the runs after the first that could not be made, and why.
         rerun_differs: of a script that was run again, what it did otherwise than in its first run, as a clause; else empty.
         inside: of the call of a capsule, the parts of its module that must run in float32; None where it was not bisected.

@@ -1,6 +1,5 @@
-"""Looks at a failure with the op trace on: in a replay of the part of the run that failed, or in another run of the scenario."""
+"""Looks at a failure with the op trace on: in calls that the run itself has made again, or in another run of the scenario."""
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -9,21 +8,16 @@ from dtypedoctor.diagnosis.incidents import Incident
 from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.window import eager_window, shows_failure, suspicious_windows
 from dtypedoctor.diagnosis.wording import short
-from dtypedoctor.errors import UsageError
-from dtypedoctor.foreign_files import parse_json, read_file, write_file
-from dtypedoctor.runner.process import ending_by_interrupt
-from dtypedoctor.runner.run import Run, open_run
+from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Request, Scenario, Window
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES, NotWatched, Raised, Sample, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import EAGER, CompileCounts, ReplayedCall
 from dtypedoctor.trials.remedies import is_script
-from dtypedoctor.trials.replays import LONGEST, Replays, replay_of
 from dtypedoctor.trials.runs import LaterRuns, was_asked_to_end
-from dtypedoctor.unpatched import to_json
 from dtypedoctor.values import dataclass
 
-__all__ = ["CloserLook", "another_way", "keep_look", "kept_look", "look_closer", "replayed", "unconfirmed"]
+__all__ = ["CloserLook", "another_way", "in_place", "look_closer", "unconfirmed"]
 
 
 MAX_LOOKS = 2
@@ -35,12 +29,9 @@ NOT_MADE = "the second run could not be made"
 NOT_SEEN_AGAIN = "the failure did not come back in a second run, so no op trace shows it"
 NOT_RECURRED = "the failure did not recur"
 NOT_REPLAYED = "nothing could be replayed: {}"
-NOT_IN_REPLAY = "the failure did not come back in the replay"
+NO_CALL = "what failed is no module call"
+TELLS_OPERATOR = "{}; another run can record the operator that failed"
 MAY_PROVE = "{}; another run may prove the finding"
-OTHER_REPLAY = "the replay went another way: {}"
-INTERRUPTED = "the replay was interrupted"
-SECONDS_AFTER_SIGNAL = 20.0
-"""How long a replay may take after a signal to end: a batch system kills half a minute later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +44,7 @@ class CloserLook:
         no_closer: why there is none, where there is none.
         other: a second run that shows something else.
         doubt: what that run did instead, in words.
-        certificate: of a replay, how it was compared with the run, as a sentence.
+        certificate: of calls that were made again, how they were compared with the run, as a sentence.
         differs: how the bits of a replay differ from those of the run, as a clause.
         rerun_differs: of a script that was run again, what it did otherwise, as a clause; empty where it did the same.
         rerun_tells: what another run would tell that is not known now, as a clause; empty where it would tell nothing.
@@ -84,41 +75,10 @@ class CloserLook:
         return findings if self.other is None else unconfirmed(findings, self.other.trace, self.doubt)
 
 
-LOOK = "look.json"
-"""In the directory of a replay: how it compared with the run."""
-
-
-def keep_look(look: CloserLook) -> None:
-    """Writes down beside a replay how it compared with the run, for who joins what several machines have recorded."""
-    if look.closer is None or not look.certificate:
-        return
-    told = {"of": look.before.directory.name, "certificate": look.certificate, "differs": look.differs}
-    with contextlib.suppress(OSError):  # it is told in this run's report all the same
-        write_file(look.closer.directory / LOOK, to_json(told))
-
-
-def kept_look(run: Run) -> CloserLook:
-    """The replay of a finished run that was made when it ended, on its machine; else what the run itself shows."""
-    for path in sorted(run.directory.parent.glob(f"closer*/{LOOK}")):
-        try:
-            told = parse_json(read_file(path))
-            if told["of"] == run.directory.name:
-                made = replace(open_run(path.parent).run, foreign=run.trace.by_call)
-                return CloserLook(
-                    before=run,
-                    closer=replay_of(run, made),
-                    certificate=str(told["certificate"]),
-                    differs=str(told["differs"]),
-                )
-        except (OSError, ValueError, TypeError, KeyError, UsageError):  # as good as none
-            continue
-    return _replayed_in_place(run) if run.trace.observed(ReplayedCall) else CloserLook(before=run)
-
-
 def look_closer(scenario: Scenario, before: Run, later: LaterRuns, *, may_rerun: bool) -> CloserLook:
     """The failure with the op trace on, or why there is no such look at it.
 
-    A script has left forks from which the part that failed is replayed. It is run again only where they do not explain the failure.
+    A script has made what failed again itself, when it failed. It is run again only where that does not explain the failure.
 
     Args:
         scenario: what was run.
@@ -128,22 +88,12 @@ def look_closer(scenario: Scenario, before: Run, later: LaterRuns, *, may_rerun:
     """
     if not is_script(scenario):
         return _run_again(scenario, before, later, "closer") if may_rerun else CloserLook(before=before)
-    look = _replayed_unless_interrupted(scenario, before, later)
+    look = in_place(before)
     if not look.rerun_tells or not may_rerun or _was_stopped(before):
         return look
     again = _run_again(scenario, before, later, "rerun")
     differs = NOT_RECURRED if again.no_closer == NOT_SEEN_AGAIN else again.doubt
     return replace(look if again.closer is None and look.closer is not None else again, rerun_differs=differs)
-
-
-def _replayed_unless_interrupted(scenario: Scenario, before: Run, later: LaterRuns) -> CloserLook:
-    """A replay takes as long as the run did, or longer; who asks for the end meanwhile gets the report of the run."""
-    try:
-        with ending_by_interrupt():
-            return replayed(scenario, before, SECONDS_AFTER_SIGNAL if was_asked_to_end(before) else LONGEST)
-    except KeyboardInterrupt:
-        later.end()
-        return _untold(CloserLook(before=before), INTERRUPTED)
 
 
 def _run_again(scenario: Scenario, before: Run, later: LaterRuns, label: str) -> CloserLook:
@@ -154,46 +104,25 @@ def _run_again(scenario: Scenario, before: Run, later: LaterRuns, label: str) ->
     return _doubted(look, f"a second run went another way: {doubt}", doubt) if doubt else look
 
 
-def replayed(scenario: Scenario, before: Run, longest: float = LONGEST) -> CloserLook:
-    """The failing part of a run again with the op trace on, from a process that stood by before it, or why there is none.
-
-    Args:
-        scenario: what was run.
-        before: the run.
-        longest: seconds that it may take.
-    """
-    replays = Replays(before, longest)
-    look = _looked(scenario, before, replays, "closer")
-    if look.closer is None and look.other is None and before.trace.observed(ReplayedCall):
+def in_place(before: Run) -> CloserLook:
+    """What a run has left of calls that it made again itself, where they failed, or why there is nothing of the kind."""
+    if before.trace.observed(ReplayedCall):
         return _replayed_in_place(before)
-    if look.closer is None:
-        return _without_replay(look, replays.why_not and (_why_not_in_place(before) or replays.why_not))
-    certificate = replays.certificate(look.closer)
-    ended = look.closer.trace.end is not None  # else it was over long after what it was made for
-    doubt = (another_way(before, look.closer) if ended else "") or certificate.doubt
-    if doubt:
-        why = OTHER_REPLAY.format(doubt)
-        return _untold(_doubted(look, why, doubt), why)
-    told = MAY_PROVE.format(certificate.differs) if certificate.differs else ""
-    return replace(look, certificate=certificate.words, differs=certificate.differs, rerun_tells=told)
+    if not suspicious_windows(before.trace) or _explains_what_it_raised(before.trace):
+        return CloserLook(before=before, no_closer=NOTHING_POINTED)
+    why = NOT_REPLAYED.format(_why_not_in_place(before) or NO_CALL)
+    return CloserLook(before=before, no_closer=why, rerun_tells=TELLS_OPERATOR.format(why))
 
 
-def _without_replay(look: CloserLook, why_not: str) -> CloserLook:
-    """There is no replay, for the reason ``why_not`` if there is one, or it does not show the failure."""
-    if why_not:  # a replay that ended before the failure is no second run in which that did not come back
-        return _untold(replace(look, doubt=why_not), NOT_REPLAYED.format(why_not))
-    if look.other is not None:
-        return _untold(replace(look, doubt=NOT_IN_REPLAY), NOT_IN_REPLAY)
-    return look
-
-
-def _untold(look: CloserLook, why: str) -> CloserLook:
-    """``look`` at a failure that no replay explains, for the reason ``why``."""
-    return replace(look, no_closer=why, rerun_tells=f"{why}; another run can record the operator that failed")
+def _explains_what_it_raised(trace: Trace) -> bool:
+    """Whether a run knows why it has raised, outside of module calls: the operator was seen there, and tried with other dtypes."""
+    analysis = analysis_of(trace)
+    first = next(iter(analysis.findings), None)
+    return analysis.uncaught is not None and first is not None and first.confidence is Confidence.PROVEN
 
 
 def _replayed_in_place(before: Run) -> CloserLook:
-    """The op trace that the run itself has left, of calls that it made again; where one of these went differently, what is seen without it."""
+    """The op trace of a run, of calls that it made again; where one of these went differently, what is seen without it."""
     seen = [record.what for record in before.trace.observed(ReplayedCall)]
     begun = f"Op trace: {_number_of(seen)} replayed in the process itself, {_moment_of(seen)}"
     doubt = next((what.doubt for what in seen if what.doubt), "")
@@ -243,7 +172,7 @@ def _doubted(look: CloserLook, why: str, doubt: str) -> CloserLook:
     return replace(look, closer=None, no_closer=why, other=look.closer, doubt=doubt)
 
 
-def _looked(scenario: Scenario, before: Run, later: LaterRuns | Replays, label: str) -> CloserLook:
+def _looked(scenario: Scenario, before: Run, later: LaterRuns, label: str) -> CloserLook:
     """Opens the likeliest window; where the op trace shows that what looked like a failure got nowhere, the next one as well.
 
     ``label`` names the directory of the run, and begins the names of the next ones.
@@ -264,9 +193,7 @@ def _looked(scenario: Scenario, before: Run, later: LaterRuns | Replays, label: 
     return CloserLook(before=before, closer=closer, no_closer="" if closer is not None else NOTHING_POINTED)
 
 
-def _not_seen_again(
-    scenario: Scenario, before: Run, later: LaterRuns | Replays, label: str, *, may_look: bool
-) -> CloserLook:
+def _not_seen_again(scenario: Scenario, before: Run, later: LaterRuns, label: str, *, may_look: bool) -> CloserLook:
     """A failure that went away with the op trace may have been the compiler's: the call is made compiled and in eager mode."""
     window = eager_window(before.trace, analysis_of(before.trace).incidents) if may_look else None
     if window is not None:

@@ -14,7 +14,6 @@ from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.wording import class_of_named
 from dtypedoctor.errors import UsageError, WorkerDiedError
 from dtypedoctor.foreign_files import reason
-from dtypedoctor.replay.wake import dismiss
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Model, Request, Scenario, ScenarioStep, Script, Unload
 from dtypedoctor.trace.model import Trace
@@ -43,7 +42,7 @@ from dtypedoctor.trials.runs import (
     said_of_spawned,
     was_asked_to_end,
 )
-from dtypedoctor.trials.second_run import CloserLook, keep_look, look_closer, replayed
+from dtypedoctor.trials.second_run import CloserLook, in_place, look_closer
 from dtypedoctor.trials.summary import compare_unwatched, summarise
 from dtypedoctor.values import dataclass
 
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
     from dtypedoctor.trials.bisection.results import Inside
 
 WATCHED_LIVE = "the program was instrumented while it ran and is not run again from here (of a script, `dtypedoctor exec` does that; in a notebook, run it again with the edit or with dtypedoctor.apply)"
-LIVE_SECONDS = 60.0
-"""How long a program that watches itself waits for a replay, and for the capsule of the call that failed."""
 NOT_COMPARED = Observer(bitwise_equal=None, reason="the script was not run without instrumentation; --rerun does that")
 
 CALL_NOT_COMPARED = Observer(
@@ -92,14 +89,9 @@ def treat(
     if not was_asked_to_end(before):
         expect(unwatched)
         expect(_likely_fixes(scenario, before, static, plan))
-    try:
-        look = look_closer(scenario, before, later, may_rerun=plan.closer)
-        keep_look(look)
-        findings = _found_in(look.seen, before, static)
-        capsule = caught_in(before, findings, plan.capsule_limit) if is_script(scenario) else None
-    finally:
-        for process in before.processes:
-            dismiss(process.directory)
+    look = look_closer(scenario, before, later, may_rerun=plan.closer)
+    findings = _found_in(look.seen, before, static)
+    capsule = caught_in(before, findings, plan.capsule_limit) if is_script(scenario) else None
     failed = _has_failed(before, findings)
     if not was_asked_to_end(before):
         expect(_fixes(scenario, findings, before, plan))
@@ -181,35 +173,26 @@ def _uninstrumented(scenario: Scenario) -> Request:
     return Request(scenario=scenario, watch=False, repeats="before" if of_script else None, witness=of_script)
 
 
-def examine(scenario: Scenario, run: Run, *, replay: bool = False, look: CloserLook | None = None) -> Treatment:
+def examine(scenario: Scenario, run: Run, *, replay: bool = False) -> Treatment:
     """Diagnoses a run that is over and cannot be done again from here.
 
     Args:
         scenario: stands for the program that was watched.
         run: what was watched of it.
-        replay: replay what failed from the forks that the run has left, and keep the failing call as a capsule.
-        look: the replay that was made already, where there is one.
+        replay: the run has made what failed again; the failing call is kept as a capsule.
     """
     run = with_caught(run)
-    look = CloserLook(before=run) if look is None else look
-    capsule = None
-    try:
-        if replay:
-            look = replayed(scenario, run, LIVE_SECONDS)
-        seen = look.seen.trace
-        found = across_ranks(said_of_caught(analysis_of(seen).findings, seen), ranks_of(run), rank_of(run))
-        if replay:
-            capsule = caught_in(run, found, seconds=LIVE_SECONDS)
-    finally:
-        if replay:
-            dismiss(run.directory)
+    look = in_place(run)
+    seen = run.trace
+    found = across_ranks(said_of_caught(analysis_of(seen).findings, seen), ranks_of(run), rank_of(run))
+    capsule = caught_in(run, found) if replay else None
     findings = look.cap_confidence(found)
     return Treatment(
         scenario=scenario,
         before=run,
         before_summary=summarise("before", run, scenario),
         closer=look.closer,
-        no_closer=look.no_closer or WATCHED_LIVE,
+        no_closer=look.no_closer if replay and look.no_closer else WATCHED_LIVE,
         replayed=look.certificate,
         capsule=capsule,
         diagnosed=seen,

@@ -1,9 +1,7 @@
 """Tries fixes on the failing call of a replay, in the process that has just kept it as a capsule: what works is *fixed on this call*.
 
 One call is made for each fix, with the fix in place, and one without it after that, which must fail as before: so nothing but the fix has made the
-difference. Where a fork has kept it (:func:`tried_fixes`) the process ends with that, so a fix that cannot be undone costs the ones after it and nothing
-else. Where the program itself has (CUDA, FSDP2), the call is built again from the files of the capsule once the program is over
-(:func:`try_on_capsules`), and shares nothing with it.
+difference. The call is built from the files of the capsule once the program is over (:func:`try_on_capsules`), and shares nothing with it.
 """
 
 import os

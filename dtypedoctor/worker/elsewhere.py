@@ -3,7 +3,6 @@
 torch is imported by the functions that need it: this module begins to listen before the program has imported it.
 """
 
-import functools
 import os
 import resource
 import sys
@@ -145,33 +144,23 @@ class Elsewhere:
         self._compiles = False
         self._waited_for = _children_waited_for()
         self._had_child = _has_child()
-        self._had_children = False
 
     def begin(self) -> None:
         """Begins to listen; to be called once."""
         self._listening = True
-        leave_out_hooks_of_standbys()
-        at_fork(before=self._forking, after_in_parent=self._forked)
+        at_fork(after_in_parent=self._forked)
         at_audit(self.heard, "subprocess.Popen", "os.posix_spawn", "os.system", "os.exec", "ctypes.dlopen")
 
     def end(self) -> None:
         """Stops listening."""
         self._listening = False
 
-    def _forking(self) -> None:
-        if _is_standby():
-            self._had_children = self._had_children or self._has_had_children()
-
     def _forked(self) -> None:
-        self._forks += self._listening and not _is_standby()
+        self._forks += self._listening
 
     def torch_is_there(self) -> None:
         """This process has imported torch itself."""
         self._torch.by_this_process()
-
-    def standby_is_there(self) -> None:
-        """A process of ours was waited for, and is none of the program's."""
-        self._waited_for = _children_waited_for()
 
     def heard(self, event: str, details: tuple[Any, ...]) -> None:
         """Notes an audit event."""
@@ -226,42 +215,7 @@ class Elsewhere:
 
     def _has_had_children(self) -> bool:
         """Whether there is a first child now, or one was waited for; multiprocessing spawns without an event."""
-        if self._had_children:
-            return True
         return _children_waited_for() != self._waited_for or (_has_child() and not self._had_child)
-
-
-_NEEDED_IN_FORKS = sys.stdlib_module_names | {"torch", "dtypedoctor"}
-"""Packages whose fork hooks are called for a standby as well: they make their locks usable in it."""
-
-
-@functools.cache
-def leave_out_hooks_of_standbys() -> None:
-    """Has hooks that a program registers with ``os.register_at_fork`` from now on called for its own forks only."""
-    register = os.register_at_fork
-
-    @functools.wraps(register)
-    def register_at_fork(*args: Any, **hooks: Any) -> None:
-        package = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
-        if package not in _NEEDED_IN_FORKS:
-            hooks = {when: _unless_standby(hook) if callable(hook) else hook for when, hook in hooks.items()}
-        register(*args, **hooks)
-
-    os.register_at_fork = register_at_fork
-
-
-def _unless_standby(hook: Callable[[], Any]) -> Callable[[], None]:
-    def called() -> None:
-        if not _is_standby():
-            hook()
-
-    return called
-
-
-def _is_standby() -> bool:
-    """Whether the fork that is being made is a standby of ours; what makes them is not imported for this question."""
-    standby = sys.modules.get("dtypedoctor.replay.standby")
-    return standby is not None and bool(standby.is_forking())
 
 
 def outliving_threads() -> Iterator[tuple[str, str]]:

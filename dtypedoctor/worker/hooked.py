@@ -213,7 +213,7 @@ def request_of(argv: "list[str]") -> "dict[str, object]":
         },
         "watch": True,
         "windows": [],
-        "standby": True,
+        "replay": True,
         "capsule_limit": 64 << 20,
         "repeats": None,
         "witness": False,

@@ -24,7 +24,6 @@ from dtypedoctor.instrument.phases import ScalerStep
 from dtypedoctor.instrument.readable import values_of
 from dtypedoctor.instrument.session import FOR_GOOD
 from dtypedoctor.lasting import at_fork
-from dtypedoctor.replay.standby import is_forking
 from dtypedoctor.trace.events import Environment, Metric, NotWatched
 from dtypedoctor.trace.records.execution import LogFilter, OptimizerSteps
 from dtypedoctor.trace.writer import TraceWriter
@@ -118,11 +117,6 @@ class ProcessWatch:
         ]
         at_fork(after_in_child=self._be_quiet)
 
-    def adopt(self, windows: Sequence[OpWindow]) -> None:
-        """Goes on in a process forked from the one in which the watch began, with the op trace on in ``windows``."""
-        self._owner = getpid()
-        self.instruments.look_into(windows)
-
     def finish(self, error: BaseException | None, libraries: Sequence[str] = ()) -> Totals:
         """Stops watching, and writes what only the end knows; see :class:`dtypedoctor.worker.recording.Watch`."""
         if isinstance(error, SystemExit):
@@ -208,8 +202,7 @@ class ProcessWatch:
 
     def _be_quiet(self) -> None:
         """A forked child (a data loader's worker, say) is not watched: the trace is its parent's."""
-        if not is_forking():
-            self.instruments.position.muted = FOR_GOOD
+        self.instruments.position.muted = FOR_GOOD
 
     def _describe(self, module: nn.Module) -> None:
         """Writes the environment when it matters, and not earlier: a program may still set it up after importing torch."""

@@ -6,10 +6,11 @@ user without the frames of this package.
 """
 
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -76,7 +77,6 @@ class Recording:
         self._owner = getpid()
         self._began = perf_counter()
         self._over = False
-        self._is_expected: Callable[[BaseException], bool] | None = None
         self.writer.write(header(watched=watched))
 
     @property
@@ -107,20 +107,6 @@ class Recording:
             self._elsewhere.torch_is_there()
         keep_out_of_compiler(audited)
 
-    def standby_is_there(self) -> None:
-        """A process of ours was forked, which is none of the program's."""
-        if self._elsewhere is not None:
-            self._elsewhere.standby_is_there()
-
-    def go_on(self, is_expected: Callable[[BaseException], bool]) -> None:
-        """This process is a fork of the recorded one and replays a part of the program: it ends with the program's last line.
-
-        Args:
-            is_expected: whether an exception is what the program itself has ended with.
-        """
-        self._owner = getpid()
-        self._is_expected = is_expected
-
     def refuse(self, message: str, hint: str = "") -> None:
         """What was asked for cannot be run; nothing that a watch knows is written."""
         self.writer.write(Refused(message=message, hint=hint))
@@ -136,9 +122,6 @@ class Recording:
         """
         if not self.active:
             return
-        failure = None if isinstance(error, SystemExit) else error  # a program leaves so that has caught its failure
-        if failure is not None and self._is_expected is not None and not self._is_expected(failure):
-            os._exit(0)  # it wanted to change something that a replay must not change: what comes now says nothing
         self._over = True
         is_program = self._elsewhere is not None
         if error is not None and is_program:
@@ -199,8 +182,6 @@ class Recording:
         self._over = True
         self.writer.write(End(n=self.writer.next_n(), outcome=outcome, steps_completed=steps))
         self.writer.close()
-        if self._is_expected is not None:
-            os._exit(0)
 
 
 def move_when_this_process_ends(private: str, wanted: str) -> None:
@@ -209,14 +190,36 @@ def move_when_this_process_ends(private: str, wanted: str) -> None:
     Raises:
         OSError: it cannot be started; the record then stays where it is if the program is killed.
     """
-    from dtypedoctor.replay.standby import not_told_of_children
-
     nowhere = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
     command = [sys.executable, "-I", "-S", guardian.PROGRAM, guardian.FOLLOW, str(getpid()), private, wanted]
-    with not_told_of_children():
+    with _not_told_of_children():
         started = os.posix_spawn(sys.executable, command, os.environ, file_actions=nowhere)
         with suppress(ChildProcessError):  # a thread of the program waits for any child
             os.waitpid(started, 0)  # it has forked, and ends
+
+
+_SIZE_OF_SIGACTION = 256
+"""Bytes; more than the structure has anywhere. Zeros stand for the default action."""
+
+
+@contextmanager
+def _not_told_of_children() -> Iterator[None]:
+    """The program's handler of SIGCHLD, whatever it is, does not run for children that end inside; it does after it for those of its own.
+
+    Blocking the signal instead would only delay it, or let a thread of a library take it.
+    """
+    import ctypes  # not where nothing is started
+
+    libc = ctypes.CDLL(None)
+    handler, default = (ctypes.create_string_buffer(_SIZE_OF_SIGACTION) for _ in range(2))
+    libc.sigaction(signal.SIGCHLD, default, handler)
+    try:
+        yield
+    finally:
+        libc.sigaction(signal.SIGCHLD, handler, None)
+    with suppress(ChildProcessError):
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            os.kill(getpid(), signal.SIGCHLD)
 
 
 HOME = str(Path(__file__).resolve().parents[1])

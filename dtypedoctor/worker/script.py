@@ -30,7 +30,6 @@ from dtypedoctor.worker.recording import Recording, hide_in_excepthook
 if TYPE_CHECKING:
     from dtypedoctor.worker.process_watch import ProcessWatch
     from dtypedoctor.worker.spawned import Spawned
-    from dtypedoctor.worker.standbys import Standbys
     from dtypedoctor.worker.treated import EditedLibrary
 
 
@@ -142,7 +141,6 @@ class ScriptRecording:
         self._randomness = RandomStates(directory, first)
         self._first_run_files = FirstRunFiles(first, directory, self._leave) if first is not None else None
         self._spawned: Spawned | None = None
-        self._standbys: Standbys | None = None
         self._edited: list[EditedLibrary] = []
 
     def begin(self) -> None:
@@ -175,9 +173,6 @@ class ScriptRecording:
             one.record(self._recording.writer)
         followed = self._spawned.followed if self._spawned is not None else 0
         self._recording.end(error, self._unwatched(), followed)
-        if error is None and self._standbys is not None:
-            with contained():  # what is wrong with the trace is told by who reads it
-                self._standbys.dismiss_unneeded()
 
     def _unwatched(self) -> Iterator[tuple[str, str]]:
         """What was not watched of the processes and threads that the script has started, and why."""
@@ -190,8 +185,8 @@ class ScriptRecording:
             watch = _watch(self._recording.writer, self._request, {one.name for one in self._edited})
             self._recording.torch_is_there(watch)
             watch.start()
-            if self._request["standby"]:
-                self._standbys = standing_by(self._directory, self._recording, watch, self._request["capsule_limit"])
+            if self._request["replay"]:
+                watch.instruments.replay_failures(self._request["capsule_limit"])
             keep_out_of_compiler(FirstRunFiles.heard)
         if ours.error is not None:
             self._failed(NOTHING_WATCHED, ours.error)
@@ -215,15 +210,6 @@ class ScriptRecording:
                 f"the script reads or continues {path}, written during its first run: a second run would be another one"
             )
         os._exit(2)
-
-
-def standing_by(directory: Path, recording: Recording, watch: "ProcessWatch", capsule_limit: int) -> "Standbys":
-    """Has the process leave forks from which parts of it can be replayed, or replay them itself, with capsules of so many bytes."""
-    from dtypedoctor.worker.standbys import Standbys
-
-    standbys = Standbys(directory, recording, watch, capsule_limit)
-    standbys.begin()
-    return standbys
 
 
 def edited_libraries(request: Mapping[str, Any], writer: TraceWriter) -> list["EditedLibrary"]:

@@ -82,7 +82,7 @@ def measured(case: Case, folder: Path) -> Row:
     treatment = treat_forked(case.path, folder, ONE_RUN)
     capsule = treatment.capsule
     if not isinstance(capsule, Capsule):
-        why = capsule.why if isinstance(capsule, NoCapsule) else "nothing was found, or nothing stood by"
+        why = capsule.why if isinstance(capsule, NoCapsule) else "nothing was found"
         first = treatment.findings[0].id if treatment.findings else "-"
         return Row(name=case.name, why=f"[{first}] {why}")
     scenario = scenario_of(capsule, [], allow_code=True)

@@ -22,6 +22,7 @@ from snapshot import Entry, entry
 
 from dtypedoctor.cli.reported import exit_code
 from dtypedoctor.diagnosis.rule import Finding, Severity
+from dtypedoctor.instrument.instruments import HOW_TO_REPLAY
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.to_json import render_json
@@ -84,7 +85,16 @@ def treat_forked(path: Path, folder: Path, plan: Plan, remedies: Sequence[str] =
     """Treats a script in ``folder`` and asks for ``remedies``; each run is a fork."""
     work = folder / "work"
     work.mkdir()
-    scenario = Scenario(
+
+    def launch(label: str, request: Request) -> Run:
+        return run_forked(request, folder / label, work)
+
+    return treat(scenario_of(path, remedies), launch, plan)
+
+
+def scenario_of(path: Path, remedies: Sequence[str] = ()) -> Scenario:
+    """The scenario that ``exec`` makes of a script."""
+    return Scenario(
         name=path.stem,
         summary=path.stem,
         deterministic=False,
@@ -92,27 +102,35 @@ def treat_forked(path: Path, folder: Path, plan: Plan, remedies: Sequence[str] =
         steps=[ScenarioStep(workload=Script(kind="script", path=str(path)))],
     )
 
-    def launch(label: str, request: Request) -> Run:
-        return run_forked(request, folder / label, work)
 
-    return treat(scenario, launch, plan)
+def run_alone(path: Path, folder: Path, *, replay: str = "") -> Run:
+    """Runs a script in a folder that does not exist yet, whose child ``work`` is its working directory: as it would run alone, or with
+    ``replay`` watched, as ``DTYPEDOCTOR_REPLAY_IN_PLACE`` says it."""
+    (folder / "work").mkdir(parents=True)
+    request = Request(scenario=scenario_of(path), watch=bool(replay), replay=bool(replay), witness=True)
+    return run_forked(request, folder / "run", folder / "work", replay)
 
 
-def run_forked(request: Request, directory: Path, work: Path) -> Run:
+def files_in(folder: Path) -> dict[str, bytes]:
+    """What lies below a folder, by name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def run_forked(request: Request, directory: Path, work: Path, replay: str = "") -> Run:
     """The request in a child that has the heavy libraries imported."""
     directory.mkdir()
     (directory / REQUEST).write_text(request.model_dump_json(), encoding="utf-8")
     began = time.monotonic()
-    code = fork(live, directory, work, os.environ.get(IN_PLACE, "")).wait()
+    code = fork(live, directory, work, replay).wait()
     ended = WorkerExit(code=code, timed_out=False, seconds=time.monotonic() - began)
     return collect(directory, ended, foreign=True)
 
 
-def live(directory: Path, work: Path, in_place: str) -> int:
-    """The child's side: its streams, its working directory and how it replays, which its server cannot know; then the request."""
-    os.environ[IN_PLACE] = in_place
+def live(directory: Path, work: Path, replay: str = "") -> int:
+    """The child's side: its streams and its working directory, then the request."""
     redirect(directory / "output.txt")
     os.chdir(work)
+    os.environ[HOW_TO_REPLAY] = replay
     return serve(directory)
 
 

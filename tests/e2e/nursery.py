@@ -28,7 +28,6 @@ SLOW_PARTS = {
         "dtypedoctor.worker.script",
         "dtypedoctor.worker.process_watch",
         "dtypedoctor.worker.spawned",
-        "dtypedoctor.worker.standbys",
     ),
     "transformers": (
         "transformers.generation.utils",

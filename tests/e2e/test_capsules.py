@@ -11,13 +11,10 @@ from exec_corpus import treat_forked
 from patience import PATIENCE
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.replay.cage import is_supported
 from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, Capsule, NoCapsule, read_capsule
 from dtypedoctor.replay.script import capsule_script
 from dtypedoctor.trials.bisection.reproduction import run_clean
 from dtypedoctor.trials.treatment import Plan
-
-pytestmark = pytest.mark.skipif(not is_supported(), reason="Linux on x86-64 only")
 
 ONE_RUN = Plan(certify=False, closer=False, only=frozenset())
 
@@ -56,17 +53,13 @@ def caught(text: str, folder: Path) -> Capsule | NoCapsule | None:
 
 
 @pytest.mark.release(all_but=1)
-@pytest.mark.parametrize("in_place", ["", "fails"], ids=["fork", "in-place"])
 @pytest.mark.parametrize(
     ("text", "cls", "kind"),
     [(OVERFLOW, "Scores", "nonfinite"), (MISMATCH, "Linear", "raised"), (BACKWARD, "Scores", "backward")],
     ids=["overflow", "mismatch", "backward"],
 )
-def test_the_smallest_module_that_fails_is_kept(
-    text: str, cls: str, kind: str, in_place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One row of the input is enough, none of it is the script's own, and fixes were tried on it: by a fork, or in the process once it is over."""
-    monkeypatch.setenv("DTYPEDOCTOR_REPLAY_IN_PLACE", in_place)
+def test_the_smallest_module_that_fails_is_kept(text: str, cls: str, kind: str, tmp_path: Path) -> None:
+    """One row of the input is enough, none of it is the script's own, and fixes were tried on it once the program was over."""
     capsule = caught(text, tmp_path)
     assert isinstance(capsule, Capsule), capsule
     assert (capsule.cls, capsule.description["kind"]) == (cls, kind)
@@ -199,14 +192,11 @@ TOKEN = "hf_" + "aBcDeFgHiJ" * 3 + "kLmN"
 
 
 @pytest.mark.release(all_but=1)
-@pytest.mark.parametrize("in_place", ["", "fails"], ids=["fork", "in-place"])
-def test_a_capsule_holds_no_secret_of_the_script(in_place: str, tmp_path: Path) -> None:
+def test_a_capsule_holds_no_secret_of_the_script(tmp_path: Path) -> None:
     """The class that fails names a token; the capsule has the class, and nothing else of the call lies about."""
     text = OVERFLOW.replace("    def forward(self, x):", f"    token = {TOKEN!r}\n    def forward(self, x):")
     (tmp_path / "script.py").write_text(text, encoding="utf-8")
-    done = dtypedoctor(
-        "exec", "--out", "run", "script.py", cwd=tmp_path, DTYPEDOCTOR_REPLAY_IN_PLACE=in_place, OMP_NUM_THREADS="1"
-    )
+    done = dtypedoctor("exec", "--out", "run", "script.py", cwd=tmp_path, OMP_NUM_THREADS="1")
     capsule = (tmp_path / "run" / "capsule" / CAPSULE).read_text(encoding="utf-8")
     assert "class Scores" in capsule, done.err
     assert TOKEN not in capsule
@@ -225,9 +215,8 @@ Locked()(torch.full((2, 4), 300.0).half())
 """
 
 
-def test_a_capsule_whose_files_alone_do_not_fail_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capsule_whose_files_alone_do_not_fail_is_not_kept(tmp_path: Path) -> None:
     """It needs what no file holds; nothing is called fixed on it either."""
-    monkeypatch.setenv("DTYPEDOCTOR_REPLAY_IN_PLACE", "fails")
     capsule = caught(LOCKED, tmp_path)
     assert isinstance(capsule, NoCapsule), capsule
     assert "does not fail as it did in the program" in capsule.why

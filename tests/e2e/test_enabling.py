@@ -185,5 +185,5 @@ def test_the_request_is_what_exec_would_ask_for() -> None:
     request = Request.model_validate(made).model_dump()
     asked = {name: value for name, value in made.items() if name != "scenario"}
     assert asked.items() <= request.items()
-    assert request["standby"] is True
+    assert request["replay"] is True
     assert sys.orig_argv  # what a job is named by

@@ -1,34 +1,23 @@
-"""Parts of a run are replayed from processes that stand by; the program itself must notice nothing of them."""
+"""Calls that fail are made again in the program itself, which must notice nothing of them."""
 
 from __future__ import annotations
 
-import os
-import random
 from pathlib import Path
 
 import pytest
-from exec_corpus import treat_forked
-from forced_replays import force
+from exec_corpus import files_in, run_alone, treat_forked
 from nursery import preload
-from patience import becomes
-from replayed import files_in, replay, run_standing_by, scenario_of
+from replay_programs import source_of
 from script_corpus import Case, cases
 
 from dtypedoctor.diagnosis.rule import Confidence
-from dtypedoctor.replay import standby
-from dtypedoctor.replay.cage import is_supported
-from dtypedoctor.replay.wake import dismiss, waiting_in
-from dtypedoctor.runner.run import STDOUT
-from dtypedoctor.scenario.model import Window
+from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Op
-from dtypedoctor.trace.records.execution import ReplayNote
-from dtypedoctor.trials import replays, treatment
 from dtypedoctor.trials.summary import compare_unwatched
-from dtypedoctor.trials.treatment import Plan, treat
-
-pytestmark = pytest.mark.skipif(not is_supported(), reason="Linux on x86-64 only")
+from dtypedoctor.trials.treatment import Plan
 
 ONE_RUN = Plan(certify=False, closer=False, only=frozenset())
+OUTPUT = "output.txt"
 HEALTHY = [case for case in cases() if case.healthy and not case.imports][::15]
 
 OVERFLOW = """
@@ -70,6 +59,7 @@ for step in range(6):
         subprocess.run(["true"], check=True)
     torch.save(model.state_dict(), f"out/{step}.pt")
     if not out.isfinite().all():
+        log.close()
         raise SystemExit(3)
 """
 )
@@ -81,36 +71,17 @@ HANGS = (
 import queue, threading
 asked, answers = queue.Queue(), queue.Queue()
 def serve():
-    while asked.get() is not None:
-        answers.put(30000.0)
+    asked.get()
+    answers.put(30000.0)
 class Served(nn.Module):
     def forward(self, x):
         asked.put(1)
         return model(x * answers.get())
 threading.Thread(target=serve).start()
 Served()(torch.ones(2, 4).half())
-asked.put(None)
 """
 )
-"""Needs a thread, which a fork does not have, in the call that fails."""
-
-HANGS_LATER = (
-    OVERFLOW
-    + """
-import threading
-over = threading.Event()
-def watch():
-    while not failed:
-        over.wait(0.01)
-    over.set()
-failed = []
-threading.Thread(target=watch).start()
-model(torch.full((2, 4), 30000.0).half())
-failed.append(1)
-over.wait()
-"""
-)
-"""Waits, after the call that fails, for a thread."""
+"""Needs an answer of another thread in the call that fails; a second one never comes."""
 
 THREAD = (
     OVERFLOW
@@ -216,8 +187,6 @@ for size in (1.0, 30000.0):
 WATCHED = """
 import dtypedoctor
 from dtypedoctor.replay.capsule import read_capsule
-from dtypedoctor.worker import standbys
-standbys.FREE_SECONDS = 1e9
 with dtypedoctor.watch(model, out="run", replay=True) as watched:
     for size in (1.0, 30000.0, 2.0):
         print(size, model(torch.full((2, 4), size).half()).isfinite().all().item())
@@ -231,8 +200,6 @@ WATCHED_RAISING = """
 import contextlib
 import dtypedoctor
 from dtypedoctor.replay.capsule import read_capsule
-from dtypedoctor.worker import standbys
-standbys.FREE_SECONDS = 1e9
 with contextlib.suppress(RuntimeError), dtypedoctor.watch(model, out="run", replay=True) as watched:
     for dtype in (torch.float16, torch.float32):
         model(torch.ones(2, 4, dtype=dtype))
@@ -249,96 +216,59 @@ def script(folder: Path, text: str) -> Path:
 
 
 def test_a_program_that_changes_its_folder_is_diagnosed_from_one_run_and_left_alone(tmp_path: Path) -> None:
-    """Two runs would differ. What it prints, writes and exits with is what it does without standbys, and nothing is there twice."""
+    """Two runs would differ. What it prints, writes and exits with is what it does alone, and nothing is there twice."""
     path = script(tmp_path, BUSY)
-    treatment = treat(scenario_of(path), lambda label, _: run_standing_by(path, tmp_path / "forced", label), ONE_RUN)
+    (tmp_path / "watched").mkdir()
+    treatment = treat_forked(path, tmp_path / "watched", ONE_RUN)
     found = treatment.findings[0]
     assert (found.id, found.fqn, found.op, found.call) == ("float16-overflow", "1", "aten.mul.Tensor", 5)
     assert found.confidence is Confidence.PROVEN
-    assert "all" in treatment.replayed
-    assert "are equal" in treatment.replayed
-    alone = run_standing_by(path, tmp_path / "alone", watch=False)
-    assert (treatment.before.directory / STDOUT).read_text() == (alone.directory / STDOUT).read_text()
+    assert "bitwise equal" in treatment.replayed
+    alone = run_alone(path, tmp_path / "alone")
+    assert (treatment.before.directory / OUTPUT).read_text() == (alone.directory / OUTPUT).read_text()
     assert treatment.before.exit.code == alone.exit.code == 3
-    wanted = files_in(tmp_path / "alone" / "work")
-    assert files_in(tmp_path / "forced" / "work") == wanted
+    assert files_in(tmp_path / "watched" / "work") == files_in(tmp_path / "alone" / "work")
 
 
-def test_a_replay_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for a thread that it has not; the program's own run is reported."""
-    monkeypatch.setattr(replays, "SHORTEST", 2.0)
-    monkeypatch.setattr(replays, "SLOWER", 0.0)
+def test_a_call_that_waits_for_another_thread_is_not_made_again(tmp_path: Path) -> None:
+    """What that has given once never comes again; the program ends as it would, and the report says why nothing was replayed."""
     treatment = treat_forked(script(tmp_path, HANGS), tmp_path, ONE_RUN)
-    assert treatment.closer is None
-    assert "the replay did not end in time" in treatment.no_closer
     assert treatment.before.exit.code == 0
-
-
-@pytest.mark.release
-def test_a_replay_that_hangs_after_the_failure_explains_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it was made for has been recorded by then."""
-    monkeypatch.setattr(replays, "SHORTEST", 5.0)
-    monkeypatch.setattr(replays, "SLOWER", 0.0)
-    treatment = treat_forked(script(tmp_path, HANGS_LATER), tmp_path, ONE_RUN)
-    found = treatment.findings[0]
-    assert (found.id, found.op, found.confidence) == ("float16-overflow", "aten.mul.Tensor", Confidence.PROVEN)
+    assert "it waits for another thread" in treatment.no_closer
 
 
 def test_a_call_in_a_thread_is_replayed(tmp_path: Path) -> None:
-    """The fork has that thread alone."""
+    """Modules may be called in any."""
     treatment = treat_forked(script(tmp_path, THREAD), tmp_path, ONE_RUN)
-    assert (tmp_path / "before" / "output.txt").read_text().split() == ["True", "False"]
+    assert (tmp_path / "before" / OUTPUT).read_text().split() == ["True", "False"]
     assert (treatment.findings[0].op, treatment.findings[0].confidence) == ("aten.mul.Tensor", Confidence.PROVEN)
-    assert "bitwise identical" in treatment.replayed
+    assert "bitwise equal" in treatment.replayed
 
 
-@pytest.mark.release
 def test_a_program_with_processes_of_its_own(tmp_path: Path) -> None:
     """Its child is waited for as ever, its data loader's worker is its own, and what overflows is found."""
     treatment = treat_forked(script(tmp_path, FORKS), tmp_path, ONE_RUN)
-    assert (tmp_path / "before" / "output.txt").read_text().splitlines()[:1] == ["7"]
+    assert (tmp_path / "before" / OUTPUT).read_text().splitlines()[:1] == ["7"]
     assert treatment.findings[0].op == "aten.mul.Tensor"
 
 
-@pytest.mark.release
 def test_a_replay_has_as_many_threads_and_makes_the_same_bits(tmp_path: Path) -> None:
     """Sums are added up in the same order, so that the report can say so of the tensors that the call failed on."""
     treatment = treat_forked(script(tmp_path, THREADED), tmp_path, ONE_RUN)
     assert treatment.findings[0].op == "aten.mul.Tensor"
-    assert "bitwise identical where it fails" in treatment.replayed
-    assert treatment.closer is not None
-    assert not treatment.closer.trace.observed(ReplayNote)
+    assert "bitwise equal" in treatment.replayed
 
 
-@pytest.mark.release
-def test_nothing_is_proven_by_a_replay_of_other_bits(tmp_path: Path) -> None:
-    """It shows the operator, and the report says by how much it differs."""
-    finding = treat_forked(script(tmp_path, NOISY), tmp_path, ONE_RUN).findings[0]
-    assert (finding.op, finding.confidence) == ("aten.mul.Tensor", Confidence.LIKELY)
-    assert "the replay differed" in finding.evidence[-1]
-
-
-@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("case", HEALTHY, ids=lambda case: case.name)
-def test_healthy_scripts_are_unchanged_by_standbys_and_replayed_exactly(case: Case, tmp_path: Path) -> None:
-    """With a standby before every call: the same losses, parameters after each step, output and files; and replays of random calls do the same."""
+def test_healthy_scripts_are_unchanged_by_replays(case: Case, tmp_path: Path) -> None:
+    """With every call made again, forward and backward: the same losses, parameters after each step, output and files."""
     preload(case.imports)
-    alone = run_standing_by(case.path, tmp_path / "alone", watch=False)
-    run = run_standing_by(case.path, tmp_path / "forced")
+    alone = run_alone(case.path, tmp_path / "alone")
+    run = run_alone(case.path, tmp_path / "forced", replay="1")
     assert compare_unwatched(run, alone).bitwise_equal is not False
-    assert (run.directory / STDOUT).read_text() == (alone.directory / STDOUT).read_text()
+    assert (run.directory / OUTPUT).read_text() == (alone.directory / OUTPUT).read_text()
     assert files_in(tmp_path / "forced" / "work") == files_in(tmp_path / "alone" / "work")
-    drawn = random.Random(case.name)
-    calls = max((sample.call for sample in run.trace.samples), default=0)
-    for number in range(2 if calls else 0):
-        window = Window(call=drawn.randint(1, calls), until=drawn.choice(["next-call", "backward"]))
-        again, made = replay(run, f"replay-{number}", [window])
-        assert again is not None, made.why_not
-        assert not made.certificate(again).doubt
-        assert any(op.call == window.call for op in again.trace.all(Op))
-    assert files_in(tmp_path / "forced" / "work") == files_in(tmp_path / "alone" / "work")
-    dismiss(run.directory)
-    assert not waiting_in(run.directory)
+    assert any(not op.sentinel for op in run.trace.all(Op))
 
 
 def test_a_block_that_is_watched_names_the_operator(tmp_path: Path) -> None:
@@ -360,9 +290,7 @@ def test_a_block_that_is_watched_and_raises_leaves_the_call_that_raised(tmp_path
 
 def said_by(text: str, tmp_path: Path) -> list[str]:
     """What a script that watches itself prints, without what dtypedoctor says."""
-    folder = tmp_path / "once"
-    run_standing_by(script(tmp_path, text), folder, watch=False)
-    lines = (folder / "before" / STDOUT).read_text().splitlines()
+    lines = (run_alone(script(tmp_path, text), tmp_path / "once").directory / OUTPUT).read_text().splitlines()
     return [line for line in lines if not line.startswith("dtypedoctor: ")]
 
 
@@ -372,45 +300,22 @@ def test_each_kind_of_call_is_replayed_bitwise(kind: str, tmp_path: Path) -> Non
     """The second call overflows; the replay names the operator."""
     treatment = treat_forked(script(tmp_path, OVERFLOW + CALLS[kind]), tmp_path, ONE_RUN)
     assert (treatment.findings[0].op, treatment.findings[0].confidence) == ("aten.mul.Tensor", Confidence.PROVEN)
-    assert "bitwise identical where it fails" in treatment.replayed
+    assert "bitwise equal" in treatment.replayed
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("name", ["busy-threads", "fork-hooks", "modules-in-a-thread", "shared-memory"])
 def test_programs_are_what_they_are_without_replays(name: str, tmp_path: Path) -> None:
-    """Weights, optimizer, random states, output and files; ``python tests/e2e/forced_replays.py`` does it for all 46 programs."""
-    found = force(name, tmp_path, replays=4)
-    assert not found.changed
-    assert (found.replays, found.killed, found.differed) == (4, 0, 0)
+    """Weights, optimizer, random states, output and files, with every call made again."""
+    path = script(tmp_path, source_of(name))
+    alone = run_alone(path, tmp_path / "alone")
+    forced = run_alone(path, tmp_path / "forced", replay="1")
+    assert forced.exit.code == alone.exit.code
+    assert said(forced) == said(alone)
+    assert files_in(tmp_path / "forced" / "work") == files_in(tmp_path / "alone" / "work")
 
 
-def test_no_process_is_left(tmp_path: Path) -> None:
-    """Standbys end with the report."""
-    path = script(tmp_path, OVERFLOW + "model(torch.full((2, 4), 30000.0).half())\n")
-    treat_forked(path, tmp_path, ONE_RUN)
-    left = lambda: [name for name in os.listdir("/proc") if name.isdecimal() and str(tmp_path) in _folder_of(name)]
-    assert becomes(lambda: not left()), left()
-    assert not list((tmp_path / "before").glob("standby-*"))
-
-
-def test_standbys_end_with_a_program_in_which_nothing_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has to dismiss them; those of a program that fails wait for the report."""
-    monkeypatch.setattr(treatment, "dismiss", lambda _: None)
-    monkeypatch.setattr(standby, "ORPHAN_SECONDS", 10**6)
-    runs = {}
-    for name, size in (("healthy", 1.0), ("failing", 30000.0)):
-        (tmp_path / name).mkdir()
-        path = script(tmp_path / name, OVERFLOW + f"model(torch.full((2, 4), {size}).half())\n")
-        runs[name] = treat_forked(path, tmp_path / name, ONE_RUN)
-    assert not runs["healthy"].findings
-    assert becomes(lambda: not waiting_in(runs["healthy"].before.directory))
-    assert runs["failing"].findings
-    assert waiting_in(runs["failing"].before.directory)
-    dismiss(runs["failing"].before.directory)
-
-
-def _folder_of(process: str) -> str:
-    try:
-        return os.readlink(f"/proc/{process}/cwd")
-    except OSError:  # it has ended, or is somebody else's
-        return ""
+def said(run: Run) -> list[str]:
+    """What a program prints, without warnings and the line with which torch's profiler begins."""
+    lines = (run.directory / OUTPUT).read_text(errors="replace").splitlines()
+    return [line for line in lines if "Warning" not in line and not line.startswith(("  ", "USDT:"))]

@@ -153,7 +153,7 @@ with torch.no_grad():
 net(torch.ones(2, 4).half())
 (record,) = [folder for folder, _, files in os.walk(os.environ["TMPDIR"]) if "events.jsonl" in files]
 kinds = {name: stat.S_IFMT(os.lstat(os.path.join(record, name)).st_mode) for name in os.listdir(record)}
-print(any(name.startswith("standby-") for name in kinds), {stat.S_IFREG, stat.S_IFDIR} >= set(kinds.values()))
+print({stat.S_IFREG, stat.S_IFDIR} >= set(kinds.values()))
 """
 
 BEGINNINGS = {
@@ -164,7 +164,7 @@ BEGINNINGS = {
 
 @pytest.mark.parametrize(("words", "begin"), BEGINNINGS.values(), ids=BEGINNINGS)
 def test_no_folder_of_ours_ever_holds_a_pipe(words: list[str], begin: str, tmp_path: Path) -> None:
-    """While processes stand by for a replay there are plain files only: whoever reads a pipe waits for ever, and it cannot be copied."""
+    """There are plain files only: whoever reads a pipe waits for ever, and it cannot be copied."""
     work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
     work.mkdir()
     elsewhere.mkdir()
@@ -179,7 +179,7 @@ def test_no_folder_of_ours_ever_holds_a_pipe(words: list[str], begin: str, tmp_p
         timeout=PATIENCE,
         check=False,
     )
-    assert done.stdout == "True True\n", done.stderr
+    assert done.stdout == "True\n", done.stderr
     assert becomes(lambda: not list(elsewhere.iterdir()))
     assert len(list(work.glob("runs/work-*/before/events.jsonl"))) == 1
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dtypedoctor.instrument.capsule import Failing, Kind, Wanted, capsule_of
+from dtypedoctor.instrument.capsule import Failing, Kind, capsule_of
 from dtypedoctor.instrument.live_call import LiveCall, copied, tensors_of
 
 
@@ -177,8 +177,7 @@ def test_a_capsule_of_a_model_that_returns_its_loss_goes_back_from_the_loss_alon
     assert not call.gradients[1].isfinite().all()
     failing = Failing(kind=Kind.BACKWARD)
     assert failing.shows(call)
-    wanted = Wanted(module="block", call=1, kind=Kind.BACKWARD, limit=1 << 20, finding={})
-    description, _ = capsule_of(call, failing, wanted)
+    description, _ = capsule_of(call, failing, 1 << 20)
     assert [list(one["gradients"]) for one in description["call"]["leaving"]] == [["0"]]
 
 

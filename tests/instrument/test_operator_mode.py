@@ -98,12 +98,8 @@ def test_writes_by_operators_on_lists_count_as_without_a_mode(where: str, tmp_pa
 
     works: dict[str, Callable[[], None]] = {"between modules": between, "in an optimizer": stepping}
 
-    def work(instruments: Instruments) -> None:
-        if where == "under the op trace":
-            instruments.look_into([OpWindow(call=1, step=0, until="next-call")])
-        works.get(where, inside)()
-
-    watched(tmp_path, work)
+    traced = OpWindow(call=1, step=0, until="next-call") if where == "under the op trace" else None
+    watched(tmp_path, lambda _: works.get(where, inside)(), traced)
     assert (module.kept if where not in works else held)._version == 1
 
 

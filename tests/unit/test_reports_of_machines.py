@@ -14,7 +14,6 @@ from dtypedoctor.trace.events import End, Header
 from dtypedoctor.trace.ranks import rank_directory
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.trials.runs import TOGETHER, open_job
-from dtypedoctor.trials.second_run import LOOK, kept_look
 
 JOB = {"nodes": 2, "meeting": ":29500", "program": ["train.py"]}
 
@@ -140,13 +139,3 @@ def test_ranks_of_one_job_are_joined_wherever_they_lie(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     with pytest.raises(UsageError, match="c: no trace of a job here"):
         open_job(tmp_path / "a", tmp_path / "c")
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"of": 1}', '{"of": "rank-0", "certificate": "c", "differs": ""}'])
-def test_a_replay_that_cannot_be_read_is_none(text: str, tmp_path: Path) -> None:
-    """Whatever its file holds, and where there is no trace beside it."""
-    recorded(tmp_path, 0, 2)
-    run = open_job(tmp_path).run
-    (run.directory.parent / "closer").mkdir()
-    (run.directory.parent / "closer" / LOOK).write_text(text)
-    assert kept_look(run).closer is None

@@ -288,7 +288,6 @@ class Provenance:
                     return fqn
         return None
 
-
     def unit_before(self, user: Op, dtype: str) -> str | None:
         """The shard unit that returned right before ``user``, in a call that a rank has made again alone, and whose policy casts its outputs to ``dtype``."""
         trace = self.graph.trace

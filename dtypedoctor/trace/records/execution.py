@@ -358,43 +358,6 @@ class StreamLaunches:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FailingBits:
-    """The bits of a tensor of the module call that has just failed, so that a replay of the call can be compared with it.
-
-    Written only in a run that can be replayed, and in the replay. The observation's ``fqn`` is the module.
-
-    Attributes:
-        name: ``input.PATH`` or ``output.PATH``; the kind of its site where no call has returned it.
-        dtype, shape: of the tensor.
-        digest: of its bits, 16 hexadecimal digits.
-        random: digest of the state of torch's default generator on the CPU at that moment; empty for a tensor that was looked at later.
-    """
-
-    KIND: ClassVar[str] = "failing-bits"
-
-    name: str
-    dtype: str
-    shape: list[int]
-    digest: str
-    random: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayNote:
-    """What a replay does otherwise than the run, or why it ended before the program did; written in the replay.
-
-    Attributes:
-        ended: whether the replay has ended here.
-        why: a clause.
-    """
-
-    KIND: ClassVar[str] = "replay-note"
-
-    ended: bool
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterEnds:
     """How far an optimizer's parameters have moved from where they started, by some elements of each; the lists go together.
 
