@@ -40,8 +40,10 @@ from dtypedoctor.instrument.repeated_call import (
     Made,
     RepeatedCall,
     Version,
+    at_moment,
     bytes_of,
     is_finite,
+    is_same,
     type_and_message,
 )
 from dtypedoctor.instrument.session import Session
@@ -172,6 +174,10 @@ class InPlaceReplays:
         self.count = 0
         self.begun = False
         self._silent: list[str] = []
+        self._leaf: Tensor | None = None
+        self._recomputed: KeptCall | None = None
+        self._explained = 0
+        """The last step in which a recomputed call was made again that was not finite: its gradients are not either."""
         self._zeros = False
         self._scales = False
         self._every = 0
@@ -230,6 +236,8 @@ class InPlaceReplays:
         """An outermost call begins."""
         self._current = None
         if self._session.position.backward_depth:
+            if self._is_known_at_once(module):
+                self._recomputed = self._entered(module)
             return
         self._look_now()
         alone, self._sharded = frozenset({id(module)}), False
@@ -253,9 +261,16 @@ class InPlaceReplays:
     def _enter(self, module: nn.Module) -> None:
         """A call begins that may be replayed."""
         self._current = None
+        if not self._session.position.backward_depth and (kept := self._entered(module)) is not None:
+            self._current = kept
+            self._keep(kept)
+            self._held.keep(kept.call, kept.live)
+
+    def _entered(self, module: nn.Module) -> KeptCall | None:
+        """A call that begins, by reference; None where it cannot be made again, or holds too much."""
         position = self._session.position
-        if position.backward_depth or _is_capturing() or transformation() is not None:
-            return
+        if _is_capturing() or transformation() is not None:
+            return None
         args, kwargs = call_arguments(module)
         memo: dict[int, Any] = {}
         found = self._session.names.find(module)
@@ -267,8 +282,8 @@ class InPlaceReplays:
         )
         size = bytes_of(tensor for _, tensor in live.inputs())
         if size > MAX_HELD:
-            return
-        self._current = KeptCall(
+            return None
+        return KeptCall(
             live=live,
             size=size,
             number=self._session.writer.next_n(RESERVED),
@@ -278,9 +293,8 @@ class InPlaceReplays:
             regions=self._session.autocast.open_regions,
             source=source_of(sys._getframe()),
             versions=tuple(Version.of(owner, name) for owner, name in self._some_parameters(module)),
+            depth=position.backward_depth,
         )
-        self._keep(self._current)
-        self._held.keep(position.call, live)
 
     def _some_parameters(self, module: nn.Module) -> "tuple[tuple[ref[nn.Module], str], ...]":
         """A few of the parameters of an outermost module, far apart, by owner and name: who updates some updates others too."""
@@ -313,6 +327,9 @@ class InPlaceReplays:
 
     def _root_returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """The outermost call has returned."""
+        if self._recomputed is not None and self._recomputed.live.module is module:
+            with torch.no_grad(), out_of_their_sight():
+                self._recomputed.made = list(map(Made, tensors_of(output)))
         self._returned(module, args, kwargs, output)
         if self._sharded:
             for tensor in filter(_comes_back, tensors_of(output)):
@@ -349,6 +366,7 @@ class InPlaceReplays:
         if kept is not None and kept.live.module is module and self._silent:
             self._replay(kept, SILENT)
         self._silent.clear()
+        self._recomputed = None
 
     def _seen_silent(self, record: Any, fqn: str | None) -> None:
         """A look has seen something in the module ``fqn`` that no result shows: the call of the first is kept as a capsule."""
@@ -466,6 +484,11 @@ class InPlaceReplays:
         """Whether what ``module`` computes is known only when its parameters may have been resharded."""
         return self._late or any(parameter.is_cuda for parameter in parameters_in(module))
 
+    def _is_known_at_once(self, module: nn.Module) -> bool:
+        """Whether what ``module`` recomputes in a backward pass is measured when it returns, and can be made again by this process alone."""
+        first = next(module.parameters(), None)
+        return not self._late and not is_of_several() and (first is None or not first.is_cuda)
+
     def _look(self) -> None:
         """Replays the calls of what has become known by now not to be finite."""
         if not self._late:
@@ -485,8 +508,37 @@ class InPlaceReplays:
 
     def _replay_backward(self, found: Nonfinite) -> None:
         """Replays the backward pass through the calls behind a gradient that is not finite; under FSDP2 once a step."""
-        if not self._sharded or self._is_new("gradient", found.step):
-            self._through(self._calls_behind(found), "gradient", None)
+        if found.step == self._explained or (self._sharded and not self._is_new("gradient", found.step)):
+            return
+        calls = self._calls_behind(found)
+        leaf = self._leaf = self._parameter(calls, found.fqn) if found.kind == "accumulated" else None
+        if not self._through(calls, "gradient", None) and leaf is not None:
+            self._add_up(leaf, found.step)
+        self._leaf = None
+
+    def _parameter(self, calls: list[KeptCall], fqn: str) -> Tensor | None:
+        """The parameter of that dotted name."""
+        known = self._session.names.parameters()
+        held = (parameter for kept in calls[:1] for _, parameter in kept.live.parameters())
+        return next((one for one in held if known.get(id(one), (0, ""))[1] == fqn), None)
+
+    def _add_up(self, leaf: Tensor, step: int) -> None:
+        """Every backward pass has made a finite gradient of a parameter: adds them up under the op trace, as autograd has."""
+        calls = [kept for kept in self._calls if kept.step == step and kept.part is not None]
+        parts = [kept.part for kept in calls if kept.part is not None]
+        if len(parts) < 2 or leaf.grad is None:
+            return
+        kept, session, ops = calls[-1], self._session, self._new_trace()
+        number = kept.backward + RESERVED // MAX_KEPT // 2  # behind those of its replay
+        moment = at_moment(session, number, step=step, call=kept.call, overrides=kept.overrides, depth=1)
+        with self._aside(), moment, torch.no_grad():
+            ops.open()
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total.add_(part)
+            ops.close()
+            if not is_same(total, leaf.grad):  # there were others, or the program has changed it
+                session.writer.forget_held()
 
     def _follows_from_step(self) -> bool:
         """Whether an optimizer step has made a parameter inf or NaN; the step is made again, and what follows from it is not."""
@@ -502,10 +554,14 @@ class InPlaceReplays:
 
     def _replay_forward(self, found: Nonfinite) -> None:
         """Replays the call that holds a result that is not finite; of a job of several ranks not where it got such values itself."""
-        for kept in [kept for kept in self._calls if kept.holds(found.call, found.fqn)]:
+        recomputed = self._recomputed  # with weights that the program may have changed since its call
+        calls = self._calls if recomputed is None else [recomputed]
+        for kept in [kept for kept in calls if kept.holds(found.call, found.fqn)]:
             kept.bad |= {found.fqn} if found.kind in RESULTS else set()
             if not (self._modules.alone and kept.is_spoilt()) and not self._is_spoilt_since(kept):
-                self._replay_or_wait(kept, "value")
+                replayed = self._replay_or_wait(kept, "value")
+                if recomputed is not None and replayed:
+                    self._explained = kept.step
 
     def _is_spoilt_since(self, kept: KeptCall) -> bool:
         """Whether parameters have been updated since a call, and are not finite now: says so."""
@@ -549,14 +605,15 @@ class InPlaceReplays:
                 return [kept]
         return calls[:1] if last is None else [last]
 
-    def _through(self, calls: list[KeptCall], why: str, error: tuple[str, str] | None) -> None:
-        """Replays the backward pass through ``calls``, until one of them shows what is looked for."""
+    def _through(self, calls: list[KeptCall], why: str, error: tuple[str, str] | None) -> bool:
+        """Replays the backward pass through ``calls``, until one of them shows what is looked for; whether one has."""
         for kept in calls:
             if why == "gradient" and self._is_spoilt_since(kept):
                 continue
             found = bool(kept.live.gradients) and self._replay_or_wait(kept, why, backward=True, error=error)
             if found and why != "forced":
-                return
+                return True
+        return False
 
     def _scale_gradients(self) -> None:
         """Asks once whether gradients are zero because float16 has flushed them: pulls a multiplied gradient through the calls of this step."""
@@ -607,8 +664,14 @@ class InPlaceReplays:
         began = perf_counter()
         ops = self._new_trace()
         ops.lines = {source_of(sys._getframe()): kept.source}
-        inner = InnerCalls(self._session, _KINDS[why], self._capsule_limit, self._silent) if why in _KINDS else None
-        replay = RepeatedCall(self._session, kept, ops, inner, traced=why not in (ZEROS, SILENT), scaled=why == ZEROS)
+        inner = (
+            InnerCalls(self._session, _KINDS[why], self._capsule_limit, self._silent, kept.depth)
+            if why in _KINDS
+            else None
+        )
+        replay = RepeatedCall(
+            self._session, kept, ops, inner, traced=why not in (ZEROS, SILENT), scaled=why == ZEROS, leaf=self._leaf
+        )
         with kept.with_its_parameters(), self._aside(), self._modules.following(replay), self._phases.standing_aside():
             doubt = replay.run(kept.backward if backward else kept.number, backward=backward, error=error)
         self._spent += perf_counter() - began

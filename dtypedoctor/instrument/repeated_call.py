@@ -121,6 +121,8 @@ class KeptCall:
         old: a step has ended since, which may have been skipped.
         moved: an optimizer has stepped since.
         versions: a few of the parameters, and how often they had been written to.
+        depth: backward passes around it: it is a part of a call that is recomputed.
+        part: of a parameter that is looked at, the gradient that a replay has made.
         copies: of the parameters that it computed with, where these are resharded before its failure can be known.
     """
 
@@ -140,6 +142,8 @@ class KeptCall:
     old: bool = False
     moved: bool = False
     versions: tuple[Version, ...] = ()
+    depth: int = 0
+    part: Tensor | None = None
     copies: ParameterCopies | None = None
 
     @property
@@ -182,6 +186,7 @@ class RepeatedCall:
         ops: the op trace.
         inner: keeps the module calls inside, to leave a capsule; None where none is wanted.
         traced: have the op trace on.
+        leaf: a parameter whose gradient is kept, for what becomes of the sum.
         scaled: compare the gradients with those of a multiplied upstream gradient.
 
     Attributes:
@@ -197,7 +202,7 @@ class RepeatedCall:
 
     def __init__(
         self, session: Session, kept: KeptCall, ops: "OpTrace", inner: "InnerCalls | None", *,
-        traced: bool = True, scaled: bool = False,
+        traced: bool = True, scaled: bool = False, leaf: Tensor | None = None,
     ) -> None:  # fmt: skip
         self._session = session
         self._kept = kept
@@ -207,7 +212,7 @@ class RepeatedCall:
         self.error: BaseException | None = None
         self.capsule: tuple[dict[str, Any], bytes] | None = None
         self.ops = ops
-        self._traced, self._scaled = traced, scaled
+        self._traced, self._scaled, self._leaf = traced, scaled, leaf
         self.scale = SCALE
         self.gradients: dict[str, ScaledGradient] = {}
         self._result: list[Tensor] = []
@@ -230,7 +235,7 @@ class RepeatedCall:
         """A module has returned, before hooks of the program's see it."""
         if self._inner is not None:
             self._inner.left(module, output)
-        if outermost and not self._session.position.backward_depth:  # there a part of the call is recomputed
+        if outermost and self._session.position.backward_depth == self._kept.depth:  # else a part of it is recomputed
             self._result = list(tensors_of(output))
 
     def run(self, first: int, *, backward: bool, error: tuple[str, str] | None) -> str:
@@ -282,7 +287,9 @@ class RepeatedCall:
 
     def _moment(self, first: int) -> AbstractContextManager[None]:
         kept = self._kept
-        return at_moment(self._session, first, step=kept.step, call=kept.call, overrides=kept.overrides)
+        return at_moment(
+            self._session, first, step=kept.step, call=kept.call, overrides=kept.overrides, depth=kept.depth
+        )
 
     def _attempt(self, *, backward: bool) -> tuple[str, str] | None:
         """Type and message of what the call has raised, or the backward pass through it."""
@@ -319,6 +326,7 @@ class RepeatedCall:
         if not upstream or not ends:
             return
         made = _gradients_of([outputs[i] for i in upstream], list(upstream.values()), ends)
+        self._kept.part = next((part for end, part in zip(ends, made, strict=True) if end is self._leaf), None)
         self.is_bad = not all(is_finite(gradient) for gradient in made if gradient is not None)
 
     def _pull_scaled(self, results: list[Tensor], upstream: list[Tensor]) -> None:
@@ -349,6 +357,8 @@ class RepeatedCall:
             self.compared = True
             return ""
         made = self._kept.made
+        if not made:  # a recomputation ends as soon as everything is there
+            return ""
         if len(made) != len(self._result):
             return "the call and its replay return different numbers of tensors"
         for one, again in zip(made, self._result, strict=True):
@@ -378,15 +388,17 @@ class InnerCalls:
         kind: how the call fails: ``raised``, ``nonfinite`` or ``backward``.
         limit: bytes that its capsule may take.
         shown_by: of a call that fails silently, the modules that show it, the first one first.
+        depth: backward passes around the outermost call.
 
     Attributes:
         began: dotted name of the first module that raised, or that returned something that is not finite.
     """
 
-    def __init__(self, session: Session, kind: str, limit: int, shown_by: Sequence[str] = ()) -> None:
+    def __init__(self, session: Session, kind: str, limit: int, shown_by: Sequence[str] = (), depth: int = 0) -> None:
         self._session = session
         self._kind = kind
         self._limit = limit
+        self._depth = depth
         self._shown_by = shown_by[0] if shown_by else None
         self._open: list[LiveCall] = []
         self._returned: list[LiveCall] = []
@@ -396,7 +408,7 @@ class InnerCalls:
     def entered(self, module: nn.Module) -> None:
         """A module is called."""
         place = self._session.names.find(module)
-        if place is None or self._session.position.backward_depth:
+        if place is None or self._session.position.backward_depth != self._depth:
             return
         args, kwargs = call_arguments(module)
         memo: dict[int, Any] = {}
@@ -469,13 +481,16 @@ def _mixes_dtypes(call: LiveCall) -> bool:
 
 
 @contextmanager
-def at_moment(session: Session, first: int, *, step: int, call: int, overrides: Sequence[str]) -> Iterator[None]:
-    """Inside, the position is an earlier one, outside of all modules, and records take the numbers from ``first`` on that were reserved then."""
+def at_moment(
+    session: Session, first: int, *, step: int, call: int, overrides: Sequence[str], depth: int = 0
+) -> Iterator[None]:
+    """Inside, the position is an earlier one, outside of all modules, in ``depth`` backward passes, and records take the numbers from ``first`` on
+    that were reserved then."""
     position = session.position
     here = position.here
     before = (here.call, here.stack, here.overrides, here.backward_depth, position.step)
     try:
-        here.call, here.stack, here.overrides, here.backward_depth = call, [], list(overrides), 0
+        here.call, here.stack, here.overrides, here.backward_depth = call, [], list(overrides), depth
         position.step = step
         with session.writer.numbering_from(first):
             yield

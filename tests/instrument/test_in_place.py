@@ -146,6 +146,34 @@ def recomputes_backward() -> None:
     torch.optim.SGD(model.parameters(), lr=1e-3).step()
 
 
+def overflows_a_sum_of_gradients() -> None:
+    """Each of four backward passes makes finite gradients."""
+    model = nn.Linear(4, 1, bias=False).half()
+    for _ in range(4):
+        (model(torch.full((1, 4), 300.0).half()).float().sum() * 100).backward()
+
+
+def recomputes_with_other_weights() -> None:
+    """The weights of a checkpointed layer have grown by the time at which the backward pass recomputes it."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Sequential(nn.Linear(4, 4), nn.Softsign()), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outer(checkpoint(self.inner, x, use_reentrant=False))
+
+    model = Model().half()
+
+    def grow(_: Tensor) -> None:
+        with torch.no_grad():
+            model.inner[0].weight.fill_(6e4)
+
+    model.outer.weight.register_hook(grow)
+    model(torch.ones(2, 4).half()).float().sum().backward()
+
+
 def _trains_float16(optimizer: type[torch.optim.Optimizer], *, steps: int = 3, **options: Any) -> nn.Module:
     """Two layers in float16; nothing but the optimizer can go wrong."""
     torch.manual_seed(0)
@@ -268,6 +296,8 @@ def test_a_capsule_keeps_the_limit_that_was_given(tmp_path: Path, limit: int, is
         (overflows_backward_after, "backward-overflow", "aten.mm.default", "backward"),
         (overflows_backward_of_a_weight, "backward-overflow", "aten.mm.default", "backward"),
         (recomputes_backward, "backward-overflow", "aten.mm.default", "backward"),
+        (overflows_a_sum_of_gradients, "backward-overflow", "aten.add_.Tensor", "backward"),
+        (recomputes_with_other_weights, "float16-overflow", "aten.addmm.default", "recompute"),
     ],
 )
 def test_one_run_with_a_replay_in_place_names_the_operator(
