@@ -555,6 +555,8 @@ class InPlaceReplays:
     def _replay_forward(self, found: Nonfinite) -> None:
         """Replays the call that holds a result that is not finite; of a job of several ranks not where it got such values itself."""
         recomputed = self._recomputed  # with weights that the program may have changed since its call
+        if recomputed is not None and recomputed.is_spoilt():
+            recomputed = None  # what it was saved for has got that before
         calls = self._calls if recomputed is None else [recomputed]
         for kept in [kept for kept in calls if kept.holds(found.call, found.fqn)]:
             kept.bad |= {found.fqn} if found.kind in RESULTS else set()

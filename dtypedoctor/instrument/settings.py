@@ -120,7 +120,7 @@ class RandomState:
     def now() -> "RandomState":
         """The present state; does not initialise CUDA and does not wait for it."""
         devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-        generator = getattr(sys.modules.get("numpy"), "random", None)
+        generator = sys.modules.get("numpy.random")  # an attribute of numpy would import it
         return RandomState(
             cpu=torch.get_rng_state(),
             cuda=tuple(one.get_state() for one in devices),
@@ -136,4 +136,4 @@ class RandomState:
         if self.python is not None:
             random.setstate(self.python)
         if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
+            sys.modules["numpy.random"].set_state(self.numpy)

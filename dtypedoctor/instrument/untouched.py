@@ -261,7 +261,7 @@ def as_before(roots: Iterable[Any], thread: int, ours: Callable[[], object]) -> 
         stack.enter_context(without_modes())
         with contained():  # where the program has switched such hooks off, there are none to hide from
             stack.enter_context(
-                saved_tensors_hooks(_unchanged, _unchanged)
+                saved_tensors_hooks(_without_node, _unchanged)
             )  # those of checkpointing count what is saved
         stack.enter_context(EnableTorchFunction())  # a default device is a mode of functions
         stack.enter_context(_silent(thread))
@@ -278,6 +278,11 @@ def _put_back_environment(before: Mapping[str, str]) -> None:
             del os.environ[name]
         elif os.environ.get(name) != before[name]:
             os.environ[name] = before[name]
+
+
+def _without_node(tensor: Tensor) -> Tensor:
+    # A node that saves its own result would hold itself, and what it was computed from, for ever.
+    return tensor.detach()
 
 
 def _unchanged(tensor: Any) -> Any:
