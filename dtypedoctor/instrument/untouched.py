@@ -37,6 +37,7 @@ from dtypedoctor.instrument.operators import (
     Arguments,
     OperatorMode,
     flat,
+    is_inplace,
     is_unfinished,
     is_whole,
     leaves_memory_as_it_was,
@@ -144,7 +145,9 @@ class KeptMemory(OperatorMode):
         """Copies the memory of a tensor of the program's, once."""
         if leaves_memory_as_it_was(func) or _key(tensor) == 0:
             self._give_up("it changes the size or the memory of a tensor that was there before")
-        elif torch.is_grad_enabled() and any(t.requires_grad for t in tensors_of(arguments)):
+        elif torch.is_grad_enabled() and (
+            tensor.requires_grad or (is_inplace(func) and _any_differentiable(arguments))
+        ):
             self._give_up("it writes to a tensor that was there before, in a way that autograd records")
         else:
             self._note(tensor)
@@ -185,6 +188,11 @@ class KeptMemory(OperatorMode):
             generator.set_state(state)
         self._storages.clear()
         self._versions.clear()
+
+
+def _any_differentiable(arguments: Arguments) -> bool:
+    """Whether autograd records what is written in place; running statistics, which normalization writes to besides, are not recorded."""
+    return any(tensor.requires_grad for tensor in tensors_of(arguments))
 
 
 class _Audit:
