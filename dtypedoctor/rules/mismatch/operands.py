@@ -17,6 +17,8 @@ OF_THE_OWNER = frozenset({
 
 def without_implementation(case: Case) -> Verdict | None:
     """An op rejects a dtype, in which all its operands are, and takes the same numbers in float32 or as real ones."""
+    if "without overflow" in (case.op.error or ""):
+        return None  # the dtype has the operator, and not the number that is to be written
     narrow = next(iter(case.dtypes), "") if len(case.dtypes) == 1 else ""
     proven = ran_in(case, "float32") if narrow in DTYPES and DTYPES[narrow].bits < FLOAT32_BITS else None
     dtype, way, operand = narrow, "in float32", next(iter(case.operands), None)
