@@ -270,6 +270,8 @@ def _is_of_a_value(refused: Raised) -> bool:
     """Whether the exception alone, without a bad value, says that there was one: it is not the program's own, and an index may be asserted anywhere but in a sampler."""
     if ASSERTED in refused.message:
         return refused.phase == "generate"
+    if not refused.by_statement and issubclass(type_of(refused), (ArithmeticError, ValueError)):
+        return False  # C code rejects a number, as int(float("inf")) does; of tensors torch raises RuntimeError
     return not is_own_statement(refused)
 
 

@@ -504,6 +504,8 @@ NO_EVIDENCE = {
     "archive": ("RuntimeError", "PytorchStreamReader failed reading runs/inf/reference.pt: not a ZIP archive"),
     "word": ("RuntimeError", "an infinite sampler has no length"),
     "key": ("KeyError", "'nan'"),
+    "number": ("OverflowError", "cannot convert float infinity to integer"),
+    "nan": ("ValueError", "cannot convert float NaN to integer"),
 }
 
 
