@@ -367,13 +367,9 @@ def _without_findings(treatment: Treatment, measured: Measured, noted: Finding |
         return Status.UNKNOWN, _capital(f"{measured.matters}.")
     others = (run.trace for run in treatment.before.processes if run.trace is not trace and run.trace.usable)
     traces = [trace, *others]
-    if any(
-        len(one.damage) > (one.stopped is not None) for one in traces
-    ):  # a recording that stopped says so there, too
-        return (
-            Status.ERROR,
-            f"Nothing found, but only part of the trace is readable: {_as_far_as_known(trace, measured)}.",
-        )
+    # A recording that stopped says so among the damage, too.
+    if damaged := [one for one in traces if len(one.damage) > (one.stopped is not None)]:
+        return _damaged(damaged[0], trace, measured)
     if stopped := [one.stopped for one in traces if one.stopped is not None]:
         return Status.UNKNOWN, f"Nothing found until {_stop(stopped)}: {_as_far_as_known(trace, measured)}."
     if lack := _lack(treatment, measured):
@@ -387,6 +383,12 @@ def _without_findings(treatment: Treatment, measured: Measured, noted: Finding |
     if trace.end is not None and treatment.observer.bitwise_equal is False:
         return Status.UNKNOWN, f"Nothing found, but instrumentation changed the run: {treatment.observer.reason}."
     return Status.HEALTHY, _healthy(treatment, measured, noted)
+
+
+def _damaged(damaged: Trace, trace: Trace, measured: Measured) -> tuple[Status, str]:
+    if measured.nothing:
+        return Status.UNKNOWN, f"The trace cannot be read: {one_line('; '.join(damaged.damage), 200)}."
+    return Status.ERROR, f"Nothing found, but only part of the trace is readable: {_as_far_as_known(trace, measured)}."
 
 
 def _part_recorded(treatment: Treatment) -> str:
@@ -453,11 +455,12 @@ def _lack(treatment: Treatment, measured: Measured) -> str:
 
 def _nothing_ran(trace: Trace) -> str:
     notes = trace.all(NotWatched)
-    what = (
-        "this process did not import torch"
-        if any(n.why == NO_TORCH for n in notes)
-        else "no nn.Module ran in this process"
-    )
+    if not trace.usable:
+        what = "the trace holds no record"
+    elif any(note.why == NO_TORCH for note in notes):
+        what = "this process did not import torch"
+    else:
+        what = "no nn.Module ran in this process"
     elsewhere = " and ".join(one_line(note.what, 120) for note in notes if note.why in (NOT_HERE, WORKED_ELSEWHERE))
     return what + (f"; {elsewhere} not measured" if elsewhere else "")
 

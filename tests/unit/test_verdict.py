@@ -133,6 +133,24 @@ def test_a_run_of_which_nothing_was_measured_says_so(notes: tuple[NotWatched, ..
     assert (status_word(report), report.headline, exit_code(report)) == ("NOTHING MEASURED", said, 10)
 
 
+@pytest.mark.parametrize("readable", [0, 1])
+def test_a_trace_of_which_nothing_is_readable_measures_nothing(readable: int) -> None:
+    """Random bytes, with or without the first line of a trace before them, are not called finite."""
+    whole = TraceBuilder().build()
+    damage = ("11 unreadable line(s): 1, 2",)
+    damaged = replace(whole, records=whole.records[:readable], samples=(), sites={}, damage=damage)
+    report = report_on(damaged)
+    assert status_word(report) == "NOTHING MEASURED"
+    assert report.headline == "The trace cannot be read: 11 unreadable line(s): 1, 2."
+    assert exit_code(report) == (10 if readable else 3)
+
+
+def test_an_empty_trace_says_nothing_of_modules() -> None:
+    """What ran before the first record is not known."""
+    report = report_on(replace(TraceBuilder().build(), records=(), samples=(), sites={}))
+    assert (status_word(report), report.headline) == ("NOTHING MEASURED", "The trace holds no record.")
+
+
 def test_a_loss_that_is_nan_without_a_sample_is_not_healthy() -> None:
     """A training that reports a NaN loss itself is not called healthy where no measured tensor shows it."""
     report = report_on(
