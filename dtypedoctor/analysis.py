@@ -151,7 +151,7 @@ def ending_of(run: Run) -> Ending:
         interrupted = raised.type == "KeyboardInterrupt"
         told = not run.foreign or bool(run.trace.all(Root))
         words = _exception(
-            How.INTERRUPTED.value if interrupted else raised.type, raised, run.trace.moment(raised.step) if told else ""
+            How.INTERRUPTED.value if interrupted else raised.type, raised, run.trace.when(raised) if told else ""
         )
         return Ending(how=How.INTERRUPTED if interrupted else How.RAISED, words=words, raised=raised)
     if run.foreign and run.exit.code != 0:
@@ -176,9 +176,9 @@ _BRACKET = regex(r"^\[[^\]]*\]\s*")
 """Where in the backend's own source an exception comes from."""
 
 
-def _exception(name: str, raised: Raised, moment: str) -> str:
-    """An exception in words; ``moment`` is the step or call, and empty where that says nothing."""
-    place = f" in {moment} ({raised.phase})" if moment else ""
+def _exception(name: str, raised: Raised, when: str) -> str:
+    """An exception in words; ``when`` is the step or call, and empty where that says nothing."""
+    place = f" {when}" if when else ""
     first_line = raised.message.splitlines()[0] if raised.message else ""
     return f"{name}{place}" + (f": {first_line[:160]}" if first_line else "")
 
@@ -254,7 +254,7 @@ def said_of_caught(findings: tuple[Finding, ...], trace: Trace) -> tuple[Finding
         return findings
     others = replace(trace, records=tuple(record for record in trace.records if record is not raised))
     without = {(finding.id, finding.fqn) for finding in diagnose(others)}
-    how = f"It was raised in {trace.moment(raised.step)} and {what_became_of(raised)}."
+    how = f"It was raised {trace.when(raised)} and {what_became_of(raised)}."
     return tuple(f if (f.id, f.fqn) in without else replace(f, summary=f"{f.summary} {how}") for f in findings)
 
 

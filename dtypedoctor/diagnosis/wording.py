@@ -330,7 +330,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
 
 
-THE_RUN_ENDED = "The run ended in "
+THE_RUN_ENDED = "The run ended "
 
 
 def how_the_run_ended(trace: Trace) -> tuple[str, ...]:
@@ -338,10 +338,10 @@ def how_the_run_ended(trace: Trace) -> tuple[str, ...]:
     raised = trace.last(Raised)
     if raised is None:
         return ()
-    when = f"{trace.moment(raised.step)} ({raised.phase})"
+    when = trace.when(raised)
     said = f": {raised.message.splitlines()[0][:200]}" if raised.message.strip() else ""
     if raised.caught:
-        return (f"{raised.type} was raised in {when} and {what_became_of(raised)}{said}",)
+        return (f"{raised.type} was raised {when} and {what_became_of(raised)}{said}",)
     return (f"{THE_RUN_ENDED}{when} with {raised.type}{said}",)
 
 

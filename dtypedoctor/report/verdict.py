@@ -308,9 +308,7 @@ def _raised_before(trace: Trace) -> str:
     raised = analysis_of(trace).raised
     if raised is None:
         return ""
-    return (
-        f"; {raised.type} was raised in {trace.moment(raised.step)} ({raised.phase}): {one_line(raised.message, 160)}"
-    )
+    return f"; {raised.type} was raised {trace.when(raised)}: {one_line(raised.message, 160)}"
 
 
 def _first_nonfinite(trace: Trace) -> str:

@@ -7,7 +7,18 @@ from functools import cached_property
 from typing import Any, TypeVar, cast
 
 from dtypedoctor.trace.cursor import Stopped
-from dtypedoctor.trace.events import Correction, End, Environment, Header, Metric, Observed, Sample, ScalerState, Site
+from dtypedoctor.trace.events import (
+    Correction,
+    End,
+    Environment,
+    Header,
+    Metric,
+    Observed,
+    Raised,
+    Sample,
+    ScalerState,
+    Site,
+)
 from dtypedoctor.values import dataclass
 
 Record = TypeVar("Record")
@@ -170,6 +181,17 @@ class Trace:
     def moment(self, number: int) -> str:
         """What the number of a step says, e.g. ``step 3`` or, where steps are counted by calls, ``call 3``; the first is of step 1."""
         return f"{'call' if self.by_call and number > 1 else 'step'} {number}"
+
+    def when(self, raised: Raised) -> str:
+        """When an exception was raised: ``in step 3 (backward)``, or ``after step 2`` where nothing of step 3 had begun.
+
+        The number of the step grows when an optimizer has stepped; a model that no step has called since is not in the next one.
+        """
+        entered = self.cursor
+        idle = raised.phase == "forward" and not raised.modules and raised.step > 1
+        if idle and entered is not None and entered.call == raised.call and entered.step < raised.step:
+            return f"after {self.moment(raised.step - 1)}"
+        return f"in {self.moment(raised.step)} ({raised.phase})"
 
     def measured(self) -> Iterator[tuple[Sample, Site]]:
         """Every sample with the place where it was taken, in order."""

@@ -276,7 +276,7 @@ def _raised(raised: Raised | None, trace: Trace) -> str:
     if raised is None:
         return "raises nothing"
     where = f" in {short(raised.modules[-1])}" if raised.modules else ""
-    return f"raises {raised.type}{where} in {trace.moment(raised.step)} ({raised.phase})"
+    return f"raises {raised.type}{where} {trace.when(raised)}"
 
 
 def _is_new(first: Trace, early: Incident, *, before: int) -> bool:

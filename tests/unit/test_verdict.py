@@ -29,6 +29,8 @@ from dtypedoctor.trace.events import (
     Metric,
     NotWatched,
     Observation,
+    Raised,
+    Root,
     ScalerState,
     TensorNote,
 )
@@ -371,3 +373,22 @@ def test_what_a_process_that_was_killed_may_have_lost_is_said_as_of_its_last_mea
     assert gap.endswith(said)
     assert " of " not in measured_sentence(report)
     assert measured_sentence(report).endswith("; how many ran is not known.")
+
+
+@pytest.mark.parametrize(
+    ("entered", "modules", "when"),
+    [(3, [], "after step 3"), (4, [], "in step 4 (forward)"), (3, ["a"], "in step 4 (forward)")],
+    ids=["no call since", "called since", "in a module"],
+)
+def test_an_exception_after_a_step_is_in_the_next_one_only_if_that_has_begun(
+    entered: int, modules: list[str], when: str
+) -> None:
+    """An optimizer's step ends one; what the program does then, without a call of a module, belongs to none."""
+    builder = TraceBuilder().sample("a", 1.0, step=3, call=3)
+    raised = Raised(n=builder.n(), step=4, call=entered, phase="forward", type="KeyError", message="'x'",
+                    frames=["/home/me/train.py:12 main"], modules=modules)  # fmt: skip
+    builder.add(Root(root=0, cls="Model", modules=1, dtypes={}))
+    whole = builder.add(raised).build(outcome="raised")
+    trace = replace(whole, cursor=Cursor(n=1, step=entered, call=entered, site=whole.sites[1]))
+    assert trace.when(raised) == when
+    assert f"KeyError {when}: 'x'" in report_on(trace).headline
