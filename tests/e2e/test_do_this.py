@@ -21,8 +21,8 @@ SHARE = {
     "overflow_residual_sum",
 }
 """Scripts that are tried by default: torch alone, one edit of a kind."""
-GOAL = 0.95
-"""Share of the failing scripts whose failure the shown edit removes, at least."""
+GOAL = 150
+"""Failing scripts whose failure the shown edit removes, at least."""
 CASES = [
     pytest.param(case, id=case.name, marks=() if case.name in SHARE else pytest.mark.release) for case in failing()
 ]
@@ -40,8 +40,8 @@ def test_the_edit_makes_the_failure_disappear(case: Case, tmp_path: Path, rewrit
     assert done.outcome == json.loads(MEASURED.read_text())[case.name], (done.left, done.edits)
 
 
-def test_the_share_of_edits_that_fix() -> None:
+def test_the_number_of_edits_that_fix() -> None:
     """Of all failing scripts, none left out."""
     measured = json.loads(MEASURED.read_text())
     assert measured.keys() == {case.name for case in failing()}
-    assert list(measured.values()).count("gone") >= GOAL * len(measured)
+    assert list(measured.values()).count("gone") >= GOAL
