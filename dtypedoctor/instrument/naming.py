@@ -1,7 +1,7 @@
 """The dotted names of modules, parameters and buffers; packed weights; and which module's forward stands at a line of a file."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -126,6 +126,28 @@ class Names:
                     self._name_all(root, number)
                     return self._names.get(module)
         return found
+
+    def of_call(self, stack: Sequence[nn.Module]) -> tuple[int, str] | None:
+        """Root number and name of the innermost call of ``stack``; None where it is empty.
+
+        A module that no root holds, as one that a hook calls or that is made where it is used, is named after the call around it and its own
+        class, and what it holds after it: ``layers.0.Probe().lin``.
+        """
+        unheld: list[nn.Module] = []
+        held = None
+        for module in reversed(stack):
+            held = self.find(module)
+            if held is not None:
+                break
+            unheld.append(module)
+        if not unheld:
+            return held
+
+        root, around = held if held is not None else (0, "")
+        outermost = unheld[-1]
+        inside = next((name for name, child in named_modules(outermost) if child is unheld[0]), None)
+        own = f"{type(unheld[0]).__name__}()" if inside is None else f"{type(outermost).__name__}()"
+        return root, ".".join(part for part in (around, own, inside) if part)
 
     def tensors(self) -> Iterator[tuple[int, str, Tensor, nn.Module, bool]]:
         """Every parameter and buffer that has memory: root, name, tensor, owner, whether it is a buffer."""

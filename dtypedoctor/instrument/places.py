@@ -124,12 +124,8 @@ class Places:
         return self._learn(module)
 
     def inside(self, stack: Sequence[nn.Module]) -> Place:
-        """The place of the innermost call of ``stack``, a module that no other holds: it is named after its class and its caller."""
-        cls = type(stack[-1]).__name__
-        held = next((place for module in reversed(stack[:-1]) if (place := self.of(module)) is not None), None)
-        if held is None:
-            return self._place(0, f"{cls}()", cls)
-        return self._place(held.root, f"{held.fqn}.{cls}()" if held.fqn else f"{cls}()", cls)
+        """The place of the innermost call of ``stack``, a module that no other holds."""
+        return self._place(*(self._names.of_call(stack) or (0, "")), type(stack[-1]).__name__)
 
     def named(self, root: int, fqn: str) -> Place:
         """The place of something that no module returned."""

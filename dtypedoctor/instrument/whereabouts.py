@@ -111,9 +111,7 @@ class Whereabouts:
             self._origins.setdefault(made, place)
 
     def _module(self) -> tuple[int, str]:
-        stack = self._session.position.stack
-        found = self._session.names.find(stack[-1]) if stack else None
-        return found if found is not None else (OUTSIDE, "")
+        return self._session.names.of_call(self._session.position.stack) or (OUTSIDE, "")
 
     def _in_backward(self, node: torch.autograd.graph.Node, source: str | None, autocast: str | None) -> OpPlace:
         made = self._origins.get(sequence_number(node), _NOWHERE)

@@ -229,3 +229,12 @@ def test_what_a_scaler_unscales_is_recorded_before_it_does(error: bool, tmp_path
     assert values["strangers"] == 1
     assert values["gradients"] == ({} if error else {"float32": 2})
     assert (trace.end is not None and trace.end.outcome) == ("raised" if error else "completed")
+
+
+def test_operators_of_a_module_that_a_hook_calls_are_in_that_module(tmp_path: Path) -> None:
+    """No other module holds it: it and what it holds are named after its class, below the call that is still open when hooks of the inner one run."""
+    model, probe = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Tanh())
+    model[0].register_forward_hook(lambda module, args, output: probe(output))
+    trace = watched(tmp_path, lambda _: model(torch.ones(1, 2)), FORWARD)
+    [tanh] = [op for op in trace.all(Op) if op.op == "aten.tanh.default"]
+    assert (tanh.root, tanh.fqn) == (0, "Sequential().0")
