@@ -400,12 +400,16 @@ class BadValues:
         notes: list[TensorNote] = []
         numbers: dict[int, int] = {}
         kept = tensors_of(ran.arguments) if ran.exact else []
+        in_backward = self._session.position.phase == "backward"
+        gradients = set() if in_backward else self._session.names.gradients()
         for place, tensor in enumerate(ran.operands):
             bad = ran.used.get(place)
             extent = extent_of(kept[place]) if place < len(kept) else None
             known = bad.id if bad is not None else 0
             number = known or numbers.setdefault(address_of(tensor), self._new_id())
             note = _note(tensor, extent, number)
+            if gradients and measurable(tensor) and tensor.data_ptr() in gradients:
+                note = replace(note, origin="gradient")
             if extent is None and bad is not None and bad.says is None:
                 note = _unmeasured(note, bad)
             notes.append(note)

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from dtypedoctor._torch_private import COMPILED_MODULE, buffers_of, parameters_of
 from dtypedoctor.instrument.frames import Call
 from dtypedoctor.instrument.module_tree import attribute_of, modules_in, named_modules, parameters_in
+from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.events import ParameterNote, Root
 from dtypedoctor.unpatched import unwrap
 
@@ -164,6 +165,13 @@ class Names:
     def parameters(self) -> dict[int, tuple[int, str]]:
         """Root number and dotted name of each parameter that has memory, by the identity of its tensor."""
         return {id(tensor): (root, name) for root, name, tensor, _, is_buffer in self.tensors() if not is_buffer}
+
+    def gradients(self) -> set[int]:
+        """Addresses of the gradients that parameters have now."""
+        gradients = (
+            parameter.grad for *_, parameter, _, is_buffer in self.tensors() if not is_buffer and parameter.is_leaf
+        )
+        return {gradient.data_ptr() for gradient in gradients if gradient is not None and measurable(gradient)}
 
     def note_parameters(self) -> None:
         """Writes a note for every parameter and buffer that is new or whose dtype or requires_grad has changed."""

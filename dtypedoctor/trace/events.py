@@ -164,8 +164,9 @@ class TensorNote:
 
     ``id`` is equal for two notes exactly when they are the same tensor in the same version within one op trace.
     ``name`` is the parameter, buffer, plain attribute or model input whose memory it is (whole, perhaps transposed), where
-    known, and ``origin`` says which: ``parameter`` ``buffer`` ``attribute`` ``input``. ``storage`` is equal for two notes
-    exactly when they share memory; 0 where that is unknown.
+    known, and ``origin`` says which: ``parameter`` ``buffer`` ``attribute`` ``input``; it is ``gradient``, without a name, for
+    that of a parameter outside of modules. ``storage`` is equal for two notes exactly when they share memory; 0 where that is
+    unknown.
     """
 
     id: int

@@ -116,6 +116,46 @@ def test_what_is_made_finite_again_is_found_where_float32_gives_something_else(
     assert all(one.proven_by is not None for one in found)
 
 
+def clipped_by_torch(parameters: list[nn.Parameter]) -> None:
+    """As torch does it, with operators on lists."""
+    nn.utils.clip_grad_norm_(parameters, 1.0)
+
+
+def clipped_by_hand(parameters: list[nn.Parameter]) -> None:
+    """The norm of each, then that of all."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).norm()
+    for gradient in gradients:
+        gradient.mul_(1 / (norm + 1e-6))
+
+
+def clipped_and_shown(parameters: list[nn.Parameter]) -> None:
+    """The norm is read as a number, too."""
+    assert nn.utils.clip_grad_norm_(parameters, 1.0).item() == float("inf")
+
+
+@pytest.mark.parametrize(
+    "clip", [clipped_by_torch, clipped_by_hand, clipped_and_shown], ids=lambda clip: str(clip.__name__)
+)
+def test_a_norm_of_gradients_that_overflows_is_told_as_that(
+    clip: Callable[[list[nn.Parameter]], None], tmp_path: Path
+) -> None:
+    """It is no norm inside of the model: clipping by it makes all gradients 0."""
+
+    def work(_: object) -> None:
+        model = nn.Linear(64, 64).half()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        (model(torch.ones(32, 64).half()) * 300).sum().backward()
+        clip(list(model.parameters()))
+        assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+        optimizer.step()
+
+    [finding] = [one for one in diagnose(watched(tmp_path, work)) if one.severity is Severity.ERROR]
+    assert finding.id == "norm-square-overflow"
+    assert finding.summary.startswith("The norm of the gradients overflows float16 in step 1: ")
+    assert "so the step trains nothing" in finding.cause
+
+
 def test_losses_and_random_numbers_are_those_of_an_unwatched_run(tmp_path: Path) -> None:
     """What runs beside the program changes nothing in it."""
     left: list[tuple[float, Tensor]] = []

@@ -201,6 +201,9 @@ class AbsorbedOverflows:
             bad=sum(map(_not_finite, bad)),
             elements=sum(t.numel() for t in results),
             squares=_squares(seen),
+            of_gradients=not self.session.names.gradients().isdisjoint(
+                t.data_ptr() for t in _measurable(seen.operands)
+            ),
             negative=not any(e.num_nan or e.num_posinf for e in bad),
         )
 
@@ -390,7 +393,7 @@ def _squares(seen: Seen) -> bool:
     if name == "pow":
         return any(text in ("2", "2.0") for text in scalars(seen.arguments))
     same = len(operands) == 2 and seen.number(operands[0]) == seen.number(operands[1])
-    return name in ("square", "linalg_vector_norm", "norm") or (name == "mul" and same)
+    return name in ("square", "linalg_vector_norm", "norm", "_foreach_norm") or (name == "mul" and same)
 
 
 def _relative_error(real: Tensor, other: Tensor) -> float:

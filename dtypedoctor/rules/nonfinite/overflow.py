@@ -114,7 +114,7 @@ def overflow_evidence(origin: Origin) -> Iterator[str]:
 
 _CASTS = frozenset({"_to_copy", "to"})
 REDUCTIONS = frozenset({"sum", "mean"})
-LENGTHS = frozenset({"linalg_vector_norm", "norm"})
+LENGTHS = frozenset({"linalg_vector_norm", "norm", "_foreach_norm"})
 ROOTS = frozenset({"sqrt", "rsqrt"})
 DIVISIONS = frozenset({"div", "reciprocal"})
 TO_ROOT = 8
@@ -126,17 +126,25 @@ CAUSE_IN_A_NORM = (
     "their result are not affected."
 )
 
+_GRADIENTS_OVERFLOW = "The norm of the gradients overflows {}"
+CAUSE_IN_A_CLIPPING = (
+    "The gradients are finite, and the root of the sum of their squares is not: it is computed in the dtype of the gradients and becomes inf. Clipping "
+    "multiplies all gradients by the largest norm that it allows over this one, which is 0, so the step trains nothing. No check for inf or NaN sees it."
+)
+
 
 def judge_norm_square(origin: Origin) -> Finding | None:
     """An overflow in the squares, their sum or their root inside a norm."""
     op = origin.op
     if not origin.leaves_a_narrow_range or not is_in_norm(origin.graph, op):
         return None
+    clips = any(tensor.origin == "gradient" for tensor in op.inputs)
+    squares = f"The squares inside {short(place(op))} overflow"
     statement = Statement(
         id="norm-square-overflow",
         proven_by=proof(origin),
-        summary=f"The squares inside {short(place(op))} overflow in step {op.step}: {needs(origin)}.",
-        cause=CAUSE_IN_A_NORM,
+        summary=f"{_GRADIENTS_OVERFLOW.format(origin.result.dtype) if clips else squares} in step {op.step}: {needs(origin)}.",
+        cause=CAUSE_IN_A_CLIPPING if clips else CAUSE_IN_A_NORM,
         evidence=tuple(overflow_evidence(origin)),
     )
     return make_finding_at(origin, statement)
@@ -434,6 +442,7 @@ def _swallowed(trace: Trace, seen: Observed[Absorbed]) -> Iterator[Finding]:
     harmful = what.relative_error > HARMLESS
     norm = harmful and born.squares and _takes_root(born, what)
     name = "norm-square-overflow" if norm else "float16-overflow"
+    clips = norm and born.of_gradients
     ends = (
         "and the result is wrong"
         if harmful
@@ -444,10 +453,12 @@ def _swallowed(trace: Trace, seen: Observed[Absorbed]) -> Iterator[Finding]:
         proven_by=absorbed_proof(seen),
         severity=Severity.ERROR if harmful else Severity.INFO,
         summary=(
-            f"{born.op} in {short(born.fqn)} overflows {born.dtype} in step {seen.step}, leaves nothing but finite "
+            f"{_GRADIENTS_OVERFLOW.format(born.dtype)} in step {seen.step}: {born.op} reaches {number(born.float32)}, {max_of(born.dtype)}."
+            if clips
+            else f"{born.op} in {short(born.fqn)} overflows {born.dtype} in step {seen.step}, leaves nothing but finite "
             f"values behind, {ends}."
         ),
-        cause=CAUSE_IN_A_NORM if norm else _cause_of_absorbed(what, born),
+        cause=CAUSE_IN_A_CLIPPING if clips else CAUSE_IN_A_NORM if norm else _cause_of_absorbed(what, born),
         evidence=tuple(absorbed_evidence(seen)),
     )
     yield make_finding(
@@ -464,7 +475,7 @@ def _swallowed(trace: Trace, seen: Observed[Absorbed]) -> Iterator[Finding]:
 
 def _takes_root(born: Overflowed, what: Absorbed) -> bool:
     after = {overload_free(name) for name in what.through}
-    length = overload_free(born.op) in ("linalg_vector_norm", "norm")
+    length = overload_free(born.op) in LENGTHS
     return bool(after & ROOTS) or (length and bool(after & DIVISIONS))
 
 

@@ -18,6 +18,7 @@ class Overflowed:
         float32: largest magnitude of the result in float32.
         bad: elements of the result that are not finite.
         squares: whether it multiplied a tensor with itself.
+        of_gradients: whether an operand is the gradient of a parameter, as where a norm is computed to clip by.
         negative: whether all it made was ``-inf``, as masks do.
         rounded: elements that it has rounded to 0, of which a later operator made inf or NaN; 0 where it has overflowed itself.
         made_by, made_at: that operator and its line.
@@ -33,6 +34,7 @@ class Overflowed:
     elements: int
     squares: bool
     negative: bool
+    of_gradients: bool = False
     rounded: int = 0
     made_by: str = ""
     made_at: str | None = None
