@@ -149,7 +149,7 @@ class Sentinel(OperatorMode):
             nothing itself.
         shadowed: called with each operator of a forward pass: it, its arguments with copies of what it has written to, its arguments, its results, its line.
         rounded: says whether an operator with these finite results is to be handed to ``overflowed``.
-        overflowed: called with each operator of a forward pass that was run while something is not finite: it, its arguments with copies of what it has written
+        overflowed: called with each operator of a forward pass, or of a custom function's backward, that was run while something is not finite: it, its arguments with copies of what it has written
             to, its arguments, its result.
         program: remembers how values came about.
     """
@@ -488,9 +488,9 @@ class Sentinel(OperatorMode):
         ends = [self._measured(func, line, tensor) for tensor in results]
         self._coverage.operators_measured += self._missed == missed
         exact = not plan.writes or kept is not arguments
-        call = (func, kept, arguments, result) if exact and node is None else None
+        call = (func, kept, arguments, result) if exact and (node is None or _is_of_program()) else None
         step = self._remembered(func, arguments, kept if exact else None, results, line)
-        if call is not None:
+        if call is not None and node is None:
             self.shadowed(func, kept, arguments, tensors_of(result) or results, line)
         if not self._bad.any and _all_finite(ends):
             if call is not None and self.rounded(results):
@@ -526,9 +526,7 @@ class Sentinel(OperatorMode):
                 self._remember(line)
             return line, None
         name: str = node.name()
-        if isinstance(
-            node, FunctionCtx
-        ):  # the context of a custom function is its node; its backward is the program's own code
+        if _is_of_program():
             return line_of(sys._getframe(3)), name
         return self._lines.get(sequence_number(node)), name
 
@@ -614,6 +612,11 @@ def _unreadable_kind(tensor: Tensor) -> str | None:
     return (
         None if plain or type(tensor).__module__.startswith("torch.") else f"tensors of class {type(tensor).__name__}"
     )
+
+
+def _is_of_program() -> bool:
+    """Whether the backward of a custom function is running, which is the program's own code as any forward is: its context is its node."""
+    return isinstance(autograd_node(), FunctionCtx)
 
 
 def _all_finite(ends: Iterable[Ends | None]) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,6 +155,34 @@ def test_a_norm_of_gradients_that_overflows_is_told_as_that(
     assert finding.id == "norm-square-overflow"
     assert finding.summary.startswith("The norm of the gradients overflows float16 in step 1: ")
     assert "so the step trains nothing" in finding.cause
+
+
+class Guarded(torch.autograd.Function):
+    """A product whose backward replaces what overflows in it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), torch.nan_to_num(x.t() @ gradient, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("scale", "ids"), [(3e4, ["silent-rescue"]), (1.0, [])])
+def test_gradients_that_a_custom_function_replaces_are_found(scale: float, ids: list[str], tmp_path: Path) -> None:
+    """Its backward is the program's own code, and is followed as its forward is."""
+
+    def work(_: object) -> None:
+        torch.manual_seed(0)
+        model, weight = nn.Linear(8, 8).half(), (torch.randn(8, 8) * 0.1).half().requires_grad_()
+        product = Guarded.apply(model(torch.randn(32, 8).half()).detach(), weight)  # type: ignore[no-untyped-call]
+        (product.float() * scale).sum().backward()
+
+    found = [one for one in diagnose(watched(tmp_path, work)) if one.severity is not Severity.INFO]
+    assert [(one.id, one.phase) for one in found] == [(name, "backward") for name in ids]
 
 
 def test_losses_and_random_numbers_are_those_of_an_unwatched_run(tmp_path: Path) -> None:

@@ -304,8 +304,8 @@ def _may_be_repeated(tensors: Any, readings: Readings) -> bool:
 class OverflowsOutside:
     """Shows :class:`AbsorbedOverflows` what operators outside of modules make of an overflow, up to the first finite result.
 
-    Nothing is looked at until something is not finite, or 0 in float16. Backward passes are left out: a loss scaler tests gradients and skips steps, which
-    is no rescue.
+    Nothing is looked at until something is not finite, or 0 in float16. Of backward passes only the program's own code is shown, that of custom
+    functions: torch's has no guards, and a loss scaler that tests gradients and skips steps is no rescue.
     """
 
     def __init__(self, session: Session, whereabouts: Whereabouts) -> None:
