@@ -108,11 +108,15 @@ class noticing:  # noqa: N801  (used as a function is)
             self._notice(error)
 
 
-def say(text: str) -> None:
-    """Writes a line to standard error, whatever that is now; where it cannot be written, nobody is told."""
+def say(text: str, *, end: str = "\n") -> None:
+    """Writes a line to standard error, whatever that is now; where it cannot be written, nobody is told.
+
+    Lines quote arguments and names of files, whose escape sequences would reach the terminal: what does not print is written as an escape.
+    """
     with contained():
+        shown = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
         stream = sys.stderr
-        stream.write(text + "\n")
+        stream.write(shown + end)
         stream.flush()
 
 

@@ -15,6 +15,7 @@ from dtypedoctor.cli.output import kept
 from dtypedoctor.cli.scenario_files import allow_directory, load_checked, resume_command
 from dtypedoctor.diagnosis.checkpoint import cached
 from dtypedoctor.errors import UsageError
+from dtypedoctor.interruptions import say
 from dtypedoctor.plugins import Model, registered
 from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.report.bisection import bisection_report
@@ -185,7 +186,7 @@ def _kept_only_if_used(case: Case) -> Iterator[None]:
             remove_unused(case.directory)
         raise
     except (KeyboardInterrupt, OSError):
-        print(f"Resume with: {resume_command(case.directory)}", file=sys.stderr)
+        say(f"Resume with: {resume_command(case.directory)}")
         raise
 
 

@@ -14,6 +14,7 @@ import typer
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import is_real_directory, parse_json, read_file, reason
+from dtypedoctor.interruptions import say
 
 SWITCH = "DTYPEDOCTOR"
 _HOOK = Path(__file__).resolve().parents[1] / "worker" / "hooked.py"
@@ -66,7 +67,7 @@ def enable(
             f"{place}: cannot be written ({error.strerror})",
             "Enable it in an environment of your own (python -m venv), or use `dtypedoctor exec` in front of the program.",
         ) from error
-    print(f"enabled: {place}\nNext: {SWITCH}=1 python train.py", file=sys.stderr)
+    say(f"enabled: {place}\nNext: {SWITCH}=1 python train.py")
     return 0
 
 
@@ -74,7 +75,7 @@ def disable() -> int:
     """Remove what `enable` has installed."""
     place = _place()
     if not place.exists():
-        print("not enabled", file=sys.stderr)
+        say("not enabled")
         return 0
     if not _is_ours(place):
         raise UsageError(f"{place}: this file is not dtypedoctor's", "Nothing was removed.")
@@ -82,7 +83,7 @@ def disable() -> int:
         place.unlink()
     except OSError as error:
         raise UsageError(f"{place}: cannot be removed ({error.strerror})", "Remove it yourself.") from error
-    print(f"removed: {place}", file=sys.stderr)
+    say(f"removed: {place}")
     return 0
 
 

@@ -18,6 +18,7 @@ from dtypedoctor.cli.reported import exit_code
 from dtypedoctor.cli.scenario_files import allow_directory
 from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.foreign_files import append_file, parse_json, read_file, write_file
+from dtypedoctor.interruptions import say
 from dtypedoctor.redaction.redact import redact, without_process_secrets
 from dtypedoctor.report.build import REPORT_JSON
 from dtypedoctor.report.files import MATRIX_JSON, read_report
@@ -179,7 +180,7 @@ def treat_all(batch: Batch, where: Where) -> tuple[list[MatrixRow], list[Report]
     rows, reports = map(list, zip(*(done[one.name] for one in batch.scenarios), strict=True))
     _leave_matrix(batch.directory, rows)
     if left or any(row.cause.startswith(LOST) for row in rows):
-        print(f"Resume with: dtypedoctor run --resume {shlex.quote(str(batch.directory))}", file=sys.stderr)
+        say(f"Resume with: dtypedoctor run --resume {shlex.quote(str(batch.directory))}")
     return rows, reports
 
 
@@ -191,7 +192,7 @@ def _finished(batch: Batch) -> Iterator[tuple[str, Done]]:
             yield name, (row, read_report(path))
         except UsageError as error:
             why = error.message.removeprefix(f"{path}: ")
-            print(f"dtypedoctor: {path}: {why}; {name} runs again", file=sys.stderr)
+            say(f"dtypedoctor: {path}: {why}; {name} runs again")
 
 
 LOST = "not run: "
@@ -201,9 +202,9 @@ LOST = "not run: "
 def _leave_matrix(directory: Path, rows: Sequence[MatrixRow]) -> None:
     try:
         write_file(directory / MATRIX_JSON, render_matrix_json(rows, exit_code=matrix_exit(rows)))
-        print(f"Matrix: {directory / MATRIX_JSON}", file=sys.stderr)
+        say(f"Matrix: {directory / MATRIX_JSON}")
     except OSError as error:  # the disk is full, or the directory is gone: it can still be shown
-        print(f"dtypedoctor: cannot write the matrix to {directory}: {error.strerror}", file=sys.stderr)
+        say(f"dtypedoctor: cannot write the matrix to {directory}: {error.strerror}")
 
 
 def _one_by_one(batch: Batch, waiting: Sequence[Scenario], view: LiveView) -> Iterator[Done]:

@@ -17,6 +17,7 @@ import typer
 from dtypedoctor.cli import completion
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import write_file
+from dtypedoctor.interruptions import say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -169,7 +170,7 @@ def announce(words: str, *, terminal_only: bool = False) -> None:
         terminal_only: print nothing where stderr is not a terminal, because what is written there belongs to a script.
     """
     if not terminal_only or sys.stderr.isatty():
-        print(f"{words} …", file=sys.stderr, flush=True)
+        say(f"{words} …")
 
 
 PLAIN_WIDTH = 100
@@ -280,7 +281,7 @@ def kept(directory: Path, report: "Report") -> "Report":
     try:
         write_report(directory, report)
     except OSError as error:  # the disk is full, or the directory is gone: it can still be shown
-        print(f"dtypedoctor: cannot write the report to {directory}: {error.strerror}", file=sys.stderr)
+        say(f"dtypedoctor: cannot write the report to {directory}: {error.strerror}")
     return report
 
 
@@ -304,13 +305,13 @@ def leave_page(directory: Path, document: "Document", *, open_it: bool) -> None:
     try:
         write_file(page, render_html(document))
     except OSError as error:
-        print(f"dtypedoctor: cannot write {page}: {error.strerror}", file=sys.stderr)
+        say(f"dtypedoctor: cannot write {page}: {error.strerror}")
         return
     if open_it:
         import webbrowser
 
         if not webbrowser.open(page.resolve().as_uri()):
-            print(f"dtypedoctor: there is no browser; the page is {page}", file=sys.stderr)
+            say(f"dtypedoctor: there is no browser; the page is {page}")
 
 
 def leave_report_page(directory: Path, report: "Report", *, open_it: bool, bisection: bool = False) -> None:

@@ -14,6 +14,7 @@ import typer
 from dtypedoctor.cli import completion
 from dtypedoctor.cli.output import TERMINAL, FormatOption, announce, show, show_markdown, shows_runs
 from dtypedoctor.errors import ExitCode, UsageError
+from dtypedoctor.interruptions import say
 
 if TYPE_CHECKING:
     from dtypedoctor.report.model import Report
@@ -141,7 +142,7 @@ def compare(
     show(comparison_document(found if format == TERMINAL else redact(found)), format)
     if format == TERMINAL:
         again = shlex.join(["dtypedoctor", "compare", str(run_a), str(run_b), "--format", "md"])
-        print(f"\nNext: {again}", file=sys.stderr)
+        say(f"\nNext: {again}")
     return int(ExitCode.OK if found.verdict is Verdict.EQUAL else ExitCode.FINDINGS)
 
 
@@ -170,7 +171,7 @@ def explain(
         for family, specs in by_family().items():
             print(f"{family.id}: {', '.join(spec.id for spec in specs)}")
         print(f"fixes: {', '.join(fixes)}")
-        print("\nNext: dtypedoctor explain ID", file=sys.stderr)
+        say("\nNext: dtypedoctor explain ID")
         return
     fix = fixes.get(finding) or reach_of_modules(finding)
     if patch:
@@ -206,7 +207,7 @@ def scenarios(
     width = max((len(s.name) for s in found), default=0)
     for scenario in found:
         print(f"{scenario.name:<{width}}  {scenario.summary}")
-    print("\nNext: dtypedoctor run NAME", file=sys.stderr)
+    say("\nNext: dtypedoctor run NAME")
     return int(ExitCode.OK)
 
 
@@ -221,7 +222,7 @@ def _check(files: list[Path]) -> int:
             load_checked(file, allow_code=True)  # nothing is run
         except UsageError as error:
             wrong += 1
-            print(paragraphs("\n".join(filter(None, (error.message, error.hint))), 10_000), file=sys.stderr)
+            say(paragraphs("\n".join(filter(None, (error.message, error.hint))), 10_000))
     print(f"{counted(len(files), 'scenario file')} checked, {wrong or 'none'} with mistakes")
     return int(ExitCode.USAGE if wrong else ExitCode.OK)
 
@@ -240,4 +241,4 @@ def env(
     # it is printed to be pasted elsewhere, so it is redacted at the prompt, too
     show(environment_document(redact(survey())), format)
     if format == TERMINAL:
-        print("\nNext: dtypedoctor run gemma4_grpo_fp16", file=sys.stderr)
+        say("\nNext: dtypedoctor run gemma4_grpo_fp16")

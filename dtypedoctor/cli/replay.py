@@ -1,6 +1,5 @@
 """``dtypedoctor replay``: the failing call of a capsule, without the program that it was taken from."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +8,7 @@ import typer
 from dtypedoctor.cli import completion
 from dtypedoctor.cli.output import TERMINAL, Device, FormatOption, Out, announce, show
 from dtypedoctor.errors import UsageError
+from dtypedoctor.interruptions import say
 
 if TYPE_CHECKING:
     from dtypedoctor.replay.capsule import Capsule
@@ -87,8 +87,6 @@ def _print_script(capsule: "Capsule") -> None:
         raise UsageError(f"{capsule.directory}: no script can be made of it: {error}", "Replay it instead.") from error
     print(text, end="")
     if named := list(capsule.code()):
-        print(f"Read it before you run it: it runs code of its own: {one_line(', '.join(named), 400)}", file=sys.stderr)
+        say(f"Read it before you run it: it runs code of its own: {one_line(', '.join(named), 400)}")
     if f'"{TENSORS}"' in text or f"'{TENSORS}'" in text:
-        print(
-            f"The script reads {TENSORS} beside it: copy {capsule.directory / CAPSULE_TENSORS} there.", file=sys.stderr
-        )
+        say(f"The script reads {TENSORS} beside it: copy {capsule.directory / CAPSULE_TENSORS} there.")

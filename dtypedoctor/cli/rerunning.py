@@ -10,6 +10,7 @@ from typing import Self
 
 from dtypedoctor.cli.live import label_in_words
 from dtypedoctor.errors import UsageError
+from dtypedoctor.interruptions import say
 from dtypedoctor.runner.view import Before, NoViewError, Written, in_view, require_view, why_no_view
 
 OPTION = "--rerun-in-place"
@@ -78,12 +79,12 @@ class Reruns:
         again = f"dtypedoctor: running the script again ({label_in_words(run.name)})"
         if self._before is None or self._written is None or self._no_view:
             self._require_agreement()
-            print(f"{again}; it may change files …", file=sys.stderr, flush=True)
+            say(f"{again}; it may change files …")
             yield []
             return
         lost = self._before.lost(self._written)
         also = f"; too large to be put back as they were before the first run: {_named(lost)}" if lost else ""
-        print(f"{again} in a copy-on-write view of the working directory{also} …", file=sys.stderr, flush=True)
+        say(f"{again} in a copy-on-write view of the working directory{also} …")
         with in_view(self._before, self._written, run) as words:
             yield words
         why = why_no_view(run)
@@ -97,12 +98,11 @@ class Reruns:
         if not _can_ask():
             raise UsageError(f"there is no copy-on-write view: {self._no_view}", f"Add {OPTION}.")
         written = list(self._written.paths) if self._written is not None else []
-        print(
+        say(
             f"dtypedoctor: no copy-on-write view is possible here ({self._no_view}), so another run may change files in {Path.cwd()}.\n"
-            f"Written by the first run below it: {_named(written) or 'not known'}.",
-            file=sys.stderr,
+            f"Written by the first run below it: {_named(written) or 'not known'}."
         )
-        print("Run the script again there? [y/N] ", end="", file=sys.stderr, flush=True)
+        say("Run the script again there? [y/N] ", end="")
         try:
             self._in_place = sys.stdin.readline().strip().lower() in ("y", "yes")
         except (KeyboardInterrupt, OSError):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dtypedoctor.diagnosis.registry import typed_ids
 from dtypedoctor.errors import UsageError
+from dtypedoctor.interruptions import say
 from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.replay.capsule import ALLOW_CODE, MODEL, Capsule
 from dtypedoctor.report.text import one_line
@@ -68,8 +69,7 @@ def _says_yes(question: str) -> bool:
     """Whether somebody at a terminal agrees."""
     if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
-    print(question, end="", file=sys.stderr)
-    sys.stderr.flush()
+    say(question, end="")
     return sys.stdin.readline().strip().lower() in _YES
 
 

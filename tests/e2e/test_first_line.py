@@ -37,13 +37,14 @@ AT_ONCE = {"treat", "explain", "scenarios", "enable", "disable"}
 """Verbs that print what they are asked for, or become the script, and have no more to import than that takes."""
 
 FIRST = """
-import builtins, json, os, sys
+import json, os, sys
 
 def first(*words, **how):
     os.write(1, json.dumps([" ".join(map(str, words)), sorted(sys.modules)]).encode())
     os._exit(0)
 
-builtins.print = first
+from dtypedoctor import interruptions
+interruptions.say = first
 from dtypedoctor.cli.main import main
 main()
 """

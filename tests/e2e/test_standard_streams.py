@@ -12,6 +12,8 @@ from command import report_of
 from patience import PATIENCE
 from run_directories import failing_run
 
+from dtypedoctor.cli import main as command_line
+
 ASCII = {"PYTHONIOENCODING": "ascii"}
 POSIX = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
@@ -106,6 +108,27 @@ def test_a_full_device_is_said(run: Path) -> None:
         done = finished("report", run, "--format", "md", stdout=full)
     assert done.returncode == 2
     assert b"No space left on device" in done.stderr
+
+
+HOSTILE = "x\x1b]0;PWN\x07\x9b2J\u202e"
+"""A name that sets the title of a terminal, clears it (with a C1 control) and reorders what follows it."""
+
+
+def test_every_verb_writes_to_standard_error_by_one_function() -> None:
+    """``say`` writes what does not print as an escape; ``main`` does that for errors itself."""
+    sources = [path for path in Path(command_line.__file__).parent.glob("*.py") if path.name != "main.py"]
+    assert not [path.name for path in sources if "file=sys.stderr" in path.read_text()]
+
+
+@pytest.mark.parametrize("verb", ["run", "replay", "compare"])
+def test_a_name_sends_no_control_characters_to_the_terminal(verb: str, run: Path, tmp_path: Path) -> None:
+    """Neither in the line that says what begins nor in the one that says what to type next."""
+    if verb == "compare":
+        (tmp_path / HOSTILE).symlink_to(run / "before")
+    done = finished(verb, HOSTILE, *([run / "before"] if verb == "compare" else []), cwd=tmp_path)
+    shown = done.stderr.decode()
+    assert r"x\x1b]0;PWN\x07\x9b2J\u202e" in shown
+    assert shown.replace("\n", "").isprintable()
 
 
 @pytest.mark.release(all_but=1)
