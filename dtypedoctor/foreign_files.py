@@ -148,6 +148,14 @@ def inside(root: Path, relative: str) -> Path:
     return place
 
 
+def working_directory() -> Path | None:
+    """The working directory; None where it has been deleted."""
+    try:
+        return Path.cwd()
+    except OSError:
+        return None
+
+
 def is_real_directory(path: Path) -> bool:
     """Whether it is a directory and no link to one."""
     return path.is_dir() and not path.is_symlink()

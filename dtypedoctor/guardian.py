@@ -40,7 +40,7 @@ def make_private_folder(name: str, program: Iterable[str], beside: str = ".") ->
     own = [os.path.realpath(folder) for folder in program]
     # What is the program's comes last, and is better than nothing: where it runs in /, all folders are.
     candidates.sort(key=lambda folder: (any(_is_in(folder, other) for other in own), -min(_room(folder), ENOUGH_ROOM)))
-    for folder in (*candidates, os.path.realpath(beside)):
+    for folder in (*candidates, beside):
         path = os.path.join(folder, f"dtypedoctor-{name}-{os.urandom(4).hex()}")
         with contextlib.suppress(OSError):
             os.makedirs(folder, exist_ok=True)

@@ -141,7 +141,7 @@ def job_report(
     if folder is not None:
         folder.arrive()
         directory = folder.directory
-    print_first_screen(report, console_for(sys.stderr), str(directory), left_in(directory, page=False))
+    print_first_screen(report, console_for(sys.stderr), str(directory), left_in(directory))
     return exit_code(report)
 
 

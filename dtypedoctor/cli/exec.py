@@ -197,13 +197,12 @@ def execute(
     from dtypedoctor.cli.reported import exit_code
     from dtypedoctor.report.first_screen import print_first_screen
 
-    has_page = open_page or bool(exit_code(report))  # for a healthy script it would cost as much as all the rest
+    if open_page or exit_code(report):  # for a healthy script the page would cost as much as all the rest
+        leave_report_page(directory, report, open_it=open_page)
     if here is None or here.local_rank == 0:
-        print_first_screen(report, console_for(sys.stderr), str(directory), left_in(directory, page=has_page))
+        print_first_screen(report, console_for(sys.stderr), str(directory), left_in(directory))
     else:  # a job ends with one report on the terminal, and with one command to type next
         say(f"dtypedoctor: {directory.name}: {report.headline} ({directory})")
-    if has_page:
-        leave_report_page(directory, report, open_it=open_page)
     own = propagate_exit or here is not None  # a launcher ends the whole job where one of its processes fails
     return status if own else exit_code(report)
 

@@ -1,5 +1,6 @@
 """The `dtypedoctor` command: verbs, options that all of them share, and the one place where errors become exit codes."""
 
+import errno
 import os
 import signal
 import sys
@@ -12,8 +13,9 @@ import typer
 from dtypedoctor import __version__
 from dtypedoctor.cli import enabling, exec, reading, replay, run
 from dtypedoctor.cli.configuration import with_project_defaults
-from dtypedoctor.cli.output import current_name, standard_streams
+from dtypedoctor.cli.output import current_name, lost_output, standard_streams
 from dtypedoctor.errors import INTERRUPTED, DoctorError, ExitCode
+from dtypedoctor.foreign_files import working_directory
 from dtypedoctor.interruptions import HEARD
 from dtypedoctor.patterns import regex
 from dtypedoctor.report.text import paragraphs
@@ -56,6 +58,10 @@ def main() -> None:
     """Runs the command line and exits with the code that DESIGN gives each outcome, whether or not anybody reads what it prints."""
     with standard_streams():
         code = _outcome()
+        lost = lost_output()
+        if lost is not None:
+            _complain(f"standard output cannot be written: {lost.strerror}", _hint(lost, ""))
+            code = int(ExitCode.USAGE) if code in (ExitCode.OK, ExitCode.FINDINGS) else code
     _name_plugins_left_out()
     sys.exit(code)
 
@@ -87,7 +93,7 @@ def _outcome() -> int:
             status = app(standalone_mode=False)
         return int(status) if isinstance(status, int) else int(ExitCode.OK)
     except DoctorError as error:
-        _complain(error.message, error.hint)
+        _complain(error.message, _hint(error, error.hint))
         return int(error.exit_code)
     except KeyboardInterrupt as error:
         return _interrupted(error)
@@ -119,9 +125,24 @@ def _unexpected(error: Exception) -> int:
     if callable(show):
         show()
         return int(exit_code) if exit_code is not None else int(ExitCode.USAGE)
+    if hint := _hint(error, ""):
+        _complain(f"this command cannot run here: {error}", hint)
+        return int(ExitCode.USAGE)
     print(paragraphs(traceback.format_exc(), _LONGEST), file=sys.stderr)
     _complain(f"dtypedoctor itself failed: {type(error).__name__}: {error}", "Please report this with the lines above.")
     return int(ExitCode.INTERNAL)
+
+
+def _hint(error: BaseException, hint: str) -> str:
+    """What to do about an error: ``hint``, unless what the command runs in is at fault, which whatever raised has not looked at."""
+    if working_directory() is None:
+        return "The working directory no longer exists: change to one that does."
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+            return "Raise the limit of open files, for example with `ulimit -n 4096`."
+        cause = cause.__cause__ or cause.__context__
+    return hint
 
 
 def _name_plugins_left_out() -> None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from dtypedoctor.cli import completion
-from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import write_file
 from dtypedoctor.interruptions import say
 
@@ -129,12 +128,17 @@ def standard_streams() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def write_document(text: str) -> OSError | None:
-    """Writes a document to standard output, in UTF-8 whatever the terminal has; what went wrong, if its reader is still there."""
+def print_text(text: str) -> None:
+    """Writes a finished report to standard output, in UTF-8 whatever the terminal has."""
     sys.stdout.flush()
     sys.stdout.buffer.write((text if text.endswith("\n") else text + "\n").encode("utf-8", "backslashreplace"))
     sys.stdout.flush()
-    trouble = getattr(getattr(sys.stdout.buffer, "raw", None), "trouble", None)
+
+
+def lost_output() -> OSError | None:
+    """Why not all that was printed on standard output has been written there; None where it has been, or nobody reads it any more."""
+    sys.stdout.flush()
+    trouble = getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "trouble", None)
     return trouble if isinstance(trouble, OSError) and not isinstance(trouble, BrokenPipeError) else None
 
 
@@ -229,7 +233,7 @@ def show(document: "Document", format: str) -> None:
     """Prints ``document`` in a format; except at the prompt, its texts must be redacted.
 
     Raises:
-        UsageError: there is no such format, or standard output cannot be written.
+        UsageError: there is no such format.
     """
     if format == TERMINAL:
         from dtypedoctor.report.to_terminal import print_document
@@ -254,17 +258,6 @@ def show_markdown(text: str) -> None:
         console.print(Markdown(text, code_theme="ansi_dark"))
 
 
-def print_text(text: str) -> None:
-    """Prints a finished report.
-
-    Raises:
-        UsageError: standard output cannot be written.
-    """
-    trouble = write_document(text)
-    if trouble is not None:
-        raise UsageError(f"cannot write the report: {os.strerror(trouble.errno or 0)}") from trouble
-
-
 def shows_runs(format: str) -> bool:
     """Whether a format shows what the traces of the runs hold."""
     if format == TERMINAL:
@@ -285,13 +278,9 @@ def kept(directory: Path, report: "Report") -> "Report":
     return report
 
 
-def left_in(directory: Path, *, page: bool) -> list[str]:
-    """Names of the reports in a run directory, the best one to read first; none where nothing could be written there.
-
-    ``page``: whether report.html will be among them.
-    """
-    written = [name for name in ("report.md", "report.json") if (directory / name).exists()]
-    return ["report.html", *written] if page and written else written
+def left_in(directory: Path) -> list[str]:
+    """Names of the reports in a run directory, the best one to read first; none where nothing could be written there."""
+    return [name for name in ("report.html", "report.md", "report.json") if (directory / name).exists()]
 
 
 OpenPage = Annotated[bool, typer.Option("--open", help="Open report.html in the browser.")]

@@ -191,11 +191,11 @@ def _treat_one(scenario: "Scenario", out: Path | None, format: str, *, remedies:
 
     directory = new_directory(out, scenario.name)
     report = treat_scenario(scenario, directory, Plan(remedies=remedies), wheels=wheels, resident=resident)
+    leave_report_page(directory, report, open_it=open_page)
     if format == TERMINAL:
-        print_first_screen(report, console_for(sys.stdout), str(directory), left_in(directory, page=True))
+        print_first_screen(report, console_for(sys.stdout), str(directory), left_in(directory))
     else:
         show(run_document(redact(report)), format)
-    leave_report_page(directory, report, open_it=open_page)
     return exit_code(report)
 
 

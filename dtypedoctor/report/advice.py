@@ -13,6 +13,7 @@ from dtypedoctor.diagnosis.scene import Scene, Source, masked_line, scalers
 from dtypedoctor.diagnosis.update_edits import fitting
 from dtypedoctor.diagnosis.wording import class_of, listed, short, shown_line
 from dtypedoctor.errors import DoctorError
+from dtypedoctor.foreign_files import working_directory
 from dtypedoctor.patterns import regex
 from dtypedoctor.report.document import Block, Code, Heading, Paragraph
 from dtypedoctor.report.text import counted, memory
@@ -87,13 +88,15 @@ def _scalers_in(source: Source, file: str, changed: set[tuple[str, int]]) -> Ite
 
 def _scene(treatment: Treatment, finding: Finding) -> Scene:
     workload = treatment.scenario.steps[0].workload
-    script = Path(workload.path).resolve() if isinstance(workload, Script) and workload.path else None
-    here = Path.cwd().resolve()
+    here = working_directory()
+    script = Path(workload.path) if isinstance(workload, Script) and workload.path else None
+    if script is not None:  # a relative path means nothing where the program has deleted its working directory
+        script = script.resolve() if here is not None or script.is_absolute() else None
     header = treatment.before.trace.header
     return Scene(
         finding,
         treatment.diagnosed,
-        (here, *([script.parent] if script is not None else [])),
+        tuple(folder for folder in (here and here.resolve(), script and script.parent) if folder is not None),
         script,
         began=header.created if header is not None else 0.0,
     )

@@ -9,7 +9,7 @@ from dtypedoctor.analysis import noted
 from dtypedoctor.diagnosis.distributed import coverage_of
 from dtypedoctor.diagnosis.wording import named_in
 from dtypedoctor.errors import UsageError
-from dtypedoctor.foreign_files import write_file
+from dtypedoctor.foreign_files import working_directory, write_file
 from dtypedoctor.plugins import left_out
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.replay.capsule import MODEL, Capsule, NoCapsule, read_capsule
@@ -132,12 +132,12 @@ def _replay_facts(treatment: Treatment) -> dict[str, Any] | None:
         capsule = read_capsule(Path(model.name.removeprefix(MODEL)))
     except UsageError:  # an older run is reported on, and its capsule is gone
         return None
-    here = Path.cwd()
-    inside = capsule.directory.is_relative_to(here) and capsule.directory != here
+    here = working_directory()
+    inside = here is not None and capsule.directory.is_relative_to(here) and capsule.directory != here
     return {
         "module": capsule.fqn,
         "class": capsule.cls,
-        "capsule": str(capsule.directory.relative_to(here)) if inside else capsule.directory.name,
+        "capsule": str(capsule.directory.relative_to(here)) if here is not None and inside else capsule.directory.name,
         "dtype": model.dtype,
         "op": capsule.finding.get("op"),
         "verdict": same_verdict(capsule, treatment.findings) if model.dtype == capsule.dtype else "",

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.foreign_files import open_file
+from dtypedoctor.foreign_files import open_file, working_directory
 from dtypedoctor.guardian import make_private_folder, make_run_directory, move_into
 from dtypedoctor.interruptions import say
 from dtypedoctor.patterns import regex
@@ -61,7 +61,7 @@ class RecordFolder:
         self.private = private
         self.directory = directory
         self.merge = merge
-        self._start = _working_directory()
+        self._start = working_directory()
         self._is_reserved = private == directory
 
     def reserve(self) -> None:
@@ -91,7 +91,7 @@ class RecordFolder:
         except OSError as error:
             self._stay(error)
         else:
-            if _working_directory() != self._start:  # a program that is watched from inside has changed it
+            if working_directory() != self._start:  # a program that is watched from inside has changed it
                 self.directory = self._absolute
 
     @property
@@ -118,23 +118,17 @@ def new_record(out: Path | None, name: str, script: Path | None = None) -> Recor
     directory = out if out is not None else next(path for path in _unnamed(name) if not os.path.lexists(path))
     if os.path.lexists(directory):
         raise _exists(directory)
-    above = next(path for path in directory.absolute().parents if path.exists())
+    above = next(path for path in directory.parents if path.exists())
     if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
         number = errno.EACCES if above.is_dir() else errno.ENOTDIR
         raise _not_created(directory, OSError(number, os.strerror(number)))
-    program = [str(path) for path in (_working_directory(), script) if path is not None]
+    here = working_directory()
+    program = [str(path) for path in (here, script) if path is not None]
     try:
-        private = Path(make_private_folder(name, program, str(above)))
+        private = Path(make_private_folder(name, program, str((here or Path()) / above)))
     except OSError as error:
         raise _not_created(directory, error) from error
     return RecordFolder(private, directory, merge=out is not None)
-
-
-def _working_directory() -> Path | None:
-    try:
-        return Path.cwd()
-    except OSError:  # it has been deleted
-        return None
 
 
 def _unnamed(name: str) -> Iterator[Path]:

@@ -160,11 +160,11 @@ class Launcher:
                 resource_tracker.ensure_running()
                 forkserver.ensure_running()
         except OSError as error:
-            if error.errno is None:  # Python's own: "AF_UNIX path too long"
-                raise UsageError(
-                    f"no worker can be started: {error}", "Set TMPDIR to a folder with a shorter path."
-                ) from error
-            raise UsageError(f"{self._log}: cannot be written ({error.strerror})", "Give another --out.") from error
+            if str(error.filename) == str(self._log):
+                raise UsageError(f"{self._log}: cannot be written ({error.strerror})", "Give another --out.") from error
+            too_long = error.errno is None  # Python's own: "AF_UNIX path too long"
+            hint = "Set TMPDIR to a folder with a shorter path." if too_long else ""
+            raise UsageError(f"no worker can be started: {error.strerror or error}", hint) from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

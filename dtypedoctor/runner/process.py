@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, Self
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.foreign_files import parse_json, read_file
+from dtypedoctor.foreign_files import parse_json, read_file, working_directory
 from dtypedoctor.guardian import PROGRAM, end
 from dtypedoctor.interruptions import interrupt
 from dtypedoctor.redaction.redact import forget_request
@@ -155,7 +155,8 @@ class Guardian:
     """
 
     def __init__(self, private: Path | None = None, wanted: Path | None = None, *, merge: bool = False) -> None:
-        self._move = [str(private), str(wanted and wanted.absolute()), merge] if private is not None else None
+        here = working_directory() or Path()
+        self._move = [str(private), str(wanted and here / wanted), merge] if private is not None else None
 
     def __enter__(self) -> Self:
         source, self._pipe = os.pipe()

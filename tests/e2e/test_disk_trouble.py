@@ -201,6 +201,85 @@ def test_a_training_goes_on_when_its_files_may_not_grow(tmp_path: Path) -> None:
 REMOVE = "import glob, os, shutil; shutil.rmtree(*glob.glob(os.environ['TMPDIR'] + '/dtypedoctor-*'))"
 
 
+OVERFLOW = """
+import torch
+big = torch.nn.Linear(4, 4).half()
+with torch.no_grad():
+    big.weight.fill_(6e4)
+big(torch.ones(2, 4).half())
+"""
+
+
+def in_shell(before: str, *arguments: str | Path, cwd: Path, **environment: str) -> Finished:
+    """Runs ``dtypedoctor ARGUMENTS`` after a command of the shell."""
+    done = subprocess.run(
+        [
+            "/bin/bash",
+            "-c",
+            f'{before} && exec "$@"',
+            "bash",
+            sys.executable,
+            "-m",
+            "dtypedoctor",
+            *map(str, arguments),
+        ],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    return Finished(code=done.returncode, out=done.stdout, err=done.stderr)
+
+
+@pytest.mark.parametrize("kib", [16, None])
+def test_only_reports_that_could_be_written_are_named(kib: int | None, tmp_path: Path) -> None:
+    """A page for which there is no room is not called the full report."""
+    (tmp_path / "work.py").write_text(OVERFLOW)
+    done = in_shell(f"ulimit -f {kib}" if kib else "true", "exec", "--out", "run", "work.py", cwd=tmp_path)
+    assert done.code == 10
+    named = re.search(r"Full report: run/(.+) \((.+)\)", done.err)
+    assert named is not None
+    assert {named[1], *named[2].split(", ")} == {path.name for path in (tmp_path / "run").glob("report.*")}
+    assert named[1] == ("report.md" if kib else "report.html")
+
+
+def test_a_limit_of_open_files_is_no_lack_of_space(tmp_path: Path) -> None:
+    """The hint names the limit that was met."""
+    (tmp_path / "work.py").write_text("import torch")
+    done = in_shell("ulimit -n 12", "exec", "--out", "run", "work.py", cwd=tmp_path)
+    assert done.code == 2
+    assert "Too many open files" in done.err
+    assert "ulimit -n" in done.err
+    assert "space" not in done.err
+
+
+def test_a_deleted_working_directory_is_named_or_does_not_matter(code: Path, tmp_path: Path) -> None:
+    """A program that Python runs there is run and reported on; what cannot be done there says why, with no traceback."""
+    (script := code / "work.py").write_text(OVERFLOW)
+    (bare := code / "bare.py").write_text("print('it runs')")
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    job = tmp_path / "run"
+    forked("exec", "--out", job, script, cwd=tmp_path)
+    (job / "job.json").write_text('{"argv": ["python", "work.py"], "failed": false}')
+    for words, ends_with in (
+        (["exec", "--out", tmp_path / "bare", bare], 10),
+        (["exec", bare], 10),
+        (["job-report", job], 10),
+        (["inspect", "builtin:gemma4-tiny"], 2),
+        (["exec", "--rerun", bare], 2),
+        (["run", "gemma4_grpo_fp16"], 2),
+    ):
+        (tmp_path / "gone").mkdir()
+        done = in_shell("cd gone && rmdir ../gone", *words, cwd=tmp_path, TMPDIR=str(elsewhere))
+        assert done.code == ends_with, (words, done.err)
+        assert "Traceback" not in done.err
+        assert ("The working directory no longer exists" in done.err) == (ends_with == 2)
+        assert "server.log" not in done.err
+        assert done.out == ("it runs\n" if words[-1] == bare and ends_with == 10 else "")
+
+
 def test_a_training_goes_on_when_its_record_is_removed(code: Path, tmp_path: Path) -> None:
     """Somebody cleans up in the middle of a run; there is no trace that could be used then, and the report, which is in its place, says why."""
     (elsewhere := tmp_path / "elsewhere").mkdir()

@@ -102,12 +102,16 @@ def test_a_reader_that_has_gone_changes_nothing(arguments: list[str], run: Path)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_a_full_device_is_said(run: Path) -> None:
-    """A report that was asked for and could not be written is no success."""
+@pytest.mark.parametrize(
+    "arguments", ["report RUN --format md", "report RUN", "--help", "compare RUN/before RUN/before"]
+)
+def test_a_full_device_is_said(arguments: str, run: Path) -> None:
+    """What was asked for and could not be written is no success, whatever it is."""
+    words = [word.replace("RUN", str(run)) for word in arguments.split()]
     with open("/dev/full", "wb") as full:
-        done = finished("report", run, "--format", "md", stdout=full)
+        done = finished(*words, stdout=full)
     assert done.returncode == 2
-    assert b"No space left on device" in done.stderr
+    assert b"error: standard output cannot be written: No space left on device\n" in done.stderr
 
 
 HOSTILE = "x\x1b]0;PWN\x07\x9b2J\u202e"

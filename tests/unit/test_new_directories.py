@@ -136,3 +136,15 @@ def test_a_record_arrives_where_it_was_asked_for_though_the_program_has_moved(
     record.arrive()
     assert record.directory == work / "mine"
     assert (work / "mine" / "before").is_dir()
+
+
+def test_a_record_is_made_though_the_working_directory_is_gone(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Python runs a program there: it is recorded, and where the record cannot lie where it was asked for, it stays."""
+    work.rmdir()
+    named, relative = new_record(work.parent / "mine", "work"), new_record(None, "work")
+    for record in (named, relative):
+        (record.private / "before").mkdir()
+        record.arrive()
+    assert (work.parent / "mine" / "before").is_dir()
+    assert relative.directory == relative.private
+    assert f"the run stays in {relative.private}" in capsys.readouterr().err
