@@ -58,6 +58,8 @@ def _check(columns: Sequence[list[Any]]) -> None:
     for index, (column, kind) in enumerate(zip(columns, _TYPES, strict=False)):
         if not set(map(type, column)) <= {kind}:
             raise ValueError("a number has the wrong type")
+        if index < _MAGNITUDE and column and min(column) < 0:
+            raise ValueError("a count is negative")
         if not column:
             continue
         if index == _MAGNITUDE:

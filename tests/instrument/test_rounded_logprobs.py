@@ -553,10 +553,10 @@ def test_a_cast_that_was_seen_is_named_and_proven(name: str, cast: str, tmp_path
 def test_a_log_softmax_in_half_precision_is_named_where_both_sides_are_computed_so(
     name: str, computed: str, tmp_path: Path
 ) -> None:
-    """The line of the log-softmax, and no proof: what float32 would have given was not computed."""
+    """The line of the log-softmax; a proof only where its logits were still there, to compute it from them in float32."""
     (found,) = gaps(run(ROUNDED[name], tmp_path))
     assert found.source == line_of(ROUNDED[name], computed)
-    assert found.proven_by is None
+    assert found.proven_by is None or "before the rounding" in found.proven_by
     assert found.summary.startswith("Both")
     assert "can move their difference by up to" in found.summary
 

@@ -33,7 +33,7 @@ ELSEWHERE = {
     # the recorder, inside the program, in a directory that it has made
     "trace/cursor.py": {"os.open"},
     "trace/details.py": {"part.write_bytes"},
-    "trace/lines.py": {"open", "os.open"},
+    "trace/lines.py": {"os.open"},
     "trace/writer.py": {"os.open", "path.read_bytes"},
 }  # fmt: skip
 """What opens a file in another way, and where that lies."""
