@@ -39,7 +39,10 @@ def replay(
         bool, typer.Option("--script", help="Print a stand-alone script that fails with the same error; run nothing.")
     ] = False,
     allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Run the source code that the capsule holds.")
+        bool,
+        typer.Option(
+            "--allow-code", help="Run the source code that the capsule holds, and replay without a limit of memory."
+        ),
     ] = False,
     format: FormatOption = TERMINAL,
 ) -> int:

@@ -15,6 +15,7 @@ from dtypedoctor.instrument.capture import Operator
 from dtypedoctor.instrument.live_call import tensors_of
 from dtypedoctor.instrument.settings import Settings
 from dtypedoctor.interruptions import contained
+from dtypedoctor.models.limits import is_out_of_memory
 from dtypedoctor.models.named import require_known
 from dtypedoctor.replay.capsule import CAPSULE_TENSORS, Capsule, read_capsule
 from dtypedoctor.replay.script import CannotBeWrittenError, capsule_script
@@ -87,6 +88,7 @@ def load_capsule(directory: Path, dtype: torch.dtype, device: torch.device, *, a
 
     Raises:
         UsageError: it cannot be read, or what it names cannot be imported here, or may not be made.
+        MemoryError: there is not enough memory for it; RuntimeError where a tensor asked for it.
     """
     capsule = read_capsule(directory)
     script = types.ModuleType("repro")
@@ -110,7 +112,7 @@ def load_capsule(directory: Path, dtype: torch.dtype, device: torch.device, *, a
             module = _operator(capsule, arguments)
         model = _with_call(module, arguments, script, kept, capsule)
     if (error := refused.error) is not None:
-        if isinstance(error, UsageError):
+        if isinstance(error, UsageError) or is_out_of_memory(error):
             raise error
         words = str(error) if isinstance(error, CannotBeWrittenError) else f"{type(error).__name__}: {error}"
         raise UsageError(f"{directory}: the call cannot be rebuilt here: {words}", "Its libraries must be installed.")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from os import fstat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import is_real_directory, open_file, parse_json, read_file, reason
@@ -19,16 +19,21 @@ from dtypedoctor.scenario.problems import printable
 from dtypedoctor.tensor_files import Entry, read_entries
 from dtypedoctor.values import dataclass
 
+if TYPE_CHECKING:
+    from dtypedoctor.scenario.model import Model
+
 __all__ = [
     "ALLOW_CODE",
     "CAPSULE",
     "CAPSULE_TENSORS",
     "FORMAT",
     "MODEL",
+    "UNLIMITED",
     "CallFix",
     "Capsule",
     "NoCapsule",
     "is_described",
+    "is_limited",
     "read_capsule",
 ]
 
@@ -43,6 +48,8 @@ _DAMAGE = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, Rec
 _AGAIN = "Have it sent again; `dtypedoctor exec` leaves another one."
 ALLOW_CODE = "Read it first (`source` and `call` in capsule.json, or --script), then pass --allow-code."
 """What the reader of a capsule that runs code can do."""
+UNLIMITED = "If you trust whoever made it, pass --allow-code: it replays without a limit of memory, and each run for up to 300 s."
+"""What the reader of a capsule can do whose call exceeds its limits."""
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _WEIGHT = 1_000_000
 """By how much an element of a weight counts more than one of an input."""
@@ -216,6 +223,11 @@ class Capsule:
     def _libraries(self) -> set[str]:
         """The modules whose classes and functions it names."""
         return {named.name.partition(":")[0] for named in self.named() if ":" in named.name} - {"source"}
+
+
+def is_limited(model: "Model | None") -> bool:
+    """Whether a model is the module of a capsule that nobody trusts, whose call is made within limits of memory and time."""
+    return model is not None and model.name.startswith(MODEL) and model.options.get("allow_code") is not True
 
 
 def is_described(description: Mapping[str, Any], but: str = "") -> bool:

@@ -1,6 +1,7 @@
 """Chooses the capsule of the call that is found to fail among those that a run has left beside its trace, and puts it into the run directory."""
 
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,13 +18,23 @@ from dtypedoctor.patterns import regex
 from dtypedoctor.redaction.messages import ELIDED
 from dtypedoctor.redaction.redact import redact, short_paths, without_process_secrets
 from dtypedoctor.redaction.secrets import SECRET
-from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, MODEL, Capsule, NoCapsule, is_described, read_capsule
+from dtypedoctor.replay.capsule import (
+    CAPSULE,
+    CAPSULE_TENSORS,
+    MODEL,
+    UNLIMITED,
+    Capsule,
+    NoCapsule,
+    is_described,
+    is_limited,
+    read_capsule,
+)
 from dtypedoctor.runner.run import BEFORE, Run
 from dtypedoctor.scenario.model import Autocast, Model, Plugin, Scenario, ScenarioStep
 from dtypedoctor.trials.plan import CAPSULE_LIMIT
 from dtypedoctor.unpatched import to_json
 
-__all__ = ["caught_in", "is_replay", "same_verdict", "scenario_of"]
+__all__ = ["caught_in", "is_replay", "require_within_limits", "same_verdict", "scenario_of"]
 
 DIRECTORY = "capsule"
 _NUMBER = regex(r"\d+")
@@ -48,6 +59,8 @@ _SEEN_IN_OPERATOR = (
 """Findings that one operator shows, without what is around it."""
 _FIXES_OF_ANY_CALL = ("keep-float32", "bfloat16")
 """Tried on every failing call, beside what the finding proposes."""
+_LONGEST, _SECONDS, _BYTES_PER_SECOND = 300, 60, 10 << 20
+"""Seconds that a replay may take: at most so many; of a stranger's capsule so many and one more for so many bytes of tensors."""
 _CALLS = ("forward", "generate", "recompute", "backward")
 """Phases in which a module call can fail."""
 
@@ -282,9 +295,20 @@ def scenario_of(capsule: Capsule, remedies: Sequence[str], *, allow_code: bool =
         summary=f"The failing call of {capsule.fqn or capsule.cls}.",
         steps=[step],
         deterministic=False,
-        time_limit=300,
+        time_limit=_LONGEST if allow_code else min(_LONGEST, _SECONDS + capsule.memory // _BYTES_PER_SECOND),
         remedies=list(dict.fromkeys([*remedies, "bfloat16"])),
     )
+
+
+def require_within_limits(scenario: Scenario, run: Run) -> None:
+    """Rejects the capsule of a stranger whose call had to be stopped: with each fix it would take as long, or as much memory.
+
+    Raises:
+        UsageError: it took too long, or the system has ended it, which it does where memory ends.
+    """
+    killed = run.exit.code in (-signal.SIGKILL, -signal.SIGABRT)  # a thread of C++ that gets no memory aborts
+    if is_limited(scenario.steps[0].model) and (run.exit.timed_out or killed):
+        raise UsageError(f"the call of the capsule {run.exit.describe()}", UNLIMITED)
 
 
 def is_replay(scenario: Scenario) -> bool:

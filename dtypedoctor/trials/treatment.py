@@ -17,7 +17,7 @@ from dtypedoctor.foreign_files import reason
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Model, Request, Scenario, ScenarioStep, Script, Unload
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trials.capsules import caught_in, is_replay
+from dtypedoctor.trials.capsules import caught_in, is_replay, require_within_limits
 from dtypedoctor.trials.judge import Baselines, apply_ablations, confirm_by_trials, judge, not_tried
 from dtypedoctor.trials.plan import Plan, first_run
 from dtypedoctor.trials.remedies import (
@@ -84,6 +84,7 @@ def treat(
     if plan.remedies:
         expect(_references(scenario))  # only a failure is compared with them, but most scenarios have one
     before = first_run(run, scenario, plan)
+    require_within_limits(scenario, before)
     later = LaterRuns(run, before)
     unwatched = [("unwatched", _uninstrumented(scenario))] if plan.certify and not before.exit.timed_out else []
     if not was_asked_to_end(before):

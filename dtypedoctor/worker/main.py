@@ -16,9 +16,10 @@ from dtypedoctor.instrument.budget import budget_of
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.models.build import BUILTIN, set_seed
+from dtypedoctor.models.limits import is_out_of_memory, limit_memory, over_limit
 from dtypedoctor.plugins import Workload, known, registered, resolve
 from dtypedoctor.redaction.redact import read_request
-from dtypedoctor.replay.capsule import MODEL
+from dtypedoctor.replay.capsule import MODEL, is_limited, read_capsule
 from dtypedoctor.scenario.model import Autocast, Plugin, Request, Scenario, ScenarioStep
 from dtypedoctor.trace.events import Environment, Stage
 from dtypedoctor.trace.writer import TraceWriter
@@ -56,6 +57,11 @@ def serve(directory: Path, stock: Stock | None = None) -> int:
         return 2
     except BaseException as error:  # noqa: BLE001  (whatever ends the scenario is its result, also SystemExit)
         ended_by = error
+        if is_limited(request.scenario.steps[0].model) and is_out_of_memory(error):  # it says nothing of its dtypes
+            run.abandon()
+            refusal = over_limit()
+            recording.refuse(refusal.message, refusal.hint)
+            return 2
     recording.end(ended_by)
     return 0 if ended_by is None else 1
 
@@ -110,6 +116,9 @@ class _Run:
         take_device(self._device)
         self._writer.write(Environment(values=describe_environment(self._device)))
         prepare_process(self._scenario)
+        model = self._scenario.steps[0].model
+        if model is not None and is_limited(model) and self._device.type == "cpu":
+            limit_memory(read_capsule(Path(model.name.removeprefix(MODEL))))
         if self._device.type == "cpu" and all(_is_builtin(stage) for stage in self._scenario.steps):
             torch.set_num_threads(1)  # tiny models gain nothing from more, and sums then do not depend on the machine
         self._meter = MemoryMeter(self._device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import forked as dtypedoctor
@@ -364,3 +365,35 @@ def test_what_a_script_uses_of_its_own_package_is_carried_along(tmp_path: Path) 
     status, output, errors = run_clean(tmp_path / "alone" / "repro.py", PATIENCE)
     assert status == 1, errors
     assert "elements are inf or NaN in torch.float16" in output
+
+
+CONFIG = {
+    "config": "transformers.models.llama.configuration_llama:LlamaConfig",
+    "values": {"dict": {"num_labels": {"value": 60_000_000}}},
+    "chosen": {},
+}
+NO_WEIGHTS: dict[str, Any] = {"parameters": {}, "buffers": {}, "children": {}}
+GREEDY: dict[str, dict[str, Any]] = {
+    "labels": {"recipe": {"class": "torch.nn.modules.linear:Identity", "attributes": {"config": CONFIG}} | NO_WEIGHTS, "args": [{"value": 1}]},
+    "steps": {"recipe": {"operator": "aten.linspace.default", "class": "", "attributes": {}} | NO_WEIGHTS, "args": [{"value": 0}, {"value": 1}, {"value": 4_000_000_000}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_a_small_capsule_that_asks_for_much_memory_ends_with_one_sentence(name: str, tmp_path: Path) -> None:
+    """Nobody has trusted it: no fix is tried, and the error says what to do."""
+    description = {
+        "capsule": 1, "fqn": "", "class": "Call", "kind": "nonfinite", "error": "", "relative_error": None, "requires_grad": [], "random": False,
+        "finding": {"id": "float16-overflow", "summary": "It overflows."}, "drawn": {}, "cut": [], "data": {"synthetic": True}, "classes": [], "source": "",
+        "call": {"kwargs": {}, "own": False, "state": {}, "training": True, "grad": True, "autocast": [], "calls": [], "leaving": []} | GREEDY[name],
+    }  # fmt: skip
+    if name == "steps":
+        description["operator"] = {"op": "aten.linspace.default", "source": "train.py:1", "backward": False}
+    (tmp_path / "capsule").mkdir()
+    (tmp_path / "capsule" / CAPSULE).write_text(json.dumps(description))
+    (tmp_path / "capsule" / CAPSULE_TENSORS).write_bytes((2).to_bytes(8, "little") + b"{}")
+    finished = dtypedoctor("replay", tmp_path, "--device", "cpu", "--out", tmp_path / "again", cwd=tmp_path)
+    assert finished.code == 2, finished.err
+    assert "error: the call of the capsule needs more memory than a replay may take\n" in finished.err
+    assert "--allow-code" in finished.err
+    assert not (tmp_path / "again").exists()

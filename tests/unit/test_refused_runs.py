@@ -14,6 +14,7 @@ from dtypedoctor.scenario.model import Request, Scenario
 from dtypedoctor.trace.events import Header, Refused
 from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trace.writer import TraceWriter
+from dtypedoctor.trials.plan import Plan
 from dtypedoctor.trials.treatment import treat
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
@@ -69,6 +70,36 @@ def test_a_first_run_that_cannot_be_made_refuses_the_treatment(refusal: Exceptio
 
     with pytest.raises(UsageError, match=r"no such file|No space left on device"):
         treat(OVERFLOW, run)
+
+
+@pytest.mark.parametrize(
+    ("code", "timed_out", "said"),
+    [(-9, False, "was killed by SIGKILL"), (-9, True, "at its time limit"), (-6, False, "SIGABRT")],
+)
+def test_a_strangers_call_that_had_to_be_stopped_is_not_made_again(
+    code: int, timed_out: bool, said: str, tmp_path: Path
+) -> None:
+    """No fix is tried on it, and the error says what to do; where it is trusted, there is a report."""
+    directory = failing_run(tmp_path) / "before"
+    labels: list[str] = []
+
+    def run(label: str, request: Request) -> Run:
+        labels.append(label)
+        ended = WorkerExit(code=code, timed_out=timed_out, seconds=60.0)
+        return Run(trace=read_trace(directory), exit=ended, directory=directory)
+
+    model = {"name": "capsule:/anywhere", "dtype": "float16"}
+    step = {"model": model, "workload": {"kind": "plugin", "name": "capsule-call"}}
+    replay = Scenario.model_validate(
+        {"name": "replay", "summary": "A call.", "steps": [step], "remedies": ["bfloat16"]}
+    )
+    with pytest.raises(UsageError, match=said) as refusal:
+        treat(replay, run)
+    assert labels == ["before"]
+    assert "--allow-code" in (refusal.value.hint or "")
+    step["model"] = model | {"options": {"allow_code": True}}
+    trusted = replay.model_validate(replay.model_dump() | {"steps": [step]})
+    assert treat(trusted, run, Plan(certify=False, remedies=False)).findings
 
 
 def refused(directory: Path) -> Path:
