@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from dtypedoctor.replay.capsule import Capsule
 
 
+_MOST_NAMED = 20
+"""Things in one warning."""
+
+
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
     app.command(name="replay", epilog="Example:  dtypedoctor replay runs/first/capsule --script > repro.py")(replay)
@@ -90,6 +94,8 @@ def _print_script(capsule: "Capsule") -> None:
         raise UsageError(f"{capsule.directory}: no script can be made of it: {error}", "Replay it instead.") from error
     print(text, end="")
     if named := list(capsule.code()):
-        say(f"Read it before you run it: it runs code of its own: {one_line(', '.join(named), 400)}")
+        shown = [one_line(name, 100) for name in named[:_MOST_NAMED]]
+        more = [f"and {len(named) - len(shown)} more"] if len(named) > len(shown) else []
+        say(f"Read it before you run it: it runs code of its own: {', '.join(shown + more)}")
     if f'"{TENSORS}"' in text or f"'{TENSORS}'" in text:
         say(f"The script reads {TENSORS} beside it: copy {capsule.directory / CAPSULE_TENSORS} there.")

@@ -18,8 +18,6 @@ __all__ = ["require_known"]
 
 _MACHINERY = frozenset({*dir(nn.Module), *vars(nn.Module()), "_init_flat_weights"}) - {"training"}
 """What every module has: with another forward, or a hook, an instance would do what its class does not."""
-_CHOSEN = ("_attn_implementation", "_experts_implementation")
-"""All that is set in a configuration after it was made."""
 
 
 def require_known(capsule: Capsule) -> None:
@@ -53,8 +51,6 @@ def _why_not(named: Named) -> str:
     if not is_own or not _fits(named.role, thing, member):
         return f"{named.shown}, which is no {_KINDS[named.role]} that {module_name} defines"
     for attribute in named.attributes:
-        if named.role == "config" and attribute not in _CHOSEN:
-            return f"the attribute {attribute} of {named.shown}, which no replay needs"
         if _replaces(thing, attribute):
             return f"the attribute {attribute} of {named.shown}, which replaces a part of the class"
     return ""

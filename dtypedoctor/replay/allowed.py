@@ -6,6 +6,7 @@ that could lead on to another module. Whether a name is what its list says is lo
 (:mod:`dtypedoctor.models.named`).
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -39,6 +40,24 @@ _FUNCTIONAL = """
     softmax softmin softplus softshrink softsign tanh tanhshrink threshold triplet_margin_loss unfold
 """
 
+_NOT_COMPUTING = r"""
+    from_file _print _assert_scalar _cufft_\w+ _nnpack_available _use_cudnn_rnn_flatten_weight can_cast is_vulkan_available promote_types
+    result_type\.Scalar_Scalar sym_constrain_range\w*
+"""
+"""Operators that read files, print, or change settings: they take and give no tensors."""
+_MACHINERY = r"""
+    add_module apply bfloat16 buffers call_super_init children compile cpu cuda double dump_patches eval extra_repr float forward get_buffer
+    get_extra_state get_parameter get_submodule half ipu load_state_dict modules mtia named_buffers named_children named_modules named_parameters
+    parameters register_\w+ requires_grad_ set_extra_state set_submodule share_memory state_dict to to_empty train type xpu zero_grad T_destination
+    _apply _buffers _modules _parameters _(forward|backward)_(pre_)?hooks\w* _(load_)?state_dict_(pre_|post_)?hooks _call_impl _compiled_call_impl
+    _get_backward_(pre_)?hooks _get_name _init_flat_weights _is_full_backward_hook _load_from_state_dict _maybe_warn_non_full_backward_hook
+    _named_members _non_persistent_buffers_set _register_\w+ _replicate_for_data_parallel _save_to_state_dict _slow_forward _version
+    _wrapped_call_impl
+"""
+"""What every module has: with another forward, or a hook, an instance would do what its class does not."""
+_CHOSEN = ("_attn_implementation", "_experts_implementation")
+"""All that is set in a configuration after it was made."""
+
 _ALLOWED = {
     "class": regex(_MODULE),
     "forward": regex(rf"{_MODULE}\.forward"),
@@ -56,11 +75,18 @@ _ALLOWED = {
         rf"torch\.nn\.functional:({'|'.join(_FUNCTIONAL.split())})|transformers\.backbone_utils:BackboneType\.\w+"
         rf"|{_MODELING}:(\w+\.(compute_default_rope_parameters|num_patches)|multi_scale_deformable_attention\w*|mlstm_\w+|wrap_chunkwise_\w+)"
     ),
-    "operator": regex(r"aten\.[a-z_0-9]+\.[A-Za-z_0-9]+"),
+    "operator": regex(
+        rf"aten\.(?!({'|'.join(_NOT_COMPUTING.split())})(\.|$))((?!__)[a-z_0-9]+|__i?(and|or|xor|lshift|rshift)__)\.\w+",
+        re.ASCII,
+    ),
     "dtype": DTYPE,
 }
-_ATTRIBUTE = regex(r"(?!__|forward$)\w+")
-"""What an instance may be given; the names that its class uses itself are known only to who has the class."""
+_ATTRIBUTE = {
+    "class": regex(rf"(?!__|({'|'.join(_MACHINERY.split())})$)\w+"),
+    "config": regex("|".join(_CHOSEN)),
+    "object": regex(r"(?!__|forward$)\w+"),
+}
+"""What an instance may be given; the other names that its class uses itself are known only to who has the class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +115,7 @@ def why_not(named: Named) -> str:
     allowed = _ALLOWED.get(named.role)
     if allowed is None or not allowed.fullmatch(named.name):
         return f"the {named.role} {named.shown}"
-    attribute = next((name for name in named.attributes if not _ATTRIBUTE.fullmatch(name)), None)
+    attribute = next((name for name in named.attributes if not _ATTRIBUTE[named.role].fullmatch(name)), None)
     return f"the attribute {printable(attribute[:100])} of {named.shown}" if attribute is not None else ""
 
 

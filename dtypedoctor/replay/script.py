@@ -8,6 +8,7 @@ whether that may be.
 import contextlib
 import re
 import struct
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
@@ -268,9 +269,17 @@ def capsule_script(capsule: Capsule, *, tensors: str = TENSORS, inline: bool = F
             limit=min(_INACCURATE, (held.get("relative_error") or 1) / 2),
             made_with=", ".join(f"{name} {version}" for name, version in capsule.versions.items()),
         )
-        return script_text(held["call"], claim, configs=True, carried=carried)
+        text = script_text(held["call"], claim, configs=True, carried=carried)
     except (KeyError, TypeError, ValueError, AttributeError, OSError, ArithmeticError, RecursionError) as error:
         raise CannotBeWrittenError(f"it is damaged ({type(error).__name__}: {printable(str(error)[:200])})") from error
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            compile(text, "repro.py", "exec")
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:  # too many nested lists, for example
+        raise CannotBeWrittenError(
+            f"Python cannot read it ({type(error).__name__}: {printable(str(error)[:200])})"
+        ) from error
+    return text
 
 
 def _kept(carried: Carried) -> str:

@@ -25,6 +25,8 @@ from dtypedoctor.instrument.capture import Tensors
 from dtypedoctor.instrument.live_call import LiveCall
 from dtypedoctor.instrument.sources import Sources
 from dtypedoctor.models.capsule import call_of, load_capsule
+from dtypedoctor.models.named import _computes
+from dtypedoctor.replay.allowed import Named, why_not
 from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, read_capsule
 from dtypedoctor.replay.script import CannotBeWrittenError, capsule_script
 
@@ -307,6 +309,20 @@ def test_a_damaged_capsule_is_an_error_in_words_and_runs_nothing(tmp_path: Path)
             model = load_capsule(folder, torch.float32, torch.device("cpu"))
             with suppress(Exception):
                 model(*call_of(model).args, **call_of(model).kwargs)
+
+
+def test_what_torch_shows_to_be_code_is_known_without_torch() -> None:
+    """Each operator that takes or gives no tensors, and each attribute that every module has: `--script` warns of them."""
+    names = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    operators = {f"aten.{name if '.' in name else f'{name}.default'}" for name in names}
+    assert len(operators) > 2000
+    for operator in operators:
+        name = operator.split(".")[1]
+        if name != name.lower():
+            continue  # T, mT: a capsule of these needs --allow-code all the same
+        assert bool(why_not(Named(role="operator", name=operator))) != _computes(operator), operator
+    for name in SHADOWS:
+        assert why_not(Named(role="class", name="torch.nn.modules.linear:Linear", attributes=(name,))), name
 
 
 def test_a_capsule_that_no_memory_holds_is_not_made(tmp_path: Path) -> None:

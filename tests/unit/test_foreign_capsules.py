@@ -164,5 +164,33 @@ def test_a_script_of_a_strangers_capsule_costs_seconds_and_little_memory(tmp_pat
     assert (whole["code"], "FAILS" in whole["out"]) == (0, True)
     for name, outcome in zip(HOSTILE, outcomes, strict=True):
         assert outcome["code"] in (0, 2), (name, outcome["code"], outcome["err"][-800:])
+        assert (outcome["out"] == "") == (outcome["code"] == 2), name
+        compile(outcome["out"], name, "exec")
         harmless(outcome, 0, 2)
         assert len(outcome["err"]) < 3_000, name
+
+
+CODE: dict[str, dict[str, Any]] = {
+    "the operator aten.from_file.default": RECIPE | {"operator": "aten.from_file.default"},
+    "the operator aten._print.default": RECIPE | {"operator": "aten._print.default"},
+    **{f"the attribute {name} of torch.nn.modules.linear:Linear": RECIPE | {"attributes": {name: {"dict": {}}}}
+       for name in ("_modules", "_forward_pre_hooks", "_call_impl", "forward", "__class__")},
+    "the attribute to_dict of transformers.models.llama.configuration_llama:LlamaConfig": RECIPE | {"attributes": {"config": {
+        "config": "transformers.models.llama.configuration_llama:LlamaConfig", "values": {"dict": {}}, "chosen": {"to_dict": {"value": 1}}}}},
+}  # fmt: skip
+
+
+def test_a_script_names_all_that_a_replay_rejects_as_code(tmp_path: Path) -> None:
+    """On stderr, each by itself and in a capsule of many; an ordinary capsule has no such warning."""
+    builds = [described(lambda d, recipe=recipe: d["call"].update(recipe=recipe)) for recipe in CODE.values()]
+    children = {str(number): recipe for number, recipe in enumerate(CODE.values())}
+    builds += [described(lambda d: d["call"]["recipe"].update(children=children)), written]
+    for number, build in enumerate(builds):
+        build(tmp_path / str(number))
+    *single, many, plain = probed(
+        *(["replay", str(tmp_path / str(number)), "--script"] for number in range(len(builds)))
+    )
+    for name, outcome in zip(CODE, single, strict=True):
+        assert f"Read it before you run it: it runs code of its own: {name}"[:130] in outcome["err"]
+        assert name[:90] in many["err"]
+    assert "Read it before" not in plain["err"]
