@@ -173,9 +173,11 @@ def _guard() -> None:
     import json
 
     *lines, _ = told.split(b"\n")
-    wanted = json.loads(lines[-1]) if lines else {"end": [], "move": None}
+    wanted = json.loads(lines[-1]) if lines else {"end": [], "remove": None, "move": None}
     for process in wanted["end"]:
         end(process)
+    if wanted["remove"]:
+        _remove(wanted["remove"])
     if wanted["move"]:
         _move(*wanted["move"])
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from multiprocessing import forkserver, parent_process, resource_tracker
+from multiprocessing import forkserver, parent_process, resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -28,6 +28,7 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import append_file
 from dtypedoctor.interruptions import noticing
 from dtypedoctor.runner.directories import make_directory
+from dtypedoctor.runner.process import Guardian
 from dtypedoctor.runner.run import STDERR, STDOUT, Run, WorkerExit, collect, write_request
 from dtypedoctor.scenario.model import Request, Scenario, ScenarioStep
 
@@ -111,12 +112,16 @@ class StartedWorker:
 def _end_importing(_: KeyboardInterrupt) -> None:
     """Ends the server in the middle of its imports, which may take long: it sees only after them that this process has ended."""
     server: Any = forkserver._forkserver
-    pid = getattr(server, "_forkserver_pid", None)
+    pid = _server_process()
     if Launcher.has_imported or pid is None:
         return
     with contextlib.suppress(AttributeError, OSError):  # it has ended, or Python calls these otherwise
         os.kill(pid, signal.SIGKILL)
         server._stop()
+
+
+def _server_process() -> int | None:
+    return getattr(forkserver._forkserver, "_forkserver_pid", None)
 
 
 def _leave() -> None:
@@ -152,6 +157,7 @@ class Launcher:
         self._preload = preload
         self._log = log
         self._context = multiprocessing.get_context("forkserver")
+        self._guardian = Guardian()
 
     def __enter__(self) -> Self:
         self._context.set_forkserver_preload([*self._preload, __name__])
@@ -159,6 +165,10 @@ class Launcher:
             with noticing(_end_importing, KeyboardInterrupt), _streams_to(self._log), _safe_path():
                 resource_tracker.ensure_running()
                 forkserver.ensure_running()
+                # This process may be killed: then nobody else ends a server that imports, and removes its socket.
+                self._guardian.__enter__()
+                if (server := _server_process()) is not None:
+                    self._guardian.end_server(server, util.get_temp_dir())
         except OSError as error:
             if str(error.filename) == str(self._log):
                 raise UsageError(f"{self._log}: cannot be written ({error.strerror})", "Give another --out.") from error
@@ -169,6 +179,7 @@ class Launcher:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """The server ends with this process, or serves the next launcher; one that imports ends if this is interrupted."""
+        self._guardian.__exit__()
         if isinstance(error, KeyboardInterrupt):
             _end_importing(error)
 

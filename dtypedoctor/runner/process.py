@@ -186,9 +186,17 @@ class Guardian:
             interrupted.pop_all()
         self._tell([])
 
-    def _tell(self, processes: list[int]) -> None:
+    def end_server(self, server: int, sockets: str) -> None:
+        """Has a fork server and its workers end with this process, and the folder of its sockets removed.
+
+        By itself a server sees only after its imports, which take seconds, that this process was killed.
+        """
+        self._tell([server], sockets)
+
+    def _tell(self, processes: list[int], folder: str | None = None) -> None:
+        wanted = {"end": processes, "remove": folder, "move": self._move}
         with contextlib.suppress(BrokenPipeError):  # somebody has ended the guardian
-            os.write(self._pipe, f"{json.dumps({'end': processes, 'move': self._move})}\n".encode())
+            os.write(self._pipe, f"{json.dumps(wanted)}\n".encode())
 
 
 @contextlib.contextmanager

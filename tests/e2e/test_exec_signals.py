@@ -1,6 +1,9 @@
 """Signals and orphans: what is sent to the doctor reaches the script, and nothing that it has started outlives it."""
 
+import contextlib
+import operator
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,6 +103,51 @@ def test_a_killed_doctor_leaves_nothing_running(options: list[str], tmp_path: Pa
     process.kill()
     process.communicate(timeout=PATIENCE)
     assert becomes(lambda: not any(state(pid) not in ("", "Z") for pid in running))
+
+
+def processes_of(mark: str) -> dict[int, bytes]:
+    """The command lines of all processes that have inherited ``MARK=mark``."""
+    marked = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it is somebody else's, or has ended
+            if f"\0MARK={mark}\0".encode() in b"\0" + (process / "environ").read_bytes():
+                marked[int(process.name)] = (process / "cmdline").read_bytes()
+    return marked
+
+
+@pytest.mark.release(all_but=1)
+@pytest.mark.parametrize("at_work", [False, True], ids=["starting", "at work"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ["run", "--out", "run", "gemma4_grpo_fp16"],
+        ["bisect", "--out", "run", "gemma4_four_patches"],
+        ["exec", "--out", "run", "work.py"],
+    ],
+    ids=operator.itemgetter(0),
+)
+def test_no_process_and_no_socket_is_left_of_a_killed_command(
+    verb: list[str], tmp_path: Path, *, at_work: bool
+) -> None:
+    """SIGKILL while its processes import torch, and while they work: all end at once, and TMPDIR has nothing of multiprocessing's."""
+    (tmp_path / "work.py").write_text("import time, torch\nopen('begun', 'w').close()\ntime.sleep(600)\n")
+    (tmp_path / "temporary").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dtypedoctor", *verb], cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "MARK": str(tmp_path), "TMPDIR": str(tmp_path / "temporary")},
+    )  # fmt: skip
+    started_one = lambda: re.search(rb"forkserver|boot\.py", b"".join(processes_of(str(tmp_path)).values()))
+    works = lambda: (tmp_path / "begun").exists() or any((tmp_path / "run").glob("**/events.jsonl"))
+    assert becomes(lambda: process.poll() is not None or (works() if at_work else started_one()))
+    time.sleep(0.2)  # imports of torch take longer
+    assert process.poll() is None, process.communicate()
+    process.kill()
+    process.communicate(timeout=PATIENCE)
+    deadline = time.monotonic() + 3
+    while (left := processes_of(str(tmp_path))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+    assert not [*(tmp_path / "temporary").glob("pymp-*"), *(tmp_path / "temporary").glob("**/listener-*")]
 
 
 def test_the_script_stops_and_goes_on_with_its_doctor(tmp_path: Path) -> None:
