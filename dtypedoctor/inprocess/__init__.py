@@ -60,10 +60,8 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
             with 0, only the residual stream and the loss.
         overhead_budget: share of the time that measuring may take after the first 8 steps, e.g. 0.05; then each layer is measured in one
             of so many steps, and all of them again at the first sign of trouble. ``"1/16"`` measures each in one of 16 steps; None all.
-        replay: fork the process now and then, and replay what fails from such a fork when the block ends, with each operator on
-            record (Linux on x86-64); the failing call is left in ``capsule`` of the run directory. The block's end waits for that, two
-            minutes at most. A process that uses CUDA makes the call again at once, without a fork. False forks nothing, and the report
-            seldom knows the operator and the edit.
+        replay: make a call that fails again in the process itself, with each operator on record; the failing call is left in ``capsule``
+            of the run directory. False makes none again, and the report seldom knows the operator and the edit.
         statistics: keep the numbers that :meth:`scalars` gives.
 
     Attributes:

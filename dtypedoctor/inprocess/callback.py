@@ -38,7 +38,7 @@ class DtypeDoctorCallback(TrainerCallback):
         every: every module is measured in each ``every``-th training step, the first included; in the others, and always
             with 0, only the residual stream and the loss.
         overhead_budget: share of the time that measuring may take, see :class:`dtypedoctor.watch`.
-        replay: replay what fails with each operator on record, see :class:`dtypedoctor.watch`; False forks nothing, and seldom knows the edit.
+        replay: make what fails again with each operator on record, see :class:`dtypedoctor.watch`; without it the report seldom knows the edit.
         log_to: the trainer, whose experiment trackers (``report_to``) get per-module statistics whenever it logs, and the findings at the end::
 
             trainer.add_callback(DtypeDoctorCallback(log_to=trainer))

@@ -30,7 +30,7 @@ class LightningCallback(Callback):
         out: run directory to create; ``runs/NAME-TIME`` if left out. Later fits go to ``OUT-2``, ``OUT-3``, …
         every: every module is measured in each ``every``-th training step, see :class:`dtypedoctor.watch`.
         overhead_budget: share of the time that measuring may take, see :class:`dtypedoctor.watch`.
-        replay: replay what fails with each operator on record, see :class:`dtypedoctor.watch`; False forks nothing, and seldom knows the edit.
+        replay: make what fails again with each operator on record, see :class:`dtypedoctor.watch`; without it the report seldom knows the edit.
         log: give the trainer's loggers per-module statistics every ``log_every_n_steps`` steps, and the findings at the end.
 
     Attributes:

@@ -467,7 +467,7 @@ WORKED_ELSEWHERE = "what they compute is not measured: only the process that run
 NO_TORCH = "the script has not imported torch"
 """Why nothing at all could be watched in this process."""
 REPLAY_OF_FAILURES = "replay of what fails"
-"""What is not watched where a failing call cannot be made again, neither by a fork nor in the process."""
+"""What is not watched where a failing call cannot be made again."""
 NOT_SEEN = "not seen:"
 """How ``why`` begins of something whose precision was not checked although it matters for a verdict: it says so beside *healthy*."""
 FAILED_THERE = "dtypedoctor failed there"
