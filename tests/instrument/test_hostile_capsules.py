@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,10 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         _watching.append(f"{event} {arguments!r}"[:200])
 
 
-sys.addaudithook(_audit)
+@cache
+def _listen() -> None:
+    """Adds the hook, which stays: not where this file is only collected, since Dynamo compiles it among the functions of other tests."""
+    sys.addaudithook(_audit)
 
 
 @contextmanager
@@ -83,6 +87,7 @@ def nothing_runs(folder: Path) -> Iterator[None]:
     """Fails where a process starts, a connection is opened, or a file is written or removed."""
     global _watching
     here = Path.cwd()
+    _listen()
     os.chdir(folder)
     os.environ.pop(CANARY, None)
     _watching = events = []

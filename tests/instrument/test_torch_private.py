@@ -136,7 +136,6 @@ WRITTEN_IN: dict[str, Callable[[], Any]] = {
     "_fsdp_param_groups": sharded("_fsdp_state"),
     "_is_fsdp_managed_module": of_module("torch.distributed.fsdp._dynamo_utils"),
     "_fsdp_use_orig_params": of_module("torch.distributed.fsdp._dynamo_utils"),
-    "_use_python_reducer": of_module("torch.nn.parallel.distributed"),
 }
 """The module whose code gives an object the attribute, by the attribute: such objects need several processes."""
 
