@@ -84,14 +84,14 @@ def replay(
 
 
 def _print_script(capsule: "Capsule") -> None:
-    from dtypedoctor.replay.capsule import CAPSULE_TENSORS
+    from dtypedoctor.replay.capsule import AGAIN, CAPSULE_TENSORS
     from dtypedoctor.replay.script import TENSORS, CannotBeWrittenError, capsule_script
     from dtypedoctor.report.text import one_line
 
     try:
         text = capsule_script(capsule, inline=True)
     except CannotBeWrittenError as error:
-        raise UsageError(f"{capsule.directory}: no script can be made of it: {error}", "Replay it instead.") from error
+        raise UsageError(f"{capsule.directory}: no script can be made of it: {error}", AGAIN) from error
     print(text, end="")
     if named := list(capsule.code()):
         shown = [one_line(name, 100) for name in named[:_MOST_NAMED]]

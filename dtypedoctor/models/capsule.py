@@ -17,7 +17,7 @@ from dtypedoctor.instrument.settings import Settings
 from dtypedoctor.interruptions import contained
 from dtypedoctor.models.limits import is_out_of_memory
 from dtypedoctor.models.named import require_known
-from dtypedoctor.replay.capsule import CAPSULE_TENSORS, Capsule, read_capsule
+from dtypedoctor.replay.capsule import AGAIN, CAPSULE_TENSORS, Capsule, read_capsule
 from dtypedoctor.replay.script import CannotBeWrittenError, capsule_script
 from dtypedoctor.values import dataclass
 
@@ -114,7 +114,9 @@ def load_capsule(directory: Path, dtype: torch.dtype, device: torch.device, *, a
     if (error := refused.error) is not None:
         if isinstance(error, UsageError) or is_out_of_memory(error):
             raise error
-        words = str(error) if isinstance(error, CannotBeWrittenError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, CannotBeWrittenError):
+            raise UsageError(f"{directory}: the call cannot be rebuilt: {error}", AGAIN)
+        words = f"{type(error).__name__}: {error}"
         raise UsageError(f"{directory}: the call cannot be rebuilt here: {words}", "Its libraries must be installed.")
     loaded: nn.Module = model
     return loaded

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dtypedoctor.scenario.model import Model
 
 __all__ = [
+    "AGAIN",
     "ALLOW_CODE",
     "CAPSULE",
     "CAPSULE_TENSORS",
@@ -45,7 +46,7 @@ _LARGEST = 16 << 20
 """Bytes of a description; that of a large model takes some megabytes."""
 _DAMAGE = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError)
 """What reading a damaged description raises."""
-_AGAIN = "Have it sent again; `dtypedoctor exec` leaves another one."
+AGAIN = "Have it sent again; `dtypedoctor exec` leaves another one."
 ALLOW_CODE = "Read it first (`source` and `call` in capsule.json, or --script), then pass --allow-code."
 """What the reader of a capsule that runs code can do."""
 UNLIMITED = "If you trust whoever made it, pass --allow-code: it replays without a limit of memory, and each run for up to 300 s."
@@ -171,7 +172,7 @@ class Capsule:
         wrong = next((entry for entry in entries if entry.cut or not entry.is_whole), None)
         if wrong is not None:
             where = f"{self.directory / CAPSULE_TENSORS}: {printable(wrong.name[:100])}"
-            raise UsageError(f"{where} does not have the size of its shape, or the file is cut short", _AGAIN)
+            raise UsageError(f"{where} does not have the size of its shape, or the file is cut short", AGAIN)
         return entries
 
     @property
@@ -218,7 +219,7 @@ class Capsule:
 
     def _damaged(self, error: Exception) -> UsageError:
         why = printable(f"{type(error).__name__}: {error}"[:200])
-        return UsageError(f"{self.directory / CAPSULE}: damaged: {why}", _AGAIN)
+        return UsageError(f"{self.directory / CAPSULE}: damaged: {why}", AGAIN)
 
     def _libraries(self) -> set[str]:
         """The modules whose classes and functions it names."""

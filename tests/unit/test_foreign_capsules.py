@@ -166,6 +166,7 @@ def test_a_script_of_a_strangers_capsule_costs_seconds_and_little_memory(tmp_pat
         assert outcome["code"] in (0, 2), (name, outcome["code"], outcome["err"][-800:])
         assert (outcome["out"] == "") == (outcome["code"] == 2), name
         compile(outcome["out"], name, "exec")
+        assert "Replay it" not in outcome["err"], name  # a replay is made of the same script
         harmless(outcome, 0, 2)
         assert len(outcome["err"]) < 3_000, name
 
