@@ -86,12 +86,18 @@ def _scalers_in(source: Source, file: str, changed: set[tuple[str, int]]) -> Ite
             yield f"{file}:{call.lineno}"
 
 
-def _scene(treatment: Treatment, finding: Finding) -> Scene:
+def _script_of(treatment: Treatment, here: Path | None) -> Path | None:
+    """The program's script; a relative path means nothing where the program has deleted its working directory."""
     workload = treatment.scenario.steps[0].workload
+    if not isinstance(workload, Script) or not workload.path:
+        return None
+    script = Path(workload.path)
+    return script.resolve() if here is not None or script.is_absolute() else None
+
+
+def _scene(treatment: Treatment, finding: Finding) -> Scene:
     here = working_directory()
-    script = Path(workload.path) if isinstance(workload, Script) and workload.path else None
-    if script is not None:  # a relative path means nothing where the program has deleted its working directory
-        script = script.resolve() if here is not None or script.is_absolute() else None
+    script = _script_of(treatment, here)
     header = treatment.before.trace.header
     return Scene(
         finding,
