@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtypedoctor._torch_private import EnableTorchFunction
 from dtypedoctor.values import dataclass
 
 __all__ = ["RandomState", "Settings"]
@@ -65,7 +66,7 @@ class Settings:
     @staticmethod
     def now() -> "Settings":
         """What is set now."""
-        return Settings(values=tuple(_read(read) for read, _ in _SETTINGS), device=torch.get_default_device())
+        return Settings(values=tuple(_read(read) for read, _ in _SETTINGS), device=_default_device())
 
     @property
     def default_dtype(self) -> torch.dtype:
@@ -86,9 +87,15 @@ class Settings:
                 if value is not None and value != present:
                     stack.callback(write, present)
                     write(value)
-            if self.device != torch.get_default_device():
+            if self.device != _default_device():
                 stack.enter_context(self.device)
             yield
+
+
+def _default_device() -> torch.device:
+    # our hooks switch modes of functions off, and torch then calls the device of one that is on "cpu"
+    with EnableTorchFunction():
+        return torch.get_default_device()
 
 
 def _read(read: Callable[[], Any]) -> Any:

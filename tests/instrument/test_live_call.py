@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dtypedoctor._torch_private import DisableTorchFunction
 from dtypedoctor.instrument.capsule import Failing, Kind, capsule_of
 from dtypedoctor.instrument.live_call import LiveCall, copied, tensors_of
+from dtypedoctor.instrument.settings import Settings
 
 
 class Block(nn.Module):
@@ -92,6 +94,13 @@ class Settled(nn.Module):
             np.random.rand(),
         )
         return x
+
+
+def test_the_default_device_of_the_program_is_seen_from_a_hook_of_ours() -> None:
+    """Hooks switch modes of functions off, and `with torch.device(…)` is one: calls were made again with tensors on the CPU."""
+    with torch.device("meta"), DisableTorchFunction():
+        settings = Settings.now()
+    assert settings.device == torch.device("meta")
 
 
 def test_settings_and_generators_are_those_of_entry_and_are_put_back() -> None:
