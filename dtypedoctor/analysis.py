@@ -3,8 +3,9 @@
 It is worked out once for each trace: trials, bisections, comparisons and reports read fields.
 """
 
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -22,11 +23,9 @@ from dtypedoctor.diagnosis.wording import (
     own_line,
     what_became_of,
 )
-from dtypedoctor.patterns import regex
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Caught, Metric, Raised, Root, Sample, Site
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.values import dataclass
 
 Place = tuple[str | None, ...]
 """Where something fails, in terms that are the same for two runs that fail alike."""
@@ -172,7 +171,7 @@ def ended_at(run: Run) -> str:
     return ending.words.replace(name, f"{name} at {line}", 1)
 
 
-_BRACKET = regex(r"^\[[^\]]*\]\s*")
+_BRACKET = re.compile(r"^\[[^\]]*\]\s*")
 """Where in the backend's own source an exception comes from."""
 
 

@@ -3,7 +3,7 @@
 Limits are those of IEEE 754 binary16/32/64, of bfloat16 (8 exponent bits, 7 fraction bits) and of the OCP 8-bit formats.
 """
 
-from dtypedoctor.values import dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,9 @@ import importlib.metadata
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar, cast
-
-from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
     from dtypedoctor.report.document import Document

@@ -13,6 +13,7 @@ import __future__
 import ast
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -20,7 +21,6 @@ from textwrap import dedent
 from types import CodeType, FunctionType, ModuleType
 
 from dtypedoctor.plugins import Edit
-from dtypedoctor.values import dataclass
 
 __all__ = [
     "AlreadyCorrectedError",

@@ -4,13 +4,13 @@ import os
 import re
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import open_file, parse_json, reason
-from dtypedoctor.values import dataclass
 
 LARGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library itself."""

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from dtypedoctor.diagnosis.checkpoint import cached
 from dtypedoctor.errors import UsageError, require_installed
-from dtypedoctor.patterns import regex
 from dtypedoctor.plugins import Model, Workload, known, registered
 from dtypedoctor.replay.capsule import MODEL as CAPSULE
 from dtypedoctor.scenario.loading import BUILTIN
@@ -23,7 +22,7 @@ from dtypedoctor.scenario.model import Plugin, Scenario, ScenarioStep
 from dtypedoctor.scenario.problems import did_you_mean
 
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-_HUB_ID = regex(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 
 
 def require_at_hand(scenario: Scenario) -> None:

@@ -5,7 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtypedoctor.analysis import ending_of
@@ -31,7 +31,6 @@ from dtypedoctor.trials.bisection.bisect import Progress, bisect
 from dtypedoctor.trials.bisection.probe_runner import JOURNAL, Apart, Asked, Journal, ProbeRunner
 from dtypedoctor.trials.bisection.questions import Measured
 from dtypedoctor.trials.bisection.results import Bisection, End
-from dtypedoctor.values import dataclass
 
 DTYPE = "float16"
 """The dtype under suspicion where neither a scenario nor an option names one."""

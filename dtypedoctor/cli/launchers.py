@@ -1,6 +1,7 @@
 """A script that somebody starts with a launcher, ``torchrun --nproc-per-node 2 train.py``: which words are whose."""
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.patterns import regex
 
 _MODULES = {
     "torchrun": "torch.distributed.run",
@@ -21,7 +21,7 @@ _LAUNCH = {"accelerate": "launch"}
 _OTHERS = ("mpirun", "mpiexec", "srun", "horovodrun", "ray")
 _WITHOUT_PYTHON = frozenset({"--no-python", "--no_python"})
 _MODULE = frozenset({"-m", "--module"})
-_INTERPRETER = regex(r"python[0-9.]*")
+_INTERPRETER = re.compile(r"python[0-9.]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

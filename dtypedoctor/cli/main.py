@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import sys
 import traceback
@@ -17,10 +18,9 @@ from dtypedoctor.cli.output import current_name, lost_output, standard_streams
 from dtypedoctor.errors import INTERRUPTED, DoctorError, ExitCode
 from dtypedoctor.foreign_files import working_directory
 from dtypedoctor.interruptions import HEARD
-from dtypedoctor.patterns import regex
 from dtypedoctor.report.text import paragraphs
 
-_PLACED = regex(r"\S+:\d+:\d+: ")
+_PLACED = re.compile(r"\S+:\d+:\d+: ")
 """How a message begins that says its own place; editors jump to it."""
 
 _LONGEST = 100_000

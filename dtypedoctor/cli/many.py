@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -41,7 +41,6 @@ from dtypedoctor.runner.executors import Ended, Job, Where, machines, run_jobs
 from dtypedoctor.runner.process import ending_by_interrupt
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trials.plan import Plan
-from dtypedoctor.values import dataclass
 
 JOURNAL = "scenarios.jsonl"
 """What was asked for and the rows of the scenarios that are finished, in the directory of all."""

@@ -3,7 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -15,7 +15,6 @@ from dtypedoctor.plugins import Correction, known, registered, resolve
 from dtypedoctor.scenario.problems import did_you_mean
 from dtypedoctor.source_edits import TargetMismatchError, install
 from dtypedoctor.trace.events import OFFLOADED
-from dtypedoctor.values import dataclass
 
 __all__ = ["Counters", "Forward", "Installed", "TargetMismatchError", "install_edits", "named_modules_of", "put_in",
            "replace_attribute", "require_memory", "require_signature", "runs_other_forward", "wrap_forwards"]  # fmt: skip

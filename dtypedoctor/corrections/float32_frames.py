@@ -12,6 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 
 from dtypedoctor._torch_private import graph_task, parameters_of, qualified_name
 from dtypedoctor.corrections.contract import Counters
-from dtypedoctor.values import dataclass
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 

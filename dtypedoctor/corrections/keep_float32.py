@@ -12,6 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +35,6 @@ from dtypedoctor.corrections.float32_frames import (
     widen,
     widen_storage,
 )
-from dtypedoctor.values import dataclass
 
 OWN = "::self"
 

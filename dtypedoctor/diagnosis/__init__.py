@@ -11,7 +11,6 @@ from dataclasses import replace
 from dtypedoctor.diagnosis.checkpoint import Subject
 from dtypedoctor.diagnosis.registry import rules, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Detector, Finding, Severity, most_severe_first
-from dtypedoctor.patterns import regex
 from dtypedoctor.trace.events import ScalerState
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import AutocastRegion, CompileCounts
@@ -76,7 +75,9 @@ def in_calls(finding: Finding) -> Finding:
     )
 
 
-FUSED = regex(r"(?<!_math)_(flash|efficient|cudnn)_attention|flash_attn|flex_attention|scaled_dot_product_attention\b")
+FUSED = re.compile(
+    r"(?<!_math)_(flash|efficient|cudnn)_attention|flash_attn|flex_attention|scaled_dot_product_attention\b"
+)
 """Kernels and functions that compute attention in one piece."""
 
 

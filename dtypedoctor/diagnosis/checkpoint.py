@@ -9,7 +9,7 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,6 @@ from dtypedoctor.foreign_files import parse_json, read_file, reason
 from dtypedoctor.tensor_files import Entry, read_entries
 from dtypedoctor.trace.events import ParameterNote
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.values import dataclass
 
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 

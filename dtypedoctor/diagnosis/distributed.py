@@ -4,7 +4,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
@@ -12,12 +12,10 @@ from dtypedoctor.diagnosis.incidents import Incident, incidents
 from dtypedoctor.diagnosis.registry import rules
 from dtypedoctor.diagnosis.rule import Confidence, Finding, most_severe_first
 from dtypedoctor.diagnosis.wording import short
-from dtypedoctor.patterns import regex
 from dtypedoctor.trace.events import Observed, Raised, Sample, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.models import CollectiveCall, ProcessGroup
 from dtypedoctor.trace.succession import Succession
-from dtypedoctor.values import dataclass
 
 SENT, RECEIVED = "sent", "received"
 ONE_SIDED = frozenset({"broadcast", "scatter"})
@@ -26,7 +24,7 @@ ONE_SIDED = frozenset({"broadcast", "scatter"})
 SEND, RECV = "send", "recv"
 """A message from one rank to another: as it is called where it leaves and where it arrives."""
 
-OF_ANOTHER_RANK = regex(
+OF_ANOTHER_RANK = re.compile(
     r"closed by peer|reset by peer|remote process exited|broken pipe|NCCL (watchdog|operation|communicator)|heartbeat",
     re.IGNORECASE,
 )

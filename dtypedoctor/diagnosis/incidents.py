@@ -11,17 +11,16 @@ tests for and replaces.
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
 from dtypedoctor.diagnosis.ops import Ancestry, OpGraph, all_finite, ancestry, graph_of, has_nan, nonfinite
 from dtypedoctor.diagnosis.wording import OF_NO_TENSOR, is_own_statement, type_of
 from dtypedoctor.dtypes import DTYPES
-from dtypedoctor.patterns import regex
 from dtypedoctor.trace.events import Caught, Observed, Op, Raised, Sample, ScalerState, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import NonfiniteReached
-from dtypedoctor.values import dataclass
 
 ENDS = {
     "item": "is read as a number",
@@ -142,7 +141,7 @@ MEASURED = GRADIENTS | {"output", "loss", "param"}
 ASSERTED = "device-side assert triggered"
 """What CUDA says of a sampler that refuses a value, and of an index out of range; other errors only advise such asserts."""
 
-_REJECTED = regex(
+_REJECTED = re.compile(
     rf"(?<![\w./\\-])(nan|inf(?! checks)|infinity|infinities|non-?finite)(?![\w/\\-]|\.\w)|{ASSERTED}", re.IGNORECASE
 )
 """What the messages speak of with which samplers and checks reject a value, which is no part of a path; on CUDA a sampler only asserts.

@@ -5,12 +5,12 @@ them. Nothing raises. So each cast that may stop copying gets ``.clone()``.
 """
 
 import ast
+import re
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from dtypedoctor.diagnosis.scene import Change, Source
-from dtypedoctor.patterns import regex
-from dtypedoctor.values import dataclass
 
 Span = tuple[int, ...]
 """First and last line, first and last column of an expression, as a parameter's note tells it."""
@@ -29,9 +29,9 @@ _OF_TENSORS = frozenset({"detach", "data", "grad", "clone", "weight", "bias"})
 _OF_MODULES = frozenset(
     {"parameters", "named_parameters", "state_dict", "load_state_dict", "train", "eval", "modules", "children", "named_modules"}
 )  # fmt: skip
-_LISTS_TENSORS = regex(r"\.(named_)?(parameters|buffers)\(|state_dict\(")
-_MAKES_MODULES = regex(r"(^|\.)(_*[A-Z]\w*|deepcopy|from_\w+|\w*([Mm]odel|net|module)\w*)$")
-_DTYPE = regex(r"\b(bfloat16|float16|float32|float64|half|float|double)\b")
+_LISTS_TENSORS = re.compile(r"\.(named_)?(parameters|buffers)\(|state_dict\(")
+_MAKES_MODULES = re.compile(r"(^|\.)(_*[A-Z]\w*|deepcopy|from_\w+|\w*([Mm]odel|net|module)\w*)$")
+_DTYPE = re.compile(r"\b(bfloat16|float16|float32|float64|half|float|double)\b")
 _STORES = (ast.Tuple, ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 
 

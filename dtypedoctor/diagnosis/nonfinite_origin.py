@@ -5,7 +5,7 @@ incidents are failures.
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, behind, incidents, links, unsettled
@@ -27,7 +27,6 @@ from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, Replay, Sample, ScalerState, TensorNote
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import AttentionReplayed, EagerCall, RoundedBefore
-from dtypedoctor.values import dataclass
 
 SDPA = "torch.nn.functional.scaled_dot_product_attention"
 

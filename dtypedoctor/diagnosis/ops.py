@@ -7,14 +7,13 @@ operator that made the first inf is the origin. Infinities that a program asks f
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import filterfalse
 from math import isfinite
 
-from dtypedoctor.patterns import regex
 from dtypedoctor.trace.events import Op, Replay, TensorNote
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.values import dataclass
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def overload_free(name: str) -> str:
     return (parts[1] if len(parts) > 1 else name).rstrip("_")
 
 
-CONSTANT = regex(r"^[-+]?(inf|nan)$", re.IGNORECASE)
+CONSTANT = re.compile(r"^[-+]?(inf|nan)$", re.IGNORECASE)
 UNINITIALIZED = ("aten.empty", "aten.new_empty", "aten.resize_", "aten.set_")
 """Ops whose result is memory that nothing has computed yet."""
 

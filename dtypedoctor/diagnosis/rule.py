@@ -1,12 +1,10 @@
 """What is known of a failure before any run: a :class:`FindingSpec` for each finding id, and a :class:`Rule` that finds it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
     from dtypedoctor.diagnosis.checkpoint import Subject

@@ -3,7 +3,7 @@
 import ast
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -12,11 +12,9 @@ from dtypedoctor.cells import cell_of, cell_source, cells
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.foreign_files import read_file
-from dtypedoctor.patterns import regex
 from dtypedoctor.redaction.secrets import names_a_secret, without_secrets
 from dtypedoctor.trace.events import Op, ParameterNote, Raised, TensorNote
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.values import dataclass
 
 LARGEST_SOURCE = 2 << 20
 MOST_IMPORTED = 50
@@ -350,7 +348,7 @@ def masked_line(source: Source, line: int) -> str:
     return without_secrets("".join(shown))
 
 
-_HARMLESS_TEXT = regex(r"[-+]?[A-Za-z_]{1,12}|[a-z]{1,8}\d{1,2}")
+_HARMLESS_TEXT = re.compile(r"[-+]?[A-Za-z_]{1,12}|[a-z]{1,8}\d{1,2}")
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -362,7 +360,7 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node.value, bytes) or not _HARMLESS_TEXT.fullmatch(node.value)
 
 
-_TEXT = regex(
+_TEXT = re.compile(
     r"""(?P<key>\w+)?(?P<sign>["']?\s*\]?\s*[=:,(]\s*)?(?P<quote>["'])(?P<text>(?:\\.|(?!(?P=quote)).)*)(?P=quote)"""
 )
 

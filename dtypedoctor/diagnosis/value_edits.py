@@ -1,6 +1,7 @@
 """Edits that keep values finite and training going: bounds, masks, learning rates, gradient scalers, the compiler."""
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 
 from dtypedoctor.diagnosis.ops import MASKING, Mask, graph_of, mask_before, overload_free
@@ -19,7 +20,6 @@ from dtypedoctor.diagnosis.scene import (
     with_keyword,
 )
 from dtypedoctor.diagnosis.wording import differentiated
-from dtypedoctor.patterns import regex
 from dtypedoctor.trace.events import Op
 from dtypedoctor.trace.records.execution import Unscaled
 
@@ -568,7 +568,7 @@ def step_where_gradients(scene: Scene) -> Changes | None:
     return some(source, source.indented(statement, test) if len(made) > 1 else [])
 
 
-_COUNTER = regex(r"\.([A-Za-z_]\w*) == -?\d+\b")
+_COUNTER = re.compile(r"\.([A-Za-z_]\w*) == -?\d+\b")
 
 
 def counter_in_tensor(scene: Scene) -> Changes | None:

@@ -3,15 +3,13 @@
 import builtins
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.dtypes import DTYPES, parts_of
-from dtypedoctor.patterns import regex
 from dtypedoctor.trace.events import Caught, Op, Raised, TensorNote
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.values import dataclass
 
 _DTYPE = r"(?:c10::|torch\.)?((?:long |(?:un)?signed )?\w+(?:<\w+>)?)"
 
@@ -183,7 +181,7 @@ def named_in(trace: Trace, finding: Finding) -> Finding:
     return _with_texts(replace(told, summary=summary or told.summary), lambda text: _shortened(text, names))
 
 
-_GENERATED = regex(r"^<eval_with_key>|:codegen\(|torchinductor_")
+_GENERATED = re.compile(r"^<eval_with_key>|:codegen\(|torchinductor_")
 """In the line of an operator that compiled code has called: the files that Dynamo, AOTAutograd and Inductor write."""
 COMPILED_CODE = "compiled code"
 
@@ -200,7 +198,7 @@ def _compiled(finding: Finding) -> Finding:
     return replace(_with_texts(finding, renamed), module=COMPILED_CODE)
 
 
-_DOTTED = regex(r"(?<![\w./\[\]])[A-Za-z_0-9]+(?:\.[A-Za-z_0-9]+)+(?![\w(\[]|\.\w)")
+_DOTTED = re.compile(r"(?<![\w./\[\]])[A-Za-z_0-9]+(?:\.[A-Za-z_0-9]+)+(?![\w(\[]|\.\w)")
 
 
 def _shortened(text: str, names: Collection[str]) -> str:
@@ -363,7 +361,7 @@ def raising_line(raised: Raised) -> str | None:
     return _line(outside[-1]) if outside else None
 
 
-_OF_LIBRARIES = regex(r"/(site|dist)-packages/|/lib/python3[^/]*/|/dtypedoctor/|^<")
+_OF_LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|/dtypedoctor/|^<")
 
 
 def own_line(raised: Raised) -> str | None:
@@ -400,7 +398,7 @@ def _at_work(raised: Raised) -> list[str]:
     ]
 
 
-_AROUND_DEPRECATED = regex(r"/(typing_extensions|_?(py_)?warnings)\.py:\d+ wrapper$")
+_AROUND_DEPRECATED = re.compile(r"/(typing_extensions|_?(py_)?warnings)\.py:\d+ wrapper$")
 
 
 def class_of(trace: Trace, fqn: str) -> str:

@@ -3,8 +3,9 @@
 Everything is decided by making it again: whether it fails by itself, which rows of its inputs matter, and whether made-up inputs fail as well.
 """
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from math import isfinite
@@ -20,10 +21,8 @@ from dtypedoctor.instrument.operators import tensors_of as operands_of
 from dtypedoctor.instrument.sources import Sources
 from dtypedoctor.instrument.statistics import measurable, real_of
 from dtypedoctor.interruptions import contained
-from dtypedoctor.patterns import regex
 from dtypedoctor.trace.events import OFFLOADED
 from dtypedoctor.unpatched import perf_counter
-from dtypedoctor.values import dataclass
 
 __all__ = ["Kind", "capsule_of", "operator_capsule"]
 
@@ -38,7 +37,7 @@ LONGEST = 10.0
 """Seconds that go into reducing one."""
 SEEDS = 4
 """Synthetic inputs that are drawn before the recorded ones are kept."""
-_NUMBER = regex(r"\d+")
+_NUMBER = re.compile(r"\d+")
 
 
 class Kind(StrEnum):

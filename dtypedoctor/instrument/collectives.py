@@ -14,6 +14,7 @@ point-to-point message the ``cls`` is ``send`` or ``recv`` and the ``index`` is 
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -39,7 +40,6 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.models import CollectiveCall, ProcessGroup
 from dtypedoctor.trace.succession import Succession
-from dtypedoctor.values import dataclass
 
 
 def root_of(name: str, args: tuple[Any, ...], group: int) -> int | None:

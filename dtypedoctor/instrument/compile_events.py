@@ -10,7 +10,7 @@ import re
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -18,9 +18,7 @@ import torch
 
 from dtypedoctor._torch_private import FRAME_COMPILER, compiler_counters, load_compiler, log_state, repeat_break_reports
 from dtypedoctor.instrument.frames import INSTALLED, imported_files
-from dtypedoctor.patterns import regex
 from dtypedoctor.trace.records.execution import CompileCounts, GraphBreak, Recompiled, RecompileLimit
-from dtypedoctor.values import dataclass
 
 TORCH_DIRECTORY = torch.__path__[0]
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
@@ -31,13 +29,15 @@ MAX_FRAMES = 6
 MAX_TEXT = 400
 MAX_GUARDS = 8
 
-_BREAK = regex(r"Graph break.*? in user code at (?P<place>.+:\d+)\s*\nGraph Break Reason: (?P<reason>.*)", re.DOTALL)
-_EXPLAINED = regex(r"^(?P<kind>\S.*)\n +Explanation: (?P<explanation>.+)$", re.MULTILINE)
-_CONTEXT = regex(r"Developer debug context: (?P<context>.+)")
-_FRAME = regex(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
-_RECOMPILE = regex(r"Recompiling function (?P<function>\S+) in (?P<place>.+:\d+)")
-_GUARD = regex(r"^ *- (?P<guard>\d+/\d+: .+)$", re.MULTILINE)
-_LIMIT = regex(
+_BREAK = re.compile(
+    r"Graph break.*? in user code at (?P<place>.+:\d+)\s*\nGraph Break Reason: (?P<reason>.*)", re.DOTALL
+)
+_EXPLAINED = re.compile(r"^(?P<kind>\S.*)\n +Explanation: (?P<explanation>.+)$", re.MULTILINE)
+_CONTEXT = re.compile(r"Developer debug context: (?P<context>.+)")
+_FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
+_RECOMPILE = re.compile(r"Recompiling function (?P<function>\S+) in (?P<place>.+:\d+)")
+_GUARD = re.compile(r"^ *- (?P<guard>\d+/\d+: .+)$", re.MULTILINE)
+_LIMIT = re.compile(
     r"hit config\.(?P<limit>\w+) \((?P<value>\d+)\)\s+function: '(?P<function>.+)' \((?P<place>.+:\d+)\)"
     r"\s+last reason: (?:\d+/\d+: )?(?P<guard>.+)"
 )

@@ -3,6 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from math import isfinite, prod
 from typing import Any
 
@@ -17,7 +18,6 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.events import ParameterNote
 from dtypedoctor.trace.records.models import ModelConfig, PackedBits, PackedWeight, ShardCall, ShardUnit
-from dtypedoctor.values import dataclass
 
 SHARDING = "torch.distributed.fsdp"
 """The module that holds both generations of FSDP; it is not imported for this."""

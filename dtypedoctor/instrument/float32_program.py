@@ -9,7 +9,7 @@ without which it is not finite is the one that rounds.
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -46,7 +46,6 @@ from dtypedoctor.instrument.statistics import extent_of, measurable
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.events import Replay
 from dtypedoctor.trace.records.execution import RoundedBefore
-from dtypedoctor.values import dataclass
 
 MAX_HELD = {"cpu": 16 << 20, "cuda": 256 << 20}
 """Bytes of operands that are kept on a device; those of the oldest operators go first."""

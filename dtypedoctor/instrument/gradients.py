@@ -8,7 +8,7 @@ torch's takes the gradients, they are measured where a backward pass leaves them
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,7 +26,6 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Rooted, local_part, measurable
 from dtypedoctor.trace.events import Observed, ScalerState
 from dtypedoctor.trace.records.execution import SteppedBy, Unscaled
-from dtypedoctor.values import dataclass
 
 BYTES_A_STEP = 64 << 20
 """Parameters measured after an ordinary step; what a CPU reads in a few milliseconds and a GPU in 20 microseconds."""

@@ -8,7 +8,7 @@ arguments. In a process that goes on, pass copies (:func:`copied`) and put the m
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from traceback import clear_frames
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,6 @@ from dtypedoctor._torch_private import as_the_program, buffers_of, parameters_of
 from dtypedoctor.instrument.module_tree import modules_in, named_modules
 from dtypedoctor.instrument.settings import RandomState, Settings
 from dtypedoctor.interruptions import contained
-from dtypedoctor.values import dataclass
 
 __all__ = [
     "AutocastState",

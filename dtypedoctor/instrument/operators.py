@@ -5,6 +5,7 @@ that an experiment with them may take, and how a mode stays out of the compiler'
 import ctypes
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -34,7 +35,6 @@ from dtypedoctor._torch_private import (
 )
 from dtypedoctor.instrument.statistics import HALF
 from dtypedoctor.interruptions import noticing
-from dtypedoctor.values import dataclass
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""

@@ -8,6 +8,7 @@ step, as its gradient was, the same ``step`` runs on the copies; nothing of the 
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from inspect import unwrap
 from itertools import zip_longest
 from threading import get_ident
@@ -28,7 +29,6 @@ from dtypedoctor.interruptions import contained
 from dtypedoctor.redaction.messages import message_of
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES
 from dtypedoctor.trace.records.execution import ReplayedCall
-from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
     from dtypedoctor.instrument.optrace import OpTrace

@@ -9,6 +9,7 @@ is run again in a wider dtype, and an op that refuses mixed dtypes is run again 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,7 +53,6 @@ from dtypedoctor.interruptions import noticing
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import Op, TensorNote
 from dtypedoctor.trace.records.execution import OpenRegions
-from dtypedoctor.values import dataclass
 
 MAX_OPS = 200_000
 """Ops after which a window closes by itself, so that a forgotten window cannot fill a disk."""

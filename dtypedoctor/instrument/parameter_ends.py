@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,7 +14,6 @@ from dtypedoctor.instrument.readable import held_values
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Rooted, measurable, out_of_their_sight
 from dtypedoctor.trace.records.execution import ParameterEnds
-from dtypedoctor.values import dataclass
 
 SAMPLED = 64
 """Elements of a parameter that are followed."""

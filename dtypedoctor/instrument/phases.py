@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 from weakref import WeakSet
@@ -31,7 +32,6 @@ from dtypedoctor.instrument.operators import OperatorMode
 from dtypedoctor.instrument.session import Guard, Session, begin_thread, steps_running
 from dtypedoctor.interruptions import noticing
 from dtypedoctor.unpatched import unseen_by_warnings
-from dtypedoctor.values import dataclass
 
 Listener = Callable[[], None]
 

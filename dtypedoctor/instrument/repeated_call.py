@@ -5,7 +5,7 @@ Which calls are kept, and when one is made again, is decided in :mod:`dtypedocto
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import field
+from dataclasses import dataclass, field
 from threading import get_ident
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +27,6 @@ from dtypedoctor.interruptions import contained
 from dtypedoctor.redaction.messages import LONGEST, elided, message_of, without_volatile
 from dtypedoctor.trace.records.execution import EagerCall
 from dtypedoctor.trace.records.silent import ScaledGradient
-from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
     from dtypedoctor.instrument.optrace import OpTrace

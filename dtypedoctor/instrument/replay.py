@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,6 @@ from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import Replay, TensorNote
 from dtypedoctor.trace.records.execution import AttentionReplayed
 from dtypedoctor.trace.writer import TraceWriter
-from dtypedoctor.values import dataclass
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e5m2, torch.float8_e4m3fn)
 _COMPLEX = (torch.complex32, torch.complex64)

@@ -4,7 +4,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from dtypedoctor._torch_private import EnableTorchFunction
-from dtypedoctor.values import dataclass
 
 __all__ = ["RandomState", "Settings"]
 

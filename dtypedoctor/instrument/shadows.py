@@ -16,7 +16,7 @@ import math
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -33,7 +33,6 @@ from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.records.silent import RoundedIndices, RoundedSum, RoundedUse
-from dtypedoctor.values import dataclass
 
 NARROW = {torch.float16: 11, torch.bfloat16: 8}
 """Significant bits of the dtypes whose rounding is followed; what goes through float8 begins anew."""

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
@@ -23,7 +24,6 @@ from dtypedoctor._torch_private import (
     without_autocast,
     without_modes,
 )
-from dtypedoctor.values import dataclass
 
 HALF = (torch.float16, torch.bfloat16)
 """The dtypes of half precision."""

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections import Counter, UserDict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from dis import opmap
 from types import FrameType, TracebackType
 from typing import Any
@@ -40,7 +40,6 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.redaction.messages import message_of
 from dtypedoctor.trace.events import Caught, Raised
 from dtypedoctor.trace.records.execution import AutocastRegion, CustomFunction
-from dtypedoctor.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import os
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,6 @@ from dtypedoctor.plugins import Model as Registered
 from dtypedoctor.plugins import known, registered, resolve
 from dtypedoctor.replay.capsule import MODEL
 from dtypedoctor.scenario.model import Lora, Model, Outlier, Perturbation, Quantization
-from dtypedoctor.values import dataclass
 
 BUILTIN = "builtin:"
 

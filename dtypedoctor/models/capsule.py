@@ -3,6 +3,7 @@
 import linecache
 import os
 import types
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +20,6 @@ from dtypedoctor.models.limits import is_out_of_memory
 from dtypedoctor.models.named import require_known
 from dtypedoctor.replay.capsule import AGAIN, CAPSULE_TENSORS, Capsule, read_capsule
 from dtypedoctor.replay.script import CannotBeWrittenError, capsule_script
-from dtypedoctor.values import dataclass
 
 __all__ = ["Call", "call_of", "load_capsule"]
 

@@ -14,7 +14,6 @@ from functools import lru_cache
 from types import CodeType, FrameType, TracebackType
 
 from dtypedoctor.interruptions import contained
-from dtypedoctor.patterns import regex
 from dtypedoctor.redaction.secrets import masked
 
 LONGEST = 2000
@@ -22,14 +21,14 @@ LONGEST = 2000
 _READ = 20_000
 ELIDED = "…"
 _NAME = r"[A-Za-z_<][\w.:<>*/\[\]-]*"
-_HARMLESS = regex(
+_HARMLESS = re.compile(
     rf"(?:torch\.Size)?[\[(]?\s*(?:[-+]?\d[\d.xe+-]*|None|{_NAME})(?:\s*(?:,|x|!=|==|and|or)\s*(?:[-+]?\d[\d.xe+-]*|None|{_NAME}))*,?\s*[\])]?"
 )
 """Numbers, shapes, dtypes and names, one or several."""
-_NUMBER = regex(r"-?\d+(?:\.\d*)?(?:e[-+]?\d+)?")
-_FLOAT = regex(r"-?\d+\.\d*(?:e[-+]?\d+)?|nan|inf")
-_QUOTED = regex(r"""(?<![\w])([bru]{0,2})('(?:[^'\\\n]|\\.){0,4000}'|"(?:[^"\\\n]|\\.){0,4000}")(?!\w)""")
-_INNERMOST = regex(r"(\b\w+)?([(\[{])([^()\[\]{}]*)([)\]}])")
+_NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e[-+]?\d+)?")
+_FLOAT = re.compile(r"-?\d+\.\d*(?:e[-+]?\d+)?|nan|inf")
+_QUOTED = re.compile(r"""(?<![\w])([bru]{0,2})('(?:[^'\\\n]|\\.){0,4000}'|"(?:[^"\\\n]|\\.){0,4000}")(?!\w)""")
+_INNERMOST = re.compile(r"(\b\w+)?([(\[{])([^()\[\]{}]*)([)\]}])")
 _PRINTED = frozenset(
     {
         "tensor",
@@ -46,12 +45,12 @@ _PRINTED = frozenset(
     }
 )
 _MOST_NUMBERS, _LONGEST_NAME, _LONGEST_HOLE, _LEAST_TEMPLATE, _FRAMES = 8, 200, 60, 6, 4
-_ABOUT_DTYPES = regex(
+_ABOUT_DTYPES = re.compile(
     r"\b(?:dtype|c10::|torch\.|[Hh]alf|bfloat16|float16|float32|BFloat16|scalar type|CUDA|cuBLAS|overflow|non-?finite|[Nn]a[Nn]|inf)\b"
 )
-_METADATA = regex(r"(?:'(?:shape|dtype|device)': [^'\"]{1,100}(?:'\w+'[\2\4\6])?(?:, )?)+")
+_METADATA = re.compile(r"(?:'(?:shape|dtype|device)': [^'\"]{1,100}(?:'\w+'[\2\4\6])?(?:, )?)+")
 """What torch's checkpointing says of a tensor; brackets in it are marked already."""
-_IDENTIFIER = regex(r"[\w.:*/<>@+-]+")
+_IDENTIFIER = re.compile(r"[\w.:*/<>@+-]+")
 _MARK = "\0"
 
 
@@ -61,7 +60,7 @@ _UNIT = r"(?:(?:[nuµm]?s|secs?|seconds?|min(?:ute)?s?|h|hours?)\b(?!/)|\w+/s\b|
 _VALUE = rf"\s*[:=]?\s*(?:(?:nan|inf|none|tensor)\b|[-+.]?(?>{_LENGTH})(?!\s?{_UNIT}))"
 """What follows the name of a value, ``min -2.0``, and not a unit: a number that is no length of time itself, as it is in ``1 min 30 s``."""
 _VOLATILE = tuple(
-    (regex(pattern, re.IGNORECASE), instead)
+    (re.compile(pattern, re.IGNORECASE), instead)
     for pattern, instead in (
         (r"(?<![\w/.])/(?:tmp|var/tmp|dev/shm|run/user/\d+)/[^\s'\"`:,;()\[\]<>]+", "<temporary>"),
         (r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", "<id>"),

@@ -6,13 +6,12 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dtypedoctor.foreign_files import read_file, write_file
-from dtypedoctor.patterns import regex
 from dtypedoctor.redaction.secrets import (
     ALLOWED_VARIABLES,
     SECRET,
@@ -25,18 +24,19 @@ from dtypedoctor.redaction.secrets import (
     without_secrets,
 )
 from dtypedoctor.unpatched import from_json, to_json
-from dtypedoctor.values import dataclass
 
-HOMES = regex(r"(?:/home/|/Users/|/export/home/|[A-Za-z]:\\+Users\\+)([^\s/\\:'\"<>|,;)\]]+)")
+HOMES = re.compile(r"(?:/home/|/Users/|/export/home/|[A-Za-z]:\\+Users\\+)([^\s/\\:'\"<>|,;)\]]+)")
 """A home directory; the group is its owner."""
 
-_PACKAGES = regex(r".*/(?:site-packages|dist-packages|lib/python3\.\d+)/(?=.)")
-_OWNED = regex(r"/(?:export/)?(?:home|Users)/[^/]+|/root|[A-Za-z]:/Users/[^/]+")
-_QUOTED = regex(r"""(?<=")(?:/|[A-Za-z]:\\)[^"\n]*[/\\][^"\n]*(?=")|(?<=')(?:/|[A-Za-z]:\\)[^'\n]*[/\\][^'\n]*(?=')""")
+_PACKAGES = re.compile(r".*/(?:site-packages|dist-packages|lib/python3\.\d+)/(?=.)")
+_OWNED = re.compile(r"/(?:export/)?(?:home|Users)/[^/]+|/root|[A-Za-z]:/Users/[^/]+")
+_QUOTED = re.compile(
+    r"""(?<=")(?:/|[A-Za-z]:\\)[^"\n]*[/\\][^"\n]*(?=")|(?<=')(?:/|[A-Za-z]:\\)[^'\n]*[/\\][^'\n]*(?=')"""
+)
 _PART = r"[^\s/\\:'\"<>|,;()\[\]{}`=&?*…]+"
-_POSIX = regex(rf"(?:(?<=file:/)/|(?<![\w./:~\\<-])|(?<=:)(?!//))(?:(?:/{_PART}){{2,}}/?|/root(?![\w.-])/?)")
-_WINDOWS = regex(rf"(?<![\w/])(?:[A-Za-z]:|\\\\{_PART})(?:[\\/]+{_PART})+[\\/]*")
-_TILDE = regex(r"(?<![\w/~])~[A-Za-z][\w.-]*(?=/|\s|$)")
+_POSIX = re.compile(rf"(?:(?<=file:/)/|(?<![\w./:~\\<-])|(?<=:)(?!//))(?:(?:/{_PART}){{2,}}/?|/root(?![\w.-])/?)")
+_WINDOWS = re.compile(rf"(?<![\w/])(?:[A-Za-z]:|\\\\{_PART})(?:[\\/]+{_PART})+[\\/]*")
+_TILDE = re.compile(r"(?<![\w/~])~[A-Za-z][\w.-]*(?=/|\s|$)")
 
 
 def short_paths(text: str) -> str:
@@ -66,7 +66,7 @@ _Value = TypeVar("_Value")
 _VARIABLES = frozenset({"variables", "env", "environ", "environment_variables"})
 """Keys under which a mapping holds environment variables."""
 
-_HOST = regex(
+_HOST = re.compile(
     r"(?<![\w.-])(?:[\w-]+\.)+(?:internal|corp|lan|intranet|localdomain|cluster\.local|amazonaws\.com)(?![\w-])"
     r"|(?<![\w-])ip(?:-\d{1,3}){4}(?![\w-])|(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?=:\d)"
 )

@@ -16,25 +16,24 @@ from functools import cache, lru_cache
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
-from dtypedoctor.patterns import regex
 from dtypedoctor.unpatched import from_json
 
 SECRET = "<secret>"
 
 _TABLE = Path(__file__).with_name("gitleaks.json")
 
-_WORD = regex(r"(?<![A-Za-z0-9])[A-Za-z0-9][A-Za-z0-9_+=-]{18,}")
+_WORD = re.compile(r"(?<![A-Za-z0-9])[A-Za-z0-9][A-Za-z0-9_+=-]{18,}")
 """What may be a token of a service that no table knows."""
-_PREFIX = regex(r"[A-Za-z]{2,8}[0-9]?[-_](?=[A-Za-z0-9]{8})")
+_PREFIX = re.compile(r"[A-Za-z]{2,8}[0-9]?[-_](?=[A-Za-z0-9]{8})")
 """How many services begin their tokens."""
-_HEX = regex(
+_HEX = re.compile(
     r"(?<![A-Za-z0-9])(?!sha|md5|blob|tree|commit|rev|git)[a-z][a-z0-9]{1,8}[-_](?:[a-z0-9]{1,6}[-_]){0,2}[0-9a-f]{32,}(?![A-Za-z0-9])"
 )
 """Tokens with a prefix whose rest is hexadecimal."""
-_RUN = regex(r"[a-z]{3,}")
+_RUN = re.compile(r"[a-z]{3,}")
 _PIECE = 1 << 14
 """Characters that the rules look at together; their engine takes quadratic time for some texts."""
-_BREAK = regex(r"\s")
+_BREAK = re.compile(r"\s")
 
 
 def without_shapes(text: str) -> str:
@@ -146,17 +145,17 @@ _NAME = (
     r"(?:api|access|account|auth|secret|private|signing|encryption|shared|license|deploy|master|service|app|admin|hf|wandb|openai)[-_]?"
     r"key(?:[-_]?id)?|(?:db|smtp|user|root|admin|ssh|ftp|mail|redis|proxy|basic|http)[-_]?pass|connection[-_]?string)"
 )
-_VARIABLE = regex(
+_VARIABLE = re.compile(
     r"(?:[A-Z0-9_]+_)?(?:[A-Z0-9]*KEY|PASS|PASSWD|PASSWORD|PIN|WEBHOOK(?:_URL)?|AUTH|PWD|CREDS|JWT|SALT|SIGNATURE)"
 )
 """Names of environment variables that are telling in capitals only: ``backward_pass`` and ``sort_key`` hold no secrets."""
-_TELLING = regex(rf"(?:^|[^a-z]){_NAME}s?$|[a-z0-9]{_NAME}$", re.IGNORECASE)
+_TELLING = re.compile(rf"(?:^|[^a-z]){_NAME}s?$|[a-z0-9]{_NAME}$", re.IGNORECASE)
 _LONGEST_NAME = 100
-_VOCABULARY = regex(
+_VOCABULARY = re.compile(
     r"(?:^|[-_])(?:pad|eos|bos|unk|sep|cls|mask|image|audio|video|new|per|max|num|extra|special)[-_]tokens?$",
     re.IGNORECASE,
 )
-_TRIVIAL = regex(
+_TRIVIAL = re.compile(
     r"[-+]?\d{1,6}(?:\.\d+)?(?:e[-+]?\d+)?|true|false|on|off|yes|no|none|null|auto|<[^<>]*>", re.IGNORECASE
 )
 """Values that tell nothing: small numbers, switches, and what a former redaction has left."""
@@ -164,17 +163,17 @@ _TRIVIAL = regex(
 _QUOTES = ("'\"'\"'", '\\"', "\\'", '"', "'")
 """What may stand around names and values: a quote as a shell (``shlex.join``) or a string literal writes it in another, or itself."""
 _QUOTE = "|".join(map(re.escape, _QUOTES))
-_VALUE = regex(
+_VALUE = re.compile(
     rf"""(?:[\w.]{{0,100}}[({{\[][^(){{}}\[\]\n]{{0,2000}}[)}}\]]\w{{0,100}})|({_QUOTE})(?:(?!\1)[^\n])*\1|(?!\\["'])[^\s"',;&)\]}}|]+"""
 )
-_ASSIGNED = regex(rf"""(?<![\w.-])((?:{_QUOTE})?)([\w.-]++)\1((?:(?<=["'])\s*+\])?\s*+(?:=|:(?!:|//))\s*+)""")
-_OPTION = regex(r"(?<![\w-])(?P<option>--?[\w-]++)\s++(?!-)")
-_PAIR = regex(rf"""({_QUOTE})(?P<option>[\w.-]{{2,60}})\1\s*+,\s*+(?={_QUOTE})""")
+_ASSIGNED = re.compile(rf"""(?<![\w.-])((?:{_QUOTE})?)([\w.-]++)\1((?:(?<=["'])\s*+\])?\s*+(?:=|:(?!:|//))\s*+)""")
+_OPTION = re.compile(r"(?<![\w-])(?P<option>--?[\w-]++)\s++(?!-)")
+_PAIR = re.compile(rf"""({_QUOTE})(?P<option>[\w.-]{{2,60}})\1\s*+,\s*+(?={_QUOTE})""")
 """A name and its value as two items of a tuple or a list."""
-_BEGINNING = regex(r"\s*+")
-_CALL = regex(r"torch(?:\.[A-Za-z_]+)+\([A-Za-z_.]*[,)]")
+_BEGINNING = re.compile(r"\s*+")
+_CALL = re.compile(r"torch(?:\.[A-Za-z_]+)+\([A-Za-z_.]*[,)]")
 """What a sampled token is assigned in a line of code: ``next_tokens = torch.multinomial(probs, …)``."""
-_ARITHMETIC = regex(r"-\(")
+_ARITHMETIC = re.compile(r"-\(")
 """What no value begins with: ``BCE = -(x * …``."""
 
 _HASH = (
@@ -184,7 +183,7 @@ _HASH = (
 )
 """A key of Weights & Biases looks like the hash of a commit; what stands before it tells them apart."""
 _SHAPES = tuple(
-    (regex(pattern), replacement)
+    (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----[\s\S]*?(?:-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|\Z)", SECRET),
         (r"(?i)(\bmachine\s+\S+\s+login\s+\S+\s+password\s+)(?!<)\S+", rf"\1{SECRET}"),
@@ -280,7 +279,7 @@ def _is_variable(head: re.Match[str], name: str) -> bool:
 _FOLDERS = frozenset({"PWD", "OLDPWD"})
 """Variables of the shell that sound like passwords; paths are shortened wherever they stand."""
 _SHORTEST = 4
-_PLAIN = regex(
+_PLAIN = re.compile(
     r"(?:bf|fp|tf|u?int|float|bfloat)\d+|true|false|yes|none|null|auto|cuda|cpu|main|default|debug|info|[./].*|\d{1,3}",
     re.IGNORECASE,
 )
@@ -288,7 +287,7 @@ _PLAIN = regex(
 _PASSWORD_OPTIONS = frozenset({"-p", "--pass"})
 _USER_OPTIONS = frozenset({"-u", "--user"})
 _NETRC_LIMIT = 1 << 16
-_NETRC = regex(r"\bpassword\s+(\S+)")
+_NETRC = re.compile(r"\bpassword\s+(\S+)")
 
 
 class Literals:

@@ -8,11 +8,10 @@ that could lead on to another module. Whether a name is what its list says is lo
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from dtypedoctor.patterns import regex
 from dtypedoctor.scenario.problems import printable
-from dtypedoctor.values import dataclass
 
 __all__ = ["DTYPE", "KINDS", "Named", "named_in", "why_not"]
 
@@ -20,7 +19,7 @@ KINDS = frozenset({
     "value", "float", "tensor", "dtype", "device", "tuple", "list", "set", "size", "dict", "pairs", "function", "partial", "mapping", "config", "object", "opaque",
 })  # fmt: skip
 """The forms of a described value."""
-DTYPE = regex(r"(b?float|complex|u?int|q?u?int|bits)\d+[a-z0-9_]*|bool")
+DTYPE = re.compile(r"(b?float|complex|u?int|q?u?int|bits)\d+[a-z0-9_]*|bool")
 """Names of torch's dtypes: of the rest of torch none looks so."""
 
 _MODULE = (
@@ -59,32 +58,32 @@ _CHOSEN = ("_attn_implementation", "_experts_implementation")
 """All that is set in a configuration after it was made."""
 
 _ALLOWED = {
-    "class": regex(_MODULE),
-    "forward": regex(rf"{_MODULE}\.forward"),
-    "config": regex(
+    "class": re.compile(_MODULE),
+    "forward": re.compile(rf"{_MODULE}\.forward"),
+    "config": re.compile(
         r"transformers\.models\.\w+\.configuration_\w+:\w+|transformers\.generation\.configuration_utils:GenerationConfig"
         r"|transformers\.utils\.quantization_config:BitsAndBytesConfig"
     ),
-    "mapping": regex(rf"({_MODELING}|transformers\.modeling_outputs):\w*Output\w*|collections:OrderedDict"),
-    "object": regex(
+    "mapping": re.compile(rf"({_MODELING}|transformers\.modeling_outputs):\w*Output\w*|collections:OrderedDict"),
+    "object": re.compile(
         rf"(transformers\.cache_utils|{_MODELING}):\w*(Cache|Layer)|transformers\.quantizers\.quantizer_bnb_\dbit:\w+"
         r"|peft\.tuners\.\w+\.(config|variants):\w+|peft\.tuners\.adalora\.layer:RankAllocator"
         r"|bitsandbytes\.(functional:QuantState|autograd\._functions:MatmulLtState)"
     ),
-    "function": regex(
+    "function": re.compile(
         rf"torch\.nn\.functional:({'|'.join(_FUNCTIONAL.split())})|transformers\.backbone_utils:BackboneType\.\w+"
         rf"|{_MODELING}:(\w+\.(compute_default_rope_parameters|num_patches)|multi_scale_deformable_attention\w*|mlstm_\w+|wrap_chunkwise_\w+)"
     ),
-    "operator": regex(
+    "operator": re.compile(
         rf"aten\.(?!({'|'.join(_NOT_COMPUTING.split())})(\.|$))((?!__)[a-z_0-9]+|__i?(and|or|xor|lshift|rshift)__)\.\w+",
         re.ASCII,
     ),
     "dtype": DTYPE,
 }
 _ATTRIBUTE = {
-    "class": regex(rf"(?!__|({'|'.join(_MACHINERY.split())})$)\w+"),
-    "config": regex("|".join(_CHOSEN)),
-    "object": regex(r"(?!__|forward$)\w+"),
+    "class": re.compile(rf"(?!__|({'|'.join(_MACHINERY.split())})$)\w+"),
+    "config": re.compile("|".join(_CHOSEN)),
+    "object": re.compile(r"(?!__|forward$)\w+"),
 }
 """What an instance may be given; the other names that its class uses itself are known only to who has the class."""
 

@@ -7,6 +7,7 @@ only where the user allows it.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from os import fstat
 from pathlib import Path
@@ -17,7 +18,6 @@ from dtypedoctor.foreign_files import is_real_directory, open_file, parse_json, 
 from dtypedoctor.replay.allowed import Named, named_in, why_not
 from dtypedoctor.scenario.problems import printable
 from dtypedoctor.tensor_files import Entry, read_entries
-from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
     from dtypedoctor.scenario.model import Model

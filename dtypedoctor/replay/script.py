@@ -11,18 +11,16 @@ import struct
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from dtypedoctor.patterns import regex
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.redaction.secrets import SECRET, names_a_secret
 from dtypedoctor.replay.allowed import DTYPE, KINDS
 from dtypedoctor.replay.capsule import Capsule
 from dtypedoctor.scenario.problems import printable
 from dtypedoctor.tensor_files import Entry
-from dtypedoctor.values import dataclass
 
 __all__ = ["TENSORS", "CannotBeWrittenError", "Carried", "Claim", "capsule_script", "inline_tensors", "script_text"]
 
@@ -305,7 +303,7 @@ def _without(needless: tuple[str, ...], text: str) -> str:
     return _MARK.sub("", "\n".join(lines))
 
 
-_MARK = regex(r"(  #)? @[a-z]+$", re.MULTILINE)
+_MARK = re.compile(r"(  #)? @[a-z]+$", re.MULTILINE)
 """Ends a line that only some scripts need."""
 
 
@@ -358,7 +356,7 @@ def _comment(texts: Iterable[str]) -> str:
     return "\n".join(f"# {printable(line)}".rstrip() for line in lines)
 
 
-_OPERATOR = regex(r"aten\.[a-z_0-9]+\.[A-Za-z_0-9]+")
+_OPERATOR = re.compile(r"aten\.[a-z_0-9]+\.[A-Za-z_0-9]+")
 
 
 class _Writer:

@@ -14,7 +14,6 @@ from dtypedoctor.diagnosis.update_edits import fitting
 from dtypedoctor.diagnosis.wording import class_of, listed, short, shown_line
 from dtypedoctor.errors import DoctorError
 from dtypedoctor.foreign_files import working_directory
-from dtypedoctor.patterns import regex
 from dtypedoctor.report.document import Block, Code, Heading, Paragraph
 from dtypedoctor.report.text import counted, memory
 from dtypedoctor.scenario.model import Script
@@ -299,7 +298,9 @@ def _all_alike(scene: Scene) -> str:
     return f"all {len(modules)} modules of class {cls}" if len(modules) > 1 else ""
 
 
-_HOW_TO_FIX = regex(r"^## How to fix it\n+(?:\d+\.|-)\s+(.+?)(?=\n(?:\d+\.|-)\s|\n\n|\Z)", re.MULTILINE | re.DOTALL)
+_HOW_TO_FIX = re.compile(
+    r"^## How to fix it\n+(?:\d+\.|-)\s+(.+?)(?=\n(?:\d+\.|-)\s|\n\n|\Z)", re.MULTILINE | re.DOTALL
+)
 
 
 def _first_way(finding: Finding) -> str:

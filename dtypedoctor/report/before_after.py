@@ -1,6 +1,7 @@
 """The baseline beside the runs with fixes and the reference: one column per run, one row per quantity."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from pydantic import ValidationError
 
@@ -10,7 +11,6 @@ from dtypedoctor.report.run_facts import ended_with, outcome_look, outcome_words
 from dtypedoctor.report.text import ABSENT, count, counted, duration, memory, number, ratio, span
 from dtypedoctor.scenario.model import Reference
 from dtypedoctor.trials.results import WRONG_OUTPUT
-from dtypedoctor.values import dataclass
 
 _MOST_BESIDE, _MOST_RUNS = 4, 12
 """Runs in one table, and in all."""

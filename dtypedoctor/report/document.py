@@ -5,10 +5,9 @@ format makes them safe for itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
-
-from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
     from dtypedoctor.diagnosis.rule import Finding

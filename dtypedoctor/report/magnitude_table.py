@@ -1,6 +1,7 @@
 """The table of activation magnitudes near the origin of a failure, in execution order: found in a trace, and laid out."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dtypedoctor.analysis import analysis_of
 from dtypedoctor.diagnosis.incidents import same_call
@@ -13,7 +14,6 @@ from dtypedoctor.report.model import Report, StripRow
 from dtypedoctor.report.text import ABSENT, count, fill, limit, number
 from dtypedoctor.trace.events import Op, Sample, Site
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.values import dataclass
 
 BEFORE, AFTER = 6, 4
 """How many modules are shown before and after the first one that is not finite."""

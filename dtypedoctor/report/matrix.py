@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -28,7 +28,6 @@ from dtypedoctor.report.model import Outcome, Report, Status
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.run_facts import ended_with, place
 from dtypedoctor.report.text import ABSENT, counted, duration, number
-from dtypedoctor.values import dataclass
 
 SCHEMA = 1
 

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from dtypedoctor.diagnosis.rule import Advice, Excerpt, Finding
 from dtypedoctor.trials.results import Observer, Outcome, Parity, RunSummary, Trial
-from dtypedoctor.values import dataclass
 
 LANES = ("forward", "generate", "backward", "gradients", "parameters", "updates")
 """Outputs in the forward pass (recomputation included), outputs while generating, gradients of outputs, gradients of

@@ -4,7 +4,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from dtypedoctor.diagnosis.registry import spec_of
@@ -28,7 +28,6 @@ from dtypedoctor.trace.events import (
 )
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import Updates
-from dtypedoctor.values import dataclass
 
 
 def why_it_changes(flow: Flow) -> str:

@@ -1,7 +1,7 @@
 """Parts of a report in words: what ran, what was found, where, how sure; and its fixes, what each changes and what came of it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -30,7 +30,6 @@ from dtypedoctor.report.to_json import plain
 from dtypedoctor.scenario.model import Scenario, ScenarioStep
 from dtypedoctor.trials.remedies import remedies, remedy_named
 from dtypedoctor.trials.results import Bearing
-from dtypedoctor.values import dataclass
 
 _WORDS = {Outcome.FIXED: "fixed", Outcome.NOT_FIXED: "not fixed", Outcome.NOT_TRIED: "not tried"}
 _WORDS_HERE = {

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ from dtypedoctor import __version__
 from dtypedoctor.diagnosis.checkpoint import Subject
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.errors import WorkerDiedError
-from dtypedoctor.patterns import regex
 from dtypedoctor.plugins import left_out
 from dtypedoctor.report.document import (
     Block,
@@ -37,7 +38,6 @@ from dtypedoctor.report.text import one_line
 from dtypedoctor.report.to_json import plain
 from dtypedoctor.scenario.model import Scenario, Script
 from dtypedoctor.trials.remedies import exec_option
-from dtypedoctor.values import dataclass
 
 
 def environment_document(environment: Mapping[str, Any]) -> Document:
@@ -70,7 +70,7 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 _TORCH_INDEX = "https://download.pytorch.org/whl/"
-_TORCH_BUILD = regex(r"(?P<version>[\w.]+)\+(?P<build>cpu|xpu|cu\d+|rocm[\d.]+)")
+_TORCH_BUILD = re.compile(r"(?P<version>[\w.]+)\+(?P<build>cpu|xpu|cu\d+|rocm[\d.]+)")
 """A version of a package that PyTorch's own index has: a local label names what it was built for, and the folder it lies in
 (https://docs.pytorch.org/get-started/locally/)."""
 

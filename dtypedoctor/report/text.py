@@ -5,7 +5,6 @@ import re
 from collections.abc import Sequence
 
 from dtypedoctor.dtypes import DTYPES
-from dtypedoctor.patterns import regex
 
 NAME_LIMIT = 200
 TEXT_LIMIT = 2000
@@ -14,9 +13,9 @@ _ASCII = str.maketrans({
     "→": "->", "←": "<-", "×": "x", "…": "...", "–": "-", "—": "-", "≤": "<=", "≥": ">=", "±": "+/-", "≈": "~", "·": "*",
     "“": '"', "”": '"', "‘": "'", "’": "'", "µ": "u", "−": "-", "∞": "inf", "█": "#", "░": ".", "▶": ">", "✔": "+", "✘": "x",
 })  # fmt: skip
-_PIECES = regex(r"-*[^\s-](?:[^\s-]|-(?![^\W\d_]))*-(?=[^\W\d_])|-*[^\s-](?:[^\s-]|-(?![^\W\d_]))*|\s+|-+")
+_PIECES = re.compile(r"-*[^\s-](?:[^\s-]|-(?![^\W\d_]))*-(?=[^\W\d_])|-*[^\s-](?:[^\s-]|-(?![^\W\d_]))*|\s+|-+")
 """What stays on one line. A hyphen before a digit is a sign, one before a word that of an option."""
-_PARTS = regex(r"[^._/]*[._/]+(?=\w)(?!py\b)|.+", re.DOTALL)
+_PARTS = re.compile(r"[^._/]*[._/]+(?=\w)(?!py\b)|.+", re.DOTALL)
 """What dotted names and paths may be broken into; the name of a file stays with its ending."""
 
 
@@ -36,7 +35,7 @@ def one_line(text: str, limit: int = NAME_LIMIT) -> str:
     return text[: min(begin + 1, half) if begin >= 0 else half] + "…" + text[max(end.start(), rest) if end else rest :]
 
 
-_BOUNDARY = regex("[ /]")
+_BOUNDARY = re.compile("[ /]")
 
 
 def clipped(text: str, limit: int) -> str:
@@ -89,7 +88,7 @@ def _code(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
-_EXPONENT = regex(r"e\+?(-?)0*(?=\d)")
+_EXPONENT = re.compile(r"e\+?(-?)0*(?=\d)")
 ABSENT = "–"
 """Stands for a number that is missing."""
 

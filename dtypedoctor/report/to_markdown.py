@@ -9,7 +9,6 @@ from itertools import chain
 from typing import TypeVar
 
 from dtypedoctor import __version__
-from dtypedoctor.patterns import regex
 from dtypedoctor.report.document import (
     Bar,
     Beside,
@@ -44,11 +43,11 @@ _LEAST = 200
 """Bytes below which nothing of a large part can be shown."""
 _CELL, _BAR = 400, 16
 
-_ORDINARY = regex(r"[\w .:/,()=+%@#>→×…^?;!$~*&{}\[\]'\"-]+")
+_ORDINARY = re.compile(r"[\w .:/,()=+%@#>→×…^?;!$~*&{}\[\]'\"-]+")
 """Texts that a code span shows as they are: no backtick, pipe, backslash or angle bracket that opens a tag."""
-_ENTITY = regex(r"[^\w .,/()=+%…→×-]")
-_MARKUP = regex(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|(?<!\w)@(?=\w)|&|<|>")
-_LEADING = regex(r"^(\d*)(#|[-+=](?=[\s=-]|$)|[.)](?=\s|$))")
+_ENTITY = re.compile(r"[^\w .,/()=+%…→×-]")
+_MARKUP = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|(?<!\w)@(?=\w)|&|<|>")
+_LEADING = re.compile(r"^(\d*)(#|[-+=](?=[\s=-]|$)|[.)](?=\s|$))")
 """What would begin a heading, a list or a line under a heading."""
 
 

@@ -1,6 +1,7 @@
 """SARIF 2.1.0 for code scanning: each finding at the line of the program's source where it shows."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
@@ -10,13 +11,12 @@ from dtypedoctor import __version__
 from dtypedoctor.diagnosis.registry import readable_page, spec_of
 from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.errors import DoctorError
-from dtypedoctor.patterns import regex
 from dtypedoctor.report.document import Document
 from dtypedoctor.report.text import one_line
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
-_SOURCE = regex(r"(?P<file>.+):(?P<line>[1-9]\d*)")
+_SOURCE = re.compile(r"(?P<file>.+):(?P<line>[1-9]\d*)")
 
 
 def render_sarif(document: Document) -> str:

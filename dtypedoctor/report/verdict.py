@@ -4,7 +4,7 @@ import errno
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 
 from dtypedoctor.analysis import How, analysis_of, ended_at, ending_of
 from dtypedoctor.diagnosis.distributed import not_recorded, size_of
@@ -42,7 +42,6 @@ from dtypedoctor.trace.records.execution import NonfiniteReached, OptimizerSteps
 from dtypedoctor.trials.capsules import is_replay
 from dtypedoctor.trials.results import Treatment
 from dtypedoctor.trials.runs import ranks_of
-from dtypedoctor.values import dataclass
 
 _COUNTED_AS = {"output": "module_calls", "grad": "gradients", "loss": "losses"}
 """What stands for the counts in a trace without them: it is older, or the process left without ending it."""

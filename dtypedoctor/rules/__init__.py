@@ -4,6 +4,8 @@ Any module here that has ``RULES`` is a part of the program; other packages name
 A rule states what it has found in a :class:`Statement`; the rest of a finding follows from its id and from where the failure was seen.
 """
 
+from dataclasses import dataclass
+
 from dtypedoctor.diagnosis.nonfinite_origin import Origin
 from dtypedoctor.diagnosis.registry import corrections_of_library, spec_of
 from dtypedoctor.diagnosis.rule import (
@@ -22,7 +24,6 @@ from dtypedoctor.diagnosis.rule import (
 from dtypedoctor.diagnosis.wording import class_of, place
 from dtypedoctor.trace.events import Observed
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.values import dataclass
 
 __all__ = ["COMPILE_AND_LOAD", "DTYPE_MISMATCH", "LOSS_SCALING", "NON_FINITE", "SILENT", "Confidence", "Finding", "FindingSpec", "Rule",
            "Severity", "Statement", "Trace", "located", "make_finding"]  # fmt: skip

@@ -1,5 +1,6 @@
 """``collective-dtype-mismatch``: ranks that call one collective with several dtypes, or one rank that sends and receives in two."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -7,7 +8,6 @@ from dataclasses import replace
 from dtypedoctor.diagnosis.distributed import RECV, SEND, Called, Rank, calls_of
 from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH, Finding, FindingSpec, Rule
 from dtypedoctor.diagnosis.wording import dtype_named, how_the_run_ended, raising_line, rejection_in
-from dtypedoctor.patterns import regex
 from dtypedoctor.rules import Statement, make_finding, make_finding_of
 from dtypedoctor.trace.events import Raised
 from dtypedoctor.trace.model import Trace
@@ -108,7 +108,7 @@ def _told(channel: str, number: int, name: str, here: Mapping[int, Called]) -> I
 
 
 _REJECTED = tuple(
-    regex(pattern)
+    re.compile(pattern)
     for pattern in (
         r"tensors with different dtypes\s*Found (?P<one>torch\.\w+) and\s+(?P<other>torch\.\w+)",
         r"invalid tensor type at index \d+ \(expected TensorOptions\(dtype=(?P<one>[\w:]+),.* got TensorOptions\(dtype=(?P<other>[\w:]+),",
@@ -117,7 +117,7 @@ _REJECTED = tuple(
     )
 )
 """What torch and its backends say where what one rank sends and what it is to receive differ in dtype."""
-_IN_DISTRIBUTED = regex(r"/torch/distributed/distributed_c10d\.py:\d+ (?P<name>[a-z]\w+)$")
+_IN_DISTRIBUTED = re.compile(r"/torch/distributed/distributed_c10d\.py:\d+ (?P<name>[a-z]\w+)$")
 
 
 def detect_rejected(trace: Trace) -> Iterator[Finding]:

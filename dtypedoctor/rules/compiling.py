@@ -10,7 +10,6 @@ from dataclasses import replace
 from dtypedoctor.diagnosis.registry import corrections_of_library, spec_of
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, Confidence, Finding, FindingSpec, Rule, Severity
 from dtypedoctor.diagnosis.wording import rejection_in
-from dtypedoctor.patterns import regex
 from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.trace.events import Observed, ParameterNote, Raised
@@ -55,17 +54,17 @@ SHOWN = 4
 MAX_GUARD = 160
 """Characters of a guard; one that compares objects can fill a page."""
 
-_REST = regex(r"torch_dynamo_resume_in_(?P<function>.+)_at_(?P<line>\d+)")
+_REST = re.compile(r"torch_dynamo_resume_in_(?P<function>.+)_at_(?P<line>\d+)")
 """Dynamo's name for what follows a graph break."""
-_FOREIGN = regex(r"_ctypes|FuncPtr|PyC(Simple|Pointer)Type|_SimpleCData|get_ptr")
+_FOREIGN = re.compile(r"_ctypes|FuncPtr|PyC(Simple|Pointer)Type|_SimpleCData|get_ptr")
 """What a C function that is called through ctypes looks like to Dynamo: torch 2.9 names the class, later releases its metaclass."""
-_OF_PRECISION = regex(r"dtype|autocast|quant|bitsandbytes", re.IGNORECASE)
+_OF_PRECISION = re.compile(r"dtype|autocast|quant|bitsandbytes", re.IGNORECASE)
 """What a break that has to do with number formats speaks of."""
-_EXPLANATION = regex(r"^ +Explanation: (?P<text>.+)$", re.MULTILINE)
-_USER_LINE = regex(r'^ *File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)
-_PACKAGES = regex(r".*/(?:site|dist)-packages/|.*/(?=dtypedoctor/)")
+_EXPLANATION = re.compile(r"^ +Explanation: (?P<text>.+)$", re.MULTILINE)
+_USER_LINE = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)
+_PACKAGES = re.compile(r".*/(?:site|dist)-packages/|.*/(?=dtypedoctor/)")
 """What stands before the package that a file belongs to."""
-_TORCH = regex(r"/torch/(nn|_dynamo|_compile|utils)/")
+_TORCH = re.compile(r"/torch/(nn|_dynamo|_compile|utils)/")
 
 
 def detect_compilation(trace: Trace) -> Iterator[Finding]:

@@ -16,7 +16,6 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import open_file, working_directory
 from dtypedoctor.guardian import make_private_folder, make_run_directory, move_into
 from dtypedoctor.interruptions import say
-from dtypedoctor.patterns import regex
 from dtypedoctor.redaction.redact import PRIVATE_REQUEST
 from dtypedoctor.runner.run import EXIT, STDERR, STDOUT
 from dtypedoctor.scenario.model import REQUEST
@@ -194,7 +193,7 @@ _OWN = {
     "failures.json", LEADING, "error.json", "stdout.log", "stderr.log", "folded.json", "folded.json.part",
     "nodes.json", "node.json", "look.json",
 }  # fmt: skip
-_DETAIL = regex(r"detail-[0-9.]+\.jsonl")
+_DETAIL = re.compile(r"detail-[0-9.]+\.jsonl")
 _REFUSED = f'"e":"{NAMES[Refused]}"'.encode()
 _SAMPLES = b'["s",'
 _ENOUGH = 1 << 16

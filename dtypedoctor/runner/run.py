@@ -3,7 +3,7 @@
 import contextlib
 import signal
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.ranks import lead, leading_directory
 from dtypedoctor.trace.reader import read_trace, steps_by_call
 from dtypedoctor.unpatched import to_json
-from dtypedoctor.values import dataclass
 
 __all__ = [
     "BEFORE",

@@ -11,13 +11,13 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from dtypedoctor.foreign_files import write_file
 from dtypedoctor.runner.run import STDERR, STDOUT
 from dtypedoctor.trace.ranks import STREAMS
-from dtypedoctor.values import dataclass
 
 
 def _for_the_user(path: str, flags: int) -> int:

@@ -2,13 +2,12 @@
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.patterns import regex
-from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails  # a script's process imports this module, and no pydantic
@@ -37,7 +36,7 @@ KeyPath = tuple[str | int, ...]
 
 _MOST_SHOWN = 100
 _LONGEST_QUOTE = 60
-_LINE_BREAK = regex("\r\n|[\n\r\x85\u2028\u2029]")  # those at which PyYAML counts a new line
+_LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # those at which PyYAML counts a new line
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -15,15 +15,14 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from dtypedoctor.patterns import regex
 from dtypedoctor.scenario.model import Name, Scenario, Strict
 from dtypedoctor.scenario.problems import KeyPath, Place, Problem, did_you_mean, dotted, in_words, printable, quoted
 
 PATTERNS: dict[str, re.Pattern[str]] = {
-    "null": regex(r"(?:~|null|Null|NULL|)\Z"),
-    "bool": regex(r"(?:true|True|TRUE|false|False|FALSE)\Z"),
-    "int": regex(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z"),
-    "float": regex(
+    "null": re.compile(r"(?:~|null|Null|NULL|)\Z"),
+    "bool": re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"),
+    "int": re.compile(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z"),
+    "float": re.compile(
         r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
     ),
 }
@@ -34,7 +33,7 @@ _DEEPEST = 32
 _LARGEST = 2**63 - 1
 _MOST_DIGITS = 25
 """More never fit into 64 bits, and Python refuses to convert thousands of them."""
-_CONTROL = regex(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 _ID_LISTS: tuple[tuple[str, KeyPath], ...] = (
     ("finding", ("expect", "findings")),

@@ -10,6 +10,7 @@ and names it, so a process may be killed at any moment between the two.
 import contextlib
 import math
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from dtypedoctor import unpatched
-from dtypedoctor.patterns import regex
 from dtypedoctor.trace.events import Metric, Sample, ScalerState
 from dtypedoctor.trace.lines import Lines, seal
 from dtypedoctor.trace.model import Folded, Moment, Total
@@ -26,7 +26,7 @@ from dtypedoctor.trace.records import decode
 
 FOLDED = "folded.json"
 
-_NAME = regex(r"detail-([0-9]{1,9})(?:\.([0-9]{1,9}))?\.jsonl")
+_NAME = re.compile(r"detail-([0-9]{1,9})(?:\.([0-9]{1,9}))?\.jsonl")
 
 
 class Sizes:

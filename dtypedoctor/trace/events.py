@@ -15,10 +15,8 @@ Magnitudes are taken over the finite elements only, so no record ever holds NaN 
 """
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
-
-from dtypedoctor.values import dataclass
 
 SCHEMA = 1
 

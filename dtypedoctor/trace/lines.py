@@ -13,6 +13,7 @@ that number. So the file is known by its identity, which is asked for before eac
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from errno import EBADF
 from fcntl import F_DUPFD_CLOEXEC, fcntl
 from os import close, fstat, write
@@ -20,7 +21,6 @@ from pathlib import Path
 from zlib import crc32
 
 from dtypedoctor.interruptions import is_interruption
-from dtypedoctor.values import dataclass
 
 EVENTS = "events.jsonl"
 """The main file of a trace, in its directory."""

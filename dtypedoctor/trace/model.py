@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -19,7 +19,6 @@ from dtypedoctor.trace.events import (
     ScalerState,
     Site,
 )
-from dtypedoctor.values import dataclass
 
 Record = TypeVar("Record")
 Derived = TypeVar("Derived")

@@ -3,11 +3,11 @@
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from dtypedoctor.foreign_files import is_real_directory
 from dtypedoctor.trace.events import Header
-from dtypedoctor.values import dataclass
 
 LEADING = "leading"
 """Link to the directory of the rank that the run's report is about."""

@@ -5,7 +5,7 @@ Modules are renamed where a model was put inside a larger one on the way, so tha
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from dtypedoctor.trace.lines import EVENTS, open_lines
 from dtypedoctor.trace.loader import DAMAGED, Loader
 from dtypedoctor.trace.model import Cursor, Folded, Trace
 from dtypedoctor.unpatched import from_json
-from dtypedoctor.values import dataclass
 
 LARGEST = 256 << 20
 """Bytes of the main file that are read; a writer begins another file after a sixteenth of it, unless a single step fills more."""

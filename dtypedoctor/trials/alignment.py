@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from dtypedoctor.trace.events import Sample, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.comparison import Missing
-from dtypedoctor.values import dataclass
 
 ALIGNED = frozenset({"output", "loss", "grad_output", "grad", "param"})
 """Kinds of sites that are compared. Inputs are measured only where an output is not finite, so they say nothing more."""

@@ -14,7 +14,6 @@ from dtypedoctor.diagnosis.incidents import GRADIENTS
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file, write_file
-from dtypedoctor.patterns import regex
 from dtypedoctor.redaction.messages import ELIDED
 from dtypedoctor.redaction.redact import redact, short_paths, without_process_secrets
 from dtypedoctor.redaction.secrets import SECRET
@@ -37,10 +36,10 @@ from dtypedoctor.unpatched import to_json
 __all__ = ["caught_in", "is_replay", "require_within_limits", "same_verdict", "scenario_of"]
 
 DIRECTORY = "capsule"
-_NUMBER = regex(r"\d+")
+_NUMBER = re.compile(r"\d+")
 _COMPARED = 80
 """Letters of two messages that are compared; of what a program fills in the recorded one has nothing."""
-_IN_PLACE = regex(r"capsule-\d{1,18}-.*\.json")
+_IN_PLACE = re.compile(r"capsule-\d{1,18}-.*\.json")
 """Names of the calls that the process itself has kept."""
 _FINITE = frozenset({
     "norm-square-overflow", "masked-overflow", "silent-rescue", "float-to-int-cast", "router-flip", "rounded-rotary-buffer",
@@ -239,7 +238,7 @@ def _placed(description: dict[str, Any], tensors: Path, directory: Path) -> Caps
     return read_capsule(directory)
 
 
-_IN_QUOTES = regex(rf"""["'][^"']*{re.escape(SECRET)}""")
+_IN_QUOTES = re.compile(rf"""["'][^"']*{re.escape(SECRET)}""")
 
 
 def _without_secrets(source: str) -> str:

@@ -5,7 +5,7 @@ First how far two aligned runs are apart: where they first differ, each module, 
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from math import hypot
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,7 +35,6 @@ from dtypedoctor.trials.comparison import (
     parameter_drift,
     relative_error,
 )
-from dtypedoctor.values import dataclass
 
 
 class Found(NamedTuple):

@@ -1,12 +1,12 @@
 """What the comparison of two traces finds out, as values, and when two numbers of two runs count as equal."""
 
+from dataclasses import dataclass
 from enum import StrEnum
 from math import prod, sqrt
 
 from dtypedoctor.dtypes import DTYPES, DType
 from dtypedoctor.trace.events import Site
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.values import dataclass
 
 EPSILONS = 16
 """Roundings of the coarser dtype that two runs may be apart by default. Measured on an untrained two-layer model: float16 and

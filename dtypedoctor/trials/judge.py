@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dtypedoctor.analysis import analysis_of, ending_of
 from dtypedoctor.diagnosis.registry import canonical, spec_of
@@ -15,7 +15,6 @@ from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.remedies import Remedy
 from dtypedoctor.trials.results import WRONG_OUTPUT, Bearing, Diagnostic, Outcome, RunSummary, Trial
 from dtypedoctor.trials.summary import parity, summarise
-from dtypedoctor.values import dataclass
 
 MIN_STEPS_FOR_RATIO = 3
 """Fewer steps than this say nothing about step time: the first one warms up."""

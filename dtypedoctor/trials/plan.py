@@ -1,11 +1,11 @@
 """How far a treatment goes, and its first run: what a script can be started with before anything else is imported."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Request, Scenario, Script
-from dtypedoctor.values import dataclass
 
 CAPSULE_LIMIT = 64 << 20
 """Bytes that a capsule may take if nobody says otherwise."""

@@ -6,9 +6,9 @@ that a caller can run several at a time, log each outcome as it arrives, and go 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from dtypedoctor.trials.search import BaselineError, Node, Outcome, Round, Stage, leaves_of, require_usable, search
-from dtypedoctor.values import dataclass
 
 __all__ = [
     "BaselineError",

@@ -4,6 +4,7 @@ A change gives an equal scenario where it has nothing to change.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dtypedoctor.diagnosis.rule import Rule
@@ -13,7 +14,6 @@ from dtypedoctor.plugins import KEEP_FLOAT32, Correction, correction_named, labe
 from dtypedoctor.replay.capsule import MODEL
 from dtypedoctor.scenario.model import Scenario, Script
 from dtypedoctor.scenario.problems import did_you_mean, quoted
-from dtypedoctor.values import dataclass
 
 _ONE_PASS = {"kind": "forward", "steps": 1, "batch_size": 1, "sequence_length": 2}
 

@@ -4,11 +4,9 @@ import math
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
-
-from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
     from dtypedoctor.diagnosis.rule import Finding

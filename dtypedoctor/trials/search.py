@@ -18,11 +18,10 @@ An unresolved outcome counts as not passing, never as a pass, so it can cost pro
 
 import math
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate, pairwise
 from typing import TypeAlias, TypeVar
-
-from dtypedoctor.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

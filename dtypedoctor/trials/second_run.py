@@ -1,7 +1,7 @@
 """Looks at a failure with the op trace on: in calls that the run itself has made again, or in another run of the scenario."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dtypedoctor.analysis import How, analysis_of, ending_of
 from dtypedoctor.diagnosis.incidents import Incident
@@ -15,7 +15,6 @@ from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import EAGER, CompileCounts, ReplayedCall
 from dtypedoctor.trials.remedies import is_script
 from dtypedoctor.trials.runs import LaterRuns, was_asked_to_end
-from dtypedoctor.values import dataclass
 
 __all__ = ["CloserLook", "another_way", "in_place", "look_closer", "unconfirmed"]
 

@@ -10,7 +10,6 @@ from statistics import median
 
 from dtypedoctor.analysis import analysis_of, ending_of
 from dtypedoctor.foreign_files import read_file
-from dtypedoctor.patterns import regex
 from dtypedoctor.redaction.messages import without_volatile
 from dtypedoctor.runner.run import STDOUT, Run
 from dtypedoctor.scenario.model import Scenario
@@ -152,7 +151,7 @@ def _series(name: str, metrics: Sequence[Metric]) -> tuple[float | None, ...]:
     return tuple(metric.values.get(name) for metric in metrics) if known else ()
 
 
-_SET = regex(r"\{([^{}:]*)\}")
+_SET = re.compile(r"\{([^{}:]*)\}")
 """How Python prints a set, in an order of its own in each process."""
 
 COMPARED = ("loss", "grad_norm", "reward")

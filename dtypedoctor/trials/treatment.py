@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,7 +45,6 @@ from dtypedoctor.trials.runs import (
 )
 from dtypedoctor.trials.second_run import CloserLook, in_place, look_closer
 from dtypedoctor.trials.summary import compare_unwatched, summarise
-from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
     from dtypedoctor.trials.bisection.results import Inside

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from dtypedoctor.instrument.module_tree import named_tensors
 from dtypedoctor.instrument.statistics import local_part
 from dtypedoctor.interruptions import contained
-from dtypedoctor.patterns import regex
 from dtypedoctor.unpatched import listdir, read_text, to_json
 
 PACKAGES = (
@@ -37,7 +36,7 @@ VARIABLES = (
 
 DRIVER = Path("/sys/module/nvidia/version")
 """Where Linux says which NVIDIA driver is loaded."""
-_INSTALLED = regex(r"(.+?)-(.+?)(?:-py[0-9.]+)?\.(?:dist|egg)-info")
+_INSTALLED = re.compile(r"(.+?)-(.+?)(?:-py[0-9.]+)?\.(?:dist|egg)-info")
 """The name of the folder that an installer leaves for a package: its name and its version."""
 
 

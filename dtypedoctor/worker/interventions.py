@@ -7,7 +7,7 @@ An ablation is switched on as soon as the module that it patches is imported, an
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -35,7 +35,6 @@ from dtypedoctor.plugins import left_out
 from dtypedoctor.trace.events import Condition as ConditionRecord
 from dtypedoctor.trace.events import Correction, NotWatched
 from dtypedoctor.trace.writer import TraceWriter
-from dtypedoctor.values import dataclass
 from dtypedoctor.worker.on_import import after_import
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.machinery import BuiltinImporter, ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
 from importlib.util import MAGIC_NUMBER, find_spec
 from types import CodeType, ModuleType
 from typing import Any
 
 from dtypedoctor.unpatched import unseen_by_warnings
-from dtypedoctor.values import dataclass
 
 at_start = frozenset(sys.modules)
 """Names of the modules that the interpreter had imported before this package was."""

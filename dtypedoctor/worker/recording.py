@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -23,7 +24,6 @@ from dtypedoctor.trace.events import NO_TORCH, Became, End, NotWatched, Raised, 
 from dtypedoctor.trace.ranks import header
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import getpid, perf_counter
-from dtypedoctor.values import dataclass
 from dtypedoctor.worker.elsewhere import Elsewhere
 from dtypedoctor.worker.on_import import keep_out_of_compiler
 

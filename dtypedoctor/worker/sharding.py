@@ -6,6 +6,7 @@ stand for outlasts them.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from dtypedoctor.corrections.contract import Counters
 from dtypedoctor.corrections.float32_frames import HALF, PAUSE, inside, mapped, narrow, nominal, paused, set_nominal
 from dtypedoctor.instrument.places import residual_blocks
 from dtypedoctor.scenario.model import Distributed
-from dtypedoctor.values import dataclass
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,7 +4,7 @@ import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib import import_module
 from itertools import count
@@ -29,7 +29,6 @@ from dtypedoctor.scenario.model import Compile, CorrectionSpec, Generate, Grpo, 
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.ranks import Member, member_of_torchrun
 from dtypedoctor.trace.records.execution import StreamLaunches
-from dtypedoctor.values import dataclass
 from dtypedoctor.worker.sharding import shard
 
 if TYPE_CHECKING:

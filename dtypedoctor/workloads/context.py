@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from dtypedoctor.interruptions import contained
 from dtypedoctor.models.build import Built
 from dtypedoctor.scenario.model import Scenario, ScenarioStep
 from dtypedoctor.trace.events import Metric, NotWatched, ProbeLogProbs
-from dtypedoctor.values import dataclass
 
 PROBE_SEQUENCES = 2
 PROBE_TOKENS = 24

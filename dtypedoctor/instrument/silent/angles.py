@@ -1,7 +1,7 @@
 """Angles of rotary and sinusoidal embeddings that half precision has rounded: in tables, and where sines are taken."""
 
 import sys
-from dataclasses import field
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from dtypedoctor.instrument.shadows import Shadows
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.whereabouts import OUTSIDE, Whereabouts
 from dtypedoctor.trace.records.silent import RoundedAngles
-from dtypedoctor.values import dataclass
 
 HALF = {torch.bfloat16: 8, torch.float16: 11}
 """Significant bits."""

@@ -7,7 +7,7 @@ kernel for single tokens with weights of its own, say.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -24,7 +24,6 @@ from dtypedoctor.instrument.silent.stale_copies import StaleCopy, line_that_stor
 from dtypedoctor.instrument.silent.twins import Asked, beside, in_dtype, made_again, main_parameter
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.records.silent import DecodedTokens, UpdatedCopies
-from dtypedoctor.values import dataclass
 
 __all__ = ["DecodingCheck"]
 

@@ -6,7 +6,7 @@ An overflow may leave nothing non-finite behind, and a router may choose other e
 import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,6 @@ from dtypedoctor.instrument.statistics import HALF, Extent, is_spread, measurabl
 from dtypedoctor.instrument.whereabouts import OUTSIDE, OpPlace, Whereabouts
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.records.silent import Absorbed, Overflowed, RouterChoice
-from dtypedoctor.values import dataclass
 
 MAX_SHADOWED = 64
 """Ops of one call that are run in float32 beside the real ones; an inf that lives longer is the module watch's business."""

@@ -6,6 +6,7 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +25,6 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.models import Pretrained, RoundedAndTrained, StateLoaded
 from dtypedoctor.unpatched import from_json, unseen_by_warnings
-from dtypedoctor.values import dataclass
 
 LONGEST_HEADER = 100_000_000
 SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",

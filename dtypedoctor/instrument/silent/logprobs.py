@@ -10,6 +10,7 @@ import re
 import sys
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -29,10 +30,8 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.silent.policies import nodes_behind
 from dtypedoctor.instrument.statistics import measurable
-from dtypedoctor.patterns import regex
 from dtypedoctor.trace.events import NOT_SEEN
 from dtypedoctor.trace.records.silent import RoundedLogprobs
-from dtypedoctor.values import dataclass
 
 __all__ = ["LogprobCheck", "is_followed"]
 
@@ -89,12 +88,12 @@ MOST_ROUNDED = 0.1
 """How far the logarithm of a sum of probabilities may be from 0 by rounding alone; what is further off were no log-probabilities."""
 _LOG_ROOT_2_PI = math.log(math.sqrt(2 * math.pi))
 """What the logarithm of a Gaussian's density ends with."""
-_FUSED = regex(r"grpo|dpo|kto|ppo|simpo|policy|preference", re.IGNORECASE)
+_FUSED = re.compile(r"grpo|dpo|kto|ppo|simpo|policy|preference", re.IGNORECASE)
 """In the name of an autograd function that computes a whole loss of log-probabilities."""
 _COMPILED = "CompiledFunctionBackward"
 _NOT_COMPARED = f"{NOT_SEEN} what they are compared with, in a compiled or fused loss, say; keep them in float32, or run once with an ordinary loss"
 _INSIDE = f"{NOT_SEEN} operators of compiled and fused code pass no instrument; run once with an ordinary loss to have them checked"
-_NAMED = regex(r"log_?p(rob)?s?\b", re.IGNORECASE)
+_NAMED = re.compile(r"log_?p(rob)?s?\b", re.IGNORECASE)
 
 
 @cache

@@ -9,6 +9,7 @@ one is looked at too, a few times: a program that has got into float16's limits 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from threading import get_ident
 from typing import Any, Protocol
@@ -45,7 +46,6 @@ from dtypedoctor.instrument.operators import (
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import is_spread
 from dtypedoctor.unpatched import perf_counter
-from dtypedoctor.values import dataclass
 
 FIRST_LOOKS = 2
 EACH_LATER = 8

@@ -1,12 +1,12 @@
 """What LoRA adds to the weights of a model, as peft's layers hold it."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from dtypedoctor.instrument.module_tree import attribute_of, named_modules
-from dtypedoctor.values import dataclass
 
 __all__ = ["Added", "added_by_adapters"]
 

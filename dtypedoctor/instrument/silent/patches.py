@@ -4,6 +4,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -16,7 +17,6 @@ from dtypedoctor.instrument.module_tree import modules_in
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.trace.records.silent import Unpatched
 from dtypedoctor.unpatched import unwrap
-from dtypedoctor.values import dataclass
 
 __all__ = ["PatchCheck"]
 

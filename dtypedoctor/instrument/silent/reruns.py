@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -18,7 +18,6 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Extent, measurable, measure
 from dtypedoctor.trace.records.execution import AutocastRegion, EagerCall
 from dtypedoctor.trace.records.silent import StaleCopy
-from dtypedoctor.values import dataclass
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers that do nothing but one product which autocast casts for."""

@@ -3,6 +3,7 @@
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,6 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import HALF, measurable
 from dtypedoctor.trace.records.models import MomentsStoredInHalf, OptimizerStateCast
 from dtypedoctor.unpatched import unseen_by_warnings
-from dtypedoctor.values import dataclass
 
 __all__ = ["ResumeCheck"]
 

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from weakref import WeakKeyDictionary, ref
 
@@ -20,7 +20,6 @@ from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.statistics import HALF, measurable, median
 from dtypedoctor.instrument.whereabouts import OUTSIDE, Whereabouts
 from dtypedoctor.trace.records.silent import FloatToInt, RotaryTable, RoundedAngles, RoundedPositions
-from dtypedoctor.values import dataclass
 
 LOSSY = 0.1
 """Relative error, in the Euclidean norm, from which on a cast has cut off information: whole numbers in a floating dtype

@@ -3,6 +3,7 @@
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -16,7 +17,6 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.policies import nodes_behind
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.silent import CLIPPED, STEPPED, TWICE, ScaledUse
-from dtypedoctor.values import dataclass
 
 TINY = 1e-2
 """Limits on gradients below this, once the scale is taken off, are no limits that somebody has chosen."""

@@ -4,6 +4,7 @@ import dis
 import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.frames import Line, is_users
 from dtypedoctor.instrument.module_tree import named_modules, own_parameters
-from dtypedoctor.values import dataclass
 
 __all__ = ["StaleCopy", "line_that_stores", "stale_copies", "updated"]
 

@@ -1,7 +1,7 @@
 """Values that a program builds up outside of modules, a new tensor each time or in place: running sums, and averages that it assigns anew."""
 
 import sys
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,6 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.writes import CHECKS, LOST, sampled
 from dtypedoctor.instrument.statistics import HALF, measurable
 from dtypedoctor.trace.records.silent import LostWrites, RoundedSum
-from dtypedoctor.values import dataclass
 
 SMALL = 64
 """Elements up to which a tensor is followed as a sum, from one addition to the next; a larger one as an average."""

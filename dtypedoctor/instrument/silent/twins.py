@@ -5,10 +5,11 @@ differ although their weights are the same, the wider one is called once more in
 """
 
 import math
+import re
 from collections import deque
 from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import combinations
 from threading import get_ident
 from typing import Any
@@ -29,10 +30,8 @@ from dtypedoctor.instrument.silent.policies import is_random
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
 from dtypedoctor.interruptions import contained
-from dtypedoctor.patterns import regex
 from dtypedoctor.trace.events import NOT_SEEN
 from dtypedoctor.trace.records.silent import MovedTwin, Twins
-from dtypedoctor.values import dataclass
 
 __all__ = ["Asked", "TwinCheck", "beside", "in_dtype", "made_again", "main_parameter", "question_of", "versions_of"]
 
@@ -65,7 +64,7 @@ _NOT_THE_SAME = (
 _WRAPPERS = ("_orig_mod.", "module.", "base_model.model.", "base_layer.", "original_module.")
 """What compilers, DDP and peft put into the names of parameters."""
 _ADAPTERS = ("lora_", "modules_to_save.")
-_SECOND_FACTOR = regex(r"lora_B\.[^.]+")
+_SECOND_FACTOR = re.compile(r"lora_B\.[^.]+")
 """In the name of a parameter of LoRA that is 0 as long as the adapter changes nothing; with the adapter's name."""
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 

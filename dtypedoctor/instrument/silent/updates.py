@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -34,7 +34,6 @@ from dtypedoctor.trace.records.silent import (
     Zeros,
 )
 from dtypedoctor.unpatched import unwrap
-from dtypedoctor.values import dataclass
 
 SCALE = 32768.0
 """The largest power of two that float16 holds; half of what a gradient scaler begins with."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
@@ -16,7 +17,6 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.updates import MOSTLY, SAMPLED, is_checked
 from dtypedoctor.instrument.statistics import HALF, measurable
 from dtypedoctor.trace.records.silent import LostWrites, RoundedUse
-from dtypedoctor.values import dataclass
 
 BACK, FURTHER = 2.0**-6, 4
 """What is left in float64 of the way that values have gone and come back, where what was added is taken away rounded to bfloat16; and how much further from the start the

@@ -1,7 +1,7 @@
 """One rejected operator: its operands, which of them is the odd one and why, and the finding that a verdict on it becomes."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of, overload_free
@@ -13,7 +13,6 @@ from dtypedoctor.rules.mismatch.census import Census
 from dtypedoctor.rules.mismatch.dtype_origin import MERGES, WRITES_AT_INDEX, DtypeOrigin, Provenance, Reason
 from dtypedoctor.trace.events import Op, Raised, Replay, TensorNote
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

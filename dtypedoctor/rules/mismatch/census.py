@@ -6,6 +6,7 @@ head is the last layer that holds a weight.
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
@@ -14,7 +15,6 @@ from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import ParameterNote, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.models import ModelConfig
-from dtypedoctor.values import dataclass
 
 ADAPTER_LEVELS = 3
 """Levels above a low-rank weight at which the frozen weight that it adapts may sit (peft: two)."""

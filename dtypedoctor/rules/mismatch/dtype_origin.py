@@ -4,7 +4,7 @@ In the middle: what torch's operators do with the dtypes of their operands. Name
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from dtypedoctor.diagnosis.ops import OpGraph, overload_free, writes
@@ -13,7 +13,6 @@ from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.rules.mismatch.census import Census, owner_of
 from dtypedoctor.trace.events import Flow, Op, TensorNote
 from dtypedoctor.trace.records.models import ShardUnit
-from dtypedoctor.values import dataclass
 
 
 class Reason(StrEnum):

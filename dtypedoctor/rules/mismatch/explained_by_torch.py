@@ -15,14 +15,13 @@ from dtypedoctor.diagnosis.wording import (
     rejection_in,
     short,
 )
-from dtypedoctor.patterns import regex
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.case import Case, Verdict, op_name, ran_in
 from dtypedoctor.trace.events import Observed, Op, Raised
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.models import ShardCall, ShardUnit
 
-_METADATA = regex(
+_METADATA = re.compile(
     r"saved metadata: .*?'dtype': torch\.(\w+).*?recomputed metadata: .*?'dtype': torch\.(\w+)", re.DOTALL
 )
 
@@ -212,7 +211,7 @@ def _same(call: ShardCall, dtypes: Mapping[str, list[str]]) -> bool:
     )
 
 
-MISSING = regex(r"'(?P<function>\w+?)(?:Backward)?' object has no attribute '_(?:fwd_used_autocast|dtype)'")
+MISSING = re.compile(r"'(?P<function>\w+?)(?:Backward)?' object has no attribute '_(?:fwd_used_autocast|dtype)'")
 """What ``custom_bwd`` says of a context that ``custom_fwd`` has not written to."""
 
 

@@ -4,6 +4,7 @@ First whether a dequantized matrix is what its packed weight holds, then the ver
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from dtypedoctor.diagnosis.ops import graph_of, overload_free
 from dtypedoctor.diagnosis.rule import Finding
@@ -24,7 +25,6 @@ from dtypedoctor.rules.mismatch.dtype_origin import (
 from dtypedoctor.trace.events import Op
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.models import ComparedOperand, PackedBits, PackedWeight
-from dtypedoctor.values import dataclass
 
 MAX_BACK = 8
 """Views and casts between a product and the memory that it reads."""

@@ -1,5 +1,6 @@
 """The mismatch family: every spec, the order in which explanations are tried, and what a model's files show before it runs."""
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +18,6 @@ from dtypedoctor.diagnosis.wording import (
     short,
 )
 from dtypedoctor.dtypes import HALF, WHOLE
-from dtypedoctor.patterns import regex
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.case import Case, Verdict, case_of, finding
 from dtypedoctor.rules.mismatch.explained_by_torch import (
@@ -53,7 +53,7 @@ from dtypedoctor.trace.model import Trace
 
 EXPECTED = "expected scalar type"
 """A message in which the dtype that an operator wants comes before the one that it got."""
-_EXPECTS = regex(r"\bexpects (\w+) and gets (\w+)\.")
+_EXPECTS = re.compile(r"\bexpects (\w+) and gets (\w+)\.")
 
 
 def _cast_to_what_is_expected(finding: Finding) -> str:

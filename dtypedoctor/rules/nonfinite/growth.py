@@ -1,8 +1,9 @@
 """What loss, gradients, weights and outputs did before a failure, as measured: only what grew from step to step diverges."""
 
+from dataclasses import dataclass
+
 from dtypedoctor.trace.events import Op, Sample
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.values import dataclass
 
 GROWN = 10.0
 """Times the largest weight, or loss and gradients together, have to have grown."""

@@ -1,9 +1,8 @@
 """What is observed while a model runs: where non-finite values get to, autocast regions, torch.compile, CUDA streams."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
-
-from dtypedoctor.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,8 @@
 """What is observed of a model before it runs: its config, how it is sharded, packed weights, and what loading does to dtypes."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
-
-from dtypedoctor.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,8 @@
 """What the silent checks see where nothing raises and everything is finite. An observation's ``fqn`` is the module that it is about."""
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import ClassVar
-
-from dtypedoctor.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

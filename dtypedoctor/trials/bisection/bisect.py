@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dtypedoctor.analysis import ending_of
@@ -52,7 +52,6 @@ from dtypedoctor.trials.remedies import Remedy, remedies
 from dtypedoctor.trials.results import Treatment, Trial
 from dtypedoctor.trials.search import Node
 from dtypedoctor.trials.treatment import treat
-from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
     from dtypedoctor.trials.bisection.probe_runner import ProbeRunner

@@ -1,7 +1,7 @@
 """What is measured on one workload beside the search: its float32 reference, the verdict table of modes, the cost of a fix."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,6 @@ from dtypedoctor.trials.bisection.probes import (
 )
 from dtypedoctor.trials.bisection.results import Cost, Kind, Symptom, Verdict
 from dtypedoctor.trials.bisection.symptoms import Tolerance, derive, refused, symptom_of
-from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
     from dtypedoctor.trials.bisection.probe_runner import ProbeRunner

@@ -6,6 +6,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +21,6 @@ from dtypedoctor.runner.run import EXIT, Run, WorkerExit, collect
 from dtypedoctor.scenario.model import REQUEST, Request, Scenario
 from dtypedoctor.trace.events import Raised
 from dtypedoctor.trials.runs import led_by_origin
-from dtypedoctor.values import dataclass
 
 POLL_SECONDS = 0.05
 

@@ -4,11 +4,11 @@ Cheaper workloads, runs with some modules in float32, the float32 reference, and
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dtypedoctor.scenario.model import Forward, Generate, Grpo, Request, Scenario, Sft, Train
 from dtypedoctor.trials.bisection.results import OWN
-from dtypedoctor.values import dataclass
 
 KEEP = "keep-float32"
 

@@ -5,6 +5,7 @@ The candidates are the modules of a model (blocks, their submodules, and each mo
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import log2
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,6 @@ from dtypedoctor.trials.bisection.results import OWN, Answer, Symptom
 from dtypedoctor.trials.reduction import BaselineError, Options, Probe, Reduction
 from dtypedoctor.trials.remedies import remedies, with_corrections
 from dtypedoctor.trials.search import Node, cover
-from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
     from dtypedoctor.trials.bisection.probe_runner import ProbeRunner

@@ -1,5 +1,6 @@
 """A stand-alone script that shows the failure of one module, made from what the worker kept of it, and run to make sure."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file, write_file
-from dtypedoctor.patterns import regex
 from dtypedoctor.replay.script import TENSORS, CannotBeWrittenError, Claim, script_text
 from dtypedoctor.scenario.model import Capture, Request
 from dtypedoctor.trials.bisection.measurements import ReferenceSetup
@@ -44,7 +44,7 @@ WRONG = 1e-2
 """Relative error from which on a module by itself is called inaccurate; float16 and bfloat16 round to less."""
 
 _FAILS = "FAILS"
-_IN_ANY_DTYPE = regex(r"FAILS: (.+) \(\1 in float32\)")
+_IN_ANY_DTYPE = re.compile(r"FAILS: (.+) \(\1 in float32\)")
 """What a script prints if it raises the same error in float32, so that the dtype is not the cause."""
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 

@@ -1,11 +1,10 @@
 """What a bisection finds, as values."""
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from dtypedoctor.trials.reduction import BaselineError, Outcome, Result
 from dtypedoctor.trials.results import Treatment, Trial
-from dtypedoctor.values import dataclass
 
 OWN = "::self"
 """What is appended to a module's dotted name to mean its own arithmetic, without the modules in it."""

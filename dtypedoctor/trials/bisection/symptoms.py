@@ -8,7 +8,7 @@ half of that at most.
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import fsum, sqrt
 from typing import NamedTuple
 
@@ -20,7 +20,6 @@ from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Correction, Metric, ProbeLogProbs, Raised, Sample, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.bisection.results import OWN, Kind, Symptom
-from dtypedoctor.values import dataclass
 
 FACTOR = 4.0
 """Multiple of the sensitivity that is accepted. Healthy float16 and bfloat16 runs of the builtin models are at 0.2 to 0.6
