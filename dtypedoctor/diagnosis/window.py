@@ -127,7 +127,7 @@ def _window(phase: str, call: int, step: int, *, early: bool = False) -> Window:
     if phase == "optimizer":
         return Window(step=step, until="optimizer")
     until = "backward" if phase in ("backward", "recompute") else "next-call"
-    return Window(call=call, until=until, early=early and until == "next-call")  # type: ignore[arg-type]
+    return Window(call=max(call, 0), until=until, early=early and until == "next-call")  # type: ignore[arg-type]
 
 
 def eager_window(trace: Trace, incidents: tuple[Incident, ...]) -> Window | None:

@@ -7,8 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,13 @@ def processes_of(mark: str) -> dict[int, bytes]:
     return marked
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """An empty folder whose path leaves room for the name of a socket."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="d", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
 @pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("at_work", [False, True], ids=["starting", "at work"])
 @pytest.mark.parametrize(
@@ -127,14 +136,13 @@ def processes_of(mark: str) -> dict[int, bytes]:
     ids=operator.itemgetter(0),
 )
 def test_no_process_and_no_socket_is_left_of_a_killed_command(
-    verb: list[str], tmp_path: Path, *, at_work: bool
+    verb: list[str], tmp_path: Path, short_folder: Path, *, at_work: bool
 ) -> None:
     """SIGKILL while its processes import torch, and while they work: all end at once, and TMPDIR has nothing of multiprocessing's."""
     (tmp_path / "work.py").write_text("import time, torch\nopen('begun', 'w').close()\ntime.sleep(600)\n")
-    (tmp_path / "temporary").mkdir()
     process = subprocess.Popen(
         [sys.executable, "-m", "dtypedoctor", *verb], cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "MARK": str(tmp_path), "TMPDIR": str(tmp_path / "temporary")},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "MARK": str(tmp_path), "TMPDIR": str(short_folder)},
     )  # fmt: skip
     started_one = lambda: re.search(rb"forkserver|boot\.py", b"".join(processes_of(str(tmp_path)).values()))
     works = lambda: (tmp_path / "begun").exists() or any((tmp_path / "run").glob("**/events.jsonl"))
@@ -147,7 +155,7 @@ def test_no_process_and_no_socket_is_left_of_a_killed_command(
     while (left := processes_of(str(tmp_path))) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
-    assert not [*(tmp_path / "temporary").glob("pymp-*"), *(tmp_path / "temporary").glob("**/listener-*")]
+    assert not [*short_folder.glob("pymp-*"), *short_folder.glob("**/listener-*")]
 
 
 def test_the_script_stops_and_goes_on_with_its_doctor(tmp_path: Path) -> None:

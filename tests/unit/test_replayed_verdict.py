@@ -17,7 +17,14 @@ from dtypedoctor.trials.capsules import _without_secrets, is_replay, same_verdic
 def capsule(finding: str = "float16-overflow", op: str | None = "aten.mul.Tensor", **more: Any) -> Capsule:
     """A capsule of ``mlp`` whose call was made in a bfloat16 region."""
     call = {"autocast": [["cpu", "bfloat16"]], "args": [], "kwargs": {}}
-    described = {"fqn": "mlp", "class": "Gated", "call": call, "module": {}, "finding": {"id": finding, "op": op}}
+    described = {
+        "fqn": "mlp",
+        "class": "Gated",
+        "call": call,
+        "module": {},
+        "drawn": {},
+        "finding": {"id": finding, "op": op},
+    }
     return Capsule(directory=Path("runs/x/capsule"), description=described | more, bytes=10)
 
 
