@@ -238,14 +238,6 @@ _NOT_EXPLAINED = (
 )
 
 
-def _not_caught(trace: Trace) -> Iterator[Raised | Caught]:
-    """What the run failed with, and what ended a thread of it."""
-    failed = trace.last(Raised)
-    if failed is not None:
-        yield failed
-    yield from (caught for caught in trace.all(Caught) if caught.thread)
-
-
 def said_of_caught(findings: tuple[Finding, ...], trace: Trace) -> tuple[Finding, ...]:
     """The findings; those that only an exception shows after which the program went on say so."""
     raised = trace.last(Raised)

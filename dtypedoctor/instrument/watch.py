@@ -265,10 +265,6 @@ class ModuleWatch:
             self._budget, self._planned = budget, -1
             self._recorders.keep_to(budget)
 
-    def measure_all(self) -> None:
-        """From here on everything is measured."""
-        self.every, self._budget, self._planned = 1, None, -1
-
     @property
     def period(self) -> int:
         """How this step is measured: 1 whole, 0 the residual stream and the loss alone, N these and one of N layers, :data:`LOSS_ALONE`."""

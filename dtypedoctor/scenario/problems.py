@@ -123,11 +123,6 @@ def in_words(error: "ErrorDetails") -> str:
     return words(error["input"], error.get("ctx", {}))
 
 
-def allowed_words(error: "ErrorDetails") -> list[str]:
-    """The words that pydantic lists as allowed, for errors that list some."""
-    return _listed(error.get("ctx", {}))
-
-
 def _listed(context: dict[str, Any]) -> list[str]:
     return re.findall(r"'([^']*)'", context.get("expected_tags", context.get("expected", "")))
 

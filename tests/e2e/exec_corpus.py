@@ -32,7 +32,7 @@ from dtypedoctor.trials.results import Treatment
 from dtypedoctor.trials.treatment import Plan, treat
 
 IN_PLACE = "DTYPEDOCTOR_REPLAY_IN_PLACE"
-"""That of ``worker/standbys.py``, which imports torch."""
+"""Variable of tests that has each call, or each that fails, made again in the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
