@@ -66,24 +66,22 @@ def _regular(path: Path, flags: int, mode: int = 0) -> int:
     return descriptor
 
 
-def write_file(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
+def write_file(path: Path, content: str | bytes, *, mode: int = 0o666, replace: bool = True) -> None:
     """Writes a file as a whole: readers see the old content or the new one, never half of it, and no link is followed.
 
     Raises:
+        FileExistsError: something has the name, and is not to be replaced.
         OSError: it cannot be written; what had the name has it still.
     """
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name[:200]}.{os.urandom(8).hex()}")
-    is_written = False
     try:
         with os.fdopen(os.open(temporary, _NEW, mode), "wb") as file:
             file.write(data)
-        os.replace(temporary, path)
-        is_written = True
+        (os.replace if replace else os.link)(temporary, path)
     finally:
-        if not is_written:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+        with contextlib.suppress(OSError):  # its name is gone where it has replaced another one
+            os.unlink(temporary)
 
 
 def read_file(path: Path, limit: int = LARGEST_JSON, *, follow: bool = False) -> bytes:

@@ -114,15 +114,8 @@ def _boot() -> str:
 
 def _write_once(path: Path, content: dict[str, Any]) -> None:
     """Writes a file as a whole, unless it is there already."""
-    own = path.with_name(
-        f".{path.name}.{os.urandom(8).hex()}"
-    )  # containers of one machine may have the same process numbers
-    write_file(own, json.dumps(content))
-    try:
-        with contextlib.suppress(FileExistsError):
-            os.link(own, path)
-    finally:
-        own.unlink()
+    with contextlib.suppress(FileExistsError):
+        write_file(path, json.dumps(content), replace=False)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -44,12 +44,13 @@ def test_torchruns_variables_stand_for_its_options() -> None:
 
 
 def test_machines_that_come_at_once_get_a_directory_each(tmp_path: Path) -> None:
-    """Whoever is first makes the folder; nobody gets what another one has."""
+    """Whoever is first makes the folder; nobody gets what another one has, and none takes a half-written file for another job's."""
     job = JOB | {"nodes": 8}
     with ThreadPoolExecutor(8) as threads:
-        places = list(threads.map(lambda _: enter(tmp_path / "out", job, None), range(8)))
-    assert sorted(place.name for place in places) == [f"node-{number}" for number in range(8)]
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"nodes.json", *(place.name for place in places)}
+        for out in (tmp_path / str(number) for number in range(40)):
+            places = list(threads.map(lambda _, out=out: enter(out, job, None), range(8)))
+            assert sorted(place.name for place in places) == [f"node-{number}" for number in range(8)]
+            assert {path.name for path in out.iterdir()} == {"nodes.json", *(place.name for place in places)}
 
 
 def test_a_folder_that_is_not_of_this_job_is_left_as_it_is(tmp_path: Path) -> None:
