@@ -112,8 +112,9 @@ def redact(report: _Value, private: Private | None = None) -> _Value:
     Redacting twice changes nothing more.
     """
     known = private if private is not None else Private.of_this_machine()
-    found = {owner for text in _texts(report) for owner in HOMES.findall(text)}
-    recorded = dict(_recorded_names(report))
+    texts = list(_texts(report))
+    found = {owner for _, text in texts for owner in HOMES.findall(text)}
+    recorded = dict(texts)
     users = known.users | found | {name for key, name in recorded.items() if key in ("USER", "LOGNAME", "USERNAME")}
     hosts = known.hosts | {name for key, name in recorded.items() if key in ("HOSTNAME", "HOST")}
     cleaned: dict[str, str] = {}
@@ -134,20 +135,6 @@ def without_process_secrets(value: Any, *, recent: bool = False) -> Any:
     With ``recent`` the environment is not looked at again.
     """
     return _walk(value, masked_by(recent_literals() if recent else literals_of_process()))
-
-
-def without_literals(value: Any) -> Any:
-    """``value`` without the texts that are secret in this process: for what is made of names and holds no messages."""
-    literals = recent_literals()
-    return _walk_values(value, literals.masked) if literals else value
-
-
-def _walk_values(value: Any, clean: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return clean(value)
-    if isinstance(value, dict):
-        return {key: _walk_values(item, clean) for key, item in value.items()}
-    return [_walk_values(item, clean) for item in value] if isinstance(value, list) else value
 
 
 def _walk(value: Any, clean: Callable[[str], str]) -> Any:
@@ -200,36 +187,19 @@ def _sequence(items: Sequence[Any], clean: Callable[[str], str]) -> Iterator[Any
         before = text
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: Any, name: str = "", *, are_variables: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield every text in a value; one in a mapping of environment variables with the variable's name."""
+    if is_dataclass(value):
+        value = {f.name: getattr(value, f.name) for f in fields(value)}
     if isinstance(value, str):
-        yield value
-    elif is_dataclass(value):
-        for f in fields(value):
-            yield from _texts(getattr(value, f.name))
+        yield name, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _texts(key)
-            yield from _texts(item)
+            yield from _texts(item, key if are_variables else "", are_variables=str(key).lower() in _VARIABLES)
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _texts(item)
-
-
-def _recorded_names(value: Any) -> Iterator[tuple[str, str]]:
-    """Texts that stand in a mapping of environment variables, by the variable's name."""
-    if is_dataclass(value):
-        value = {f.name: getattr(value, f.name) for f in fields(value)}
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            are_variables = isinstance(item, Mapping) and str(key).lower() in _VARIABLES
-            yield from _texts_by_name(item) if are_variables else _recorded_names(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _recorded_names(item)
-
-
-def _texts_by_name(variables: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
-    return ((str(name), value) for name, value in variables.items() if isinstance(value, str))
 
 
 def _without_names(users: frozenset[str], hosts: frozenset[str]) -> Callable[[str], str]:

@@ -16,7 +16,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
-from dtypedoctor.unpatched import from_json
+from dtypedoctor.unpatched import from_json, to_json
 
 SECRET = "<secret>"
 
@@ -291,7 +291,7 @@ _NETRC = re.compile(r"\bpassword\s+(\S+)")
 
 
 class Literals:
-    """Values that are replaced wherever they stand, as they are, quoted as in a URL, or inside of a literal of Python's.
+    """Values that are replaced wherever they stand, as they are, quoted as in a URL, or inside of a literal of Python's or JSON's.
 
     Args:
         values: the secrets; those that are too short, or words that a report needs, are passed over.
@@ -302,9 +302,9 @@ class Literals:
         choice = "|".join(map(_searched, sorted(forms, key=len, reverse=True)))
         self._pattern = re.compile(choice) if choice else None
 
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return self._pattern is not None
+    def are_in(self, text: str) -> bool:
+        """Tell whether a text, or a line of JSON, holds one."""
+        return self._pattern is not None and self._pattern.search(text) is not None
 
     def masked(self, text: str) -> str:
         """``text`` without them."""
@@ -399,6 +399,7 @@ def _is_telling(value: str) -> bool:
 def _forms(value: str) -> Iterator[str]:
     yield value
     yield repr(value)[1:-1]
+    yield to_json(value)[1:-1]
     yield quote(value, safe="")
 
 

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from dtypedoctor.interruptions import contained, is_interruption, say
-from dtypedoctor.redaction.redact import without_literals, without_process_secrets
+from dtypedoctor.redaction.redact import without_process_secrets
+from dtypedoctor.redaction.secrets import recent_literals
 from dtypedoctor.trace.cursor import CURSOR, CURSOR_FORMAT, CURSOR_MAGIC, CursorPage
 from dtypedoctor.trace.details import DetailFiles
 from dtypedoctor.trace.events import (
@@ -57,14 +58,18 @@ def encode(record: Any) -> dict[str, Any]:
     return {"e": NAMES[type(record)], **_plain(record)}
 
 
-def _public(value: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
-    """A record without what is secret in this process; where it holds a message, without what looks so either."""
+def _public(value: dict[str, Any], kind: type[Any]) -> str:
+    """Write a record as JSON without what is secret in this process, and in messages without what looks so either.
+
+    Names of modules and operators are thousands: their line is searched as a whole, and looked at text by text only if it holds a secret.
+    """
     if kind not in _OF_NAMES:
-        return cast(dict[str, Any], without_process_secrets(value, recent=kind in (Observation, Observed)))
+        return to_json(without_process_secrets(value, recent=kind in (Observation, Observed)))
     for key in ("error", "scalars"):
         if key in value:
             value[key] = without_process_secrets(value[key], recent=True)
-    return cast(dict[str, Any], without_literals(value))
+    line = to_json(value)
+    return to_json(without_process_secrets(value, recent=True)) if recent_literals().are_in(line) else line
 
 
 def _plain(value: Any) -> Any:
@@ -178,7 +183,7 @@ class TraceWriter:
         elif isinstance(record, End):
             self._line(encode(replace(record, details=self._details.number)))
         else:
-            self._line(_public(encode(record), type(record)))
+            self._append([_public(encode(record), type(record))], None)
 
     def write_samples(self, n: int, step: int, call: int, rows: Sequence[SampleRow]) -> None:
         """Appends one line of samples; row i has the sequence number ``n + i`` (reserve them with :meth:`next_n`).
