@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtypedoctor.analysis import ending_of
-from dtypedoctor.cli.at_hand import require_at_hand, why_no_cuda
 from dtypedoctor.cli.live import IMPORTS, LiveView
 from dtypedoctor.cli.output import kept
-from dtypedoctor.cli.scenario_files import allow_directory, load_checked, resume_command
+from dtypedoctor.cli.scenario_files import allow_directory, load_checked, require_at_hand, resume_command, why_no_cuda
 from dtypedoctor.diagnosis.checkpoint import cached
 from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import say

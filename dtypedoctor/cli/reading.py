@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import shlex
 import sys
 from math import isfinite
@@ -53,6 +52,7 @@ def inspect(
     Weights are not loaded: only a checkpoint's headers are read, in milliseconds. Exits 0 if nothing is found, else 10.
     """
     announce(f"Inspecting {model}", terminal_only=True)  # one that has no files is built, after the import of torch
+    from dtypedoctor.cli.scenario_files import require_builtin
     from dtypedoctor.diagnosis import preflight
     from dtypedoctor.diagnosis.checkpoint import FLOATS, Intent
     from dtypedoctor.report.surveys import Inspection, inspection_document
@@ -62,10 +62,7 @@ def inspect(
         raise UsageError(
             f"--dtype: {dtype!r} is not a dtype to load a model in", f"Known: {', '.join(sorted(FLOATS))}."
         )
-    if ":" in model and not os.path.exists(model):
-        from dtypedoctor.cli.at_hand import require_model
-
-        require_model(model, searched=True)
+    require_builtin(model)
     subject = subject_of(model, Intent(dtype=dtype, scaler=scaler, fsdp=fsdp))
     inspection = Inspection(subject=subject, findings=preflight(subject))
     show(inspection_document(inspection), "json" if as_json else format)

@@ -14,10 +14,9 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 
 from dtypedoctor.analysis import ending_of
-from dtypedoctor.cli.at_hand import require_at_hand, why_no_cuda
 from dtypedoctor.cli.live import IMPORTS, LOADING, LiveView
 from dtypedoctor.cli.reported import reported
-from dtypedoctor.cli.scenario_files import load_checked
+from dtypedoctor.cli.scenario_files import load_checked, require_at_hand, why_no_cuda
 from dtypedoctor.cli.scripts import removed_if_refused
 from dtypedoctor.errors import UsageError
 from dtypedoctor.report.model import Report

@@ -3,20 +3,24 @@
 A scenario may name code, and a run directory that is resumed holds some: that of others runs only where the user says so.
 """
 
+import ctypes
+import importlib.util
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from dtypedoctor.diagnosis.registry import typed_ids
-from dtypedoctor.errors import UsageError
+from dtypedoctor.errors import UsageError, require_installed
 from dtypedoctor.interruptions import say
-from dtypedoctor.plugins import Correction, registered
+from dtypedoctor.plugins import Correction, Model, Workload, known, registered
 from dtypedoctor.replay.capsule import ALLOW_CODE, MODEL, Capsule
 from dtypedoctor.report.text import one_line
-from dtypedoctor.scenario.loading import is_shipped, load_scenario
-from dtypedoctor.scenario.model import Scenario, Script
+from dtypedoctor.scenario.loading import BUILTIN, is_shipped, load_scenario
+from dtypedoctor.scenario.model import Plugin, Scenario, ScenarioStep, Script
+from dtypedoctor.scenario.problems import did_you_mean
 from dtypedoctor.trials.remedies import remedies
 
 _YES = ("y", "yes")
@@ -131,3 +135,84 @@ def load_checked(path: Path, *, allow_code: bool) -> Scenario:
     scenario = load_scenario(path, known)
     allow_scenario(scenario, path, allowed=allow_code)
     return scenario
+
+
+def require_at_hand(scenario: Scenario) -> None:
+    """Refuse what is certainly missing before a worker imports torch and the trainers, which takes ten seconds; the worker says the rest.
+
+    Raises:
+        UsageError: there is no such device, builtin model or workload, or a library is missing.
+    """
+    if scenario.device == "cuda" and (why := why_no_cuda()):
+        raise UsageError(f"this scenario needs a CUDA device and there is none: {why}", "Run it with `--device cpu`.")
+    for step in scenario.steps:
+        if step.model is not None:
+            require_builtin(step.model.name)
+        name = step.workload.name if isinstance(step.workload, Plugin) else step.workload.kind
+        workload = registered(Workload).get(name)
+        if isinstance(step.workload, Plugin) and workload is None:
+            meant = did_you_mean(name, registered(Workload))
+            raise UsageError(f"there is no workload {name!r}{meant}", known(Workload))
+        if scenario.requires:  # a worker imports from other places, too
+            continue
+        if workload is not None:
+            require_installed(f"the workload {name}", workload.needs)
+        if step.model is not None:
+            require_installed(step.model.name, _libraries_of(step))
+
+
+def require_builtin(name: str) -> None:
+    """Refuse the name of a builtin model that nobody has registered, or that lacks its prefix.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    short = name.removeprefix(BUILTIN)
+    if name in registered(Model) and not os.path.exists(name):
+        raise UsageError(f"cannot load the model {name!r}; did you mean '{BUILTIN}{name}'?")
+    if name != short and short not in registered(Model):
+        meant = did_you_mean(short, registered(Model))
+        raise UsageError(f"there is no builtin model {short!r}{meant}", known(Model, BUILTIN))
+
+
+def _libraries_of(step: ScenarioStep) -> Iterator[str]:
+    """The packages that a model, its packed weights and its adapters need beside torch."""
+    model = step.model
+    assert model is not None
+    if model.name.startswith(BUILTIN):
+        yield from registered(Model)[model.name.removeprefix(BUILTIN)].needs
+    elif os.path.exists(model.name) or ":" not in model.name:  # a folder or a hub id: `from_pretrained(device_map=…)`
+        yield from ("transformers", "accelerate")
+    if model.device_map is not None:
+        yield "accelerate"
+    if model.quantization is not None:
+        yield "bitsandbytes"
+    if model.lora is not None:
+        yield "peft"
+
+
+def why_no_cuda() -> str:
+    """Say why torch cannot have a CUDA device here; empty where it may have one."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides all"
+    version = _version_of_torch()
+    if re.search(r"^hip\b.*= *['\"]", version, re.MULTILINE):
+        return ""  # torch calls AMD's devices by the same name
+    if re.search(r"^cuda\b.*= *None", version, re.MULTILINE):
+        return "the installed torch is built without CUDA"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no NVIDIA driver is installed" if sys.platform == "linux" else ""
+    return ""
+
+
+def _version_of_torch() -> str:
+    """Read ``torch/version.py``, which says what torch was built for, without importing torch; empty where it is not found."""
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        try:
+            return Path(folder, "version.py").read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+    return ""

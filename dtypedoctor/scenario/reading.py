@@ -8,85 +8,69 @@ is true, ``010`` is eight and ``2026-04-01`` is a date.
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from collections.abc import Set as AbstractSet
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+from yaml.reader import ReaderError
 
-from dtypedoctor.scenario.model import Name, Scenario, Strict
-from dtypedoctor.scenario.problems import KeyPath, Place, Problem, did_you_mean, dotted, in_words, printable, quoted
+from dtypedoctor.scenario.model import Scenario, Strict
+from dtypedoctor.scenario.problems import KeyPath, Mistake, did_you_mean, dotted, in_words, printable, quoted
 
 PATTERNS: dict[str, re.Pattern[str]] = {
     "null": re.compile(r"(?:~|null|Null|NULL|)\Z"),
     "bool": re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"),
-    "int": re.compile(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z"),
+    "int": re.compile(r"[-+]?[0-9]+\Z"),
     "float": re.compile(
         r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
     ),
 }
 """What an unquoted word must look like to be of each kind, in the order in which they are tried."""
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _DEEPEST = 32
 """Levels of nesting: a scenario needs 6; `options` may nest further."""
-_LARGEST = 2**63 - 1
-_MOST_DIGITS = 25
-"""More never fit into 64 bits, and Python refuses to convert thousands of them."""
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-
-_ID_LISTS: tuple[tuple[str, KeyPath], ...] = (
-    ("finding", ("expect", "findings")),
-    ("remedy", ("expect", "cured_by")),
-    ("remedy", ("expect", "not_cured_by")),
-    ("remedy", ("remedies",)),
-)
-"""Lists of ids in a scenario, with what they name."""
 
 
-class _Composer(yaml.SafeLoader):
-    """Composes nodes without following an alias, and no deeper than a scenario needs."""
+class _Loader(yaml.SafeLoader):
+    """Resolves words by the core schema, follows no alias, and goes no deeper than a scenario needs."""
 
+    yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML's own name)
+        None: [(f"tag:yaml.org,2002:{kind}", pattern) for kind, pattern in PATTERNS.items()]
+    }
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """See PyYAML.
+        """Compose one node; see PyYAML.
 
         Raises:
             MarkedYAMLError: at what a scenario may not hold.
         """
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.AliasEvent):
-            self._reject(f"aliases ({quoted(f'*{event.anchor}')}) are not accepted; write the value out")
-        if event.anchor is not None:
-            self._reject(f"anchors ({quoted(f'&{event.anchor}')}) are not accepted; leave it out")
-        if event.tag is not None:
-            self._reject(f"tags ({quoted(event.tag)}) are not accepted; leave it out")
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None or event.tag is not None:
+            raise yaml.MarkedYAMLError(
+                problem="aliases, anchors and tags are not accepted", problem_mark=event.start_mark
+            )
         if self.depth > _DEEPEST:
-            self._reject(f"nested deeper than {_DEEPEST} levels")
+            raise yaml.MarkedYAMLError(problem=f"nested deeper than {_DEEPEST} levels", problem_mark=event.start_mark)
         self.depth += 1
         try:
             return super().compose_node(parent, index)
         finally:
             self.depth -= 1
 
-    def _reject(self, why: str) -> None:
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        raise yaml.MarkedYAMLError(problem=why, problem_mark=event.start_mark)
-
 
 class _Content:
-    """The plain values of a file, and the place of each key and value by its path."""
+    """The plain values of a file, the place of each key and list item by its path, and what was wrong with them already."""
 
     def __init__(self, node: yaml.Node) -> None:
-        self.places: dict[KeyPath, Place] = {}
-        self.keys: dict[KeyPath, Place] = {}
-        self.problems: list[Problem] = []
-        self.unreadable: set[KeyPath] = set()
+        self.places: dict[KeyPath, tuple[int, int]] = {}
+        self.mistakes: list[Mistake] = []
         self.values = self._plain(node, ())
 
     def at(self, path: KeyPath) -> Any:
-        """The value at ``path``; None where there is none."""
+        """Look up the value at ``path``; None where there is none."""
         value = self.values
         for part in path:
             inside = part in value if isinstance(value, dict) else isinstance(value, list) and part in range(len(value))
@@ -95,8 +79,13 @@ class _Content:
             value = value[part]
         return value
 
+    def mistake(self, path: KeyPath, text: str) -> Mistake:
+        """Say something of what is at ``path``, at its place or that of what is around it."""
+        place = next(self.places[path[:end]] for end in range(len(path), -1, -1) if path[:end] in self.places)
+        return (*place, f"{dotted(path)}: {text}" if path else text)
+
     def _plain(self, node: yaml.Node, path: KeyPath) -> Any:
-        self.places[path] = _place(node.start_mark)
+        self.places.setdefault(path, _place(node.start_mark))
         if isinstance(node, yaml.SequenceNode):
             return [self._plain(item, (*path, number)) for number, item in enumerate(node.value)]
         if isinstance(node, yaml.MappingNode):
@@ -104,34 +93,29 @@ class _Content:
         try:
             return _read_scalar(node)
         except ValueError as error:
-            self._note(node, path, str(error))
-            self.unreadable.add(path)
+            self.mistakes.append(self.mistake(path, str(error)))
             return None
 
     def _pairs(self, node: yaml.MappingNode, path: KeyPath) -> Iterator[tuple[str, Any]]:
         for key, value in node.value:
-            word = key.value
-            if word == "<<" and isinstance(key, yaml.ScalarNode):
-                self._note(key, path, "merge keys (<<) are not accepted; write the keys out")
-            elif not isinstance(key, yaml.ScalarNode) or not word or not word.isprintable():
-                self._note(
-                    key, path, "a key must be a word" + (f", got {quoted(word)}" if isinstance(word, str) else "")
-                )
-            elif (*path, word) in self.keys:
-                self._note(key, (*path, word), f"duplicate key, first given at {self.keys[*path, word]}")
+            place, word = _place(key.start_mark), key.value
+            if not isinstance(word, str) or not word.isprintable() or word in ("", "<<"):
+                self.mistakes.append((*place, f"{dotted(path)}: a key must be a word".removeprefix(": ")))
+            elif (*path, word) in self.places:
+                first = ":".join(map(str, self.places[*path, word]))
+                self.mistakes.append((*place, f"{dotted((*path, word))}: duplicate key, first given at {first}"))
             else:
-                self.keys[*path, word] = _place(key.start_mark)
+                self.places[*path, word] = place
                 yield word, self._plain(value, (*path, word))
 
-    def _note(self, node: yaml.Node, path: KeyPath, text: str) -> None:
-        self.problems.append(Problem(_place(node.start_mark), f"{dotted(path)}: {text}" if path else text))
 
-
-def read_scenario(text: str, stem: str, known: Mapping[str, Collection[str]]) -> tuple[Scenario | None, list[Problem]]:
-    """Read the one document in ``text``, which must hold no characters that YAML forbids.
+def read_scenario(
+    data: bytes, stem: str, known: Mapping[str, Collection[str]]
+) -> tuple[Scenario | None, list[Mistake]]:
+    """Read the one document of a file.
 
     Args:
-        text: the content of a file.
+        data: the content of the file.
         stem: its name without the ending, which must be the scenario's name.
         known: all ids by what they name: ``finding``, ``remedy``, ``correction``. What is left out is checked for its form only.
 
@@ -139,61 +123,39 @@ def read_scenario(text: str, stem: str, known: Mapping[str, Collection[str]]) ->
         The scenario, or None where it is none, and every mistake that was found.
     """
     try:
-        node = yaml.compose(text, Loader=_Composer)
+        node = yaml.compose(data, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
-        return None, [_syntax_problem(error)]
+        return None, [_syntax_mistake(error)]
+    except ReaderError as error:
+        line = 1 + data[: error.position].count(b"\n")
+        return None, [(line, 1, f"not text in UTF-8 that YAML allows: {printable(error.reason)}")]
     except (ValueError, OverflowError):  # PyYAML leaves escapes beyond Unicode and huge version numbers to Python
-        return None, [Problem(Place(1, 1), "not valid YAML: a number here is too large")]
+        return None, [(1, 1, "not valid YAML: a number here is too large")]
     if node is None or (isinstance(node, yaml.ScalarNode) and not node.value):
-        return None, [Problem(Place(1, 1), "the file is empty")]
+        return None, [(1, 1, "the file is empty")]
     content = _Content(node)
-    problems = [*content.problems, *_about_name(content, stem), *_about_ids(content, known)]
+    mistakes = [*content.mistakes, *_about_name(content, stem), *_about_ids(content, known)]
     try:
-        return Scenario.model_validate(content.values), problems
+        return Scenario.model_validate(content.values), mistakes
     except ValidationError as refused:
-        told = {problem.place for problem in problems}
-        found = _described(content, refused.errors(include_url=False))
-        return None, problems + [problem for problem in found if problem.place not in told]
+        told = {mistake[:2] for mistake in mistakes}
+        described = (_described(content, error) for error in refused.errors(include_url=False))
+        return None, mistakes + [mistake for mistake in described if mistake[:2] not in told]
 
 
-def _described(content: _Content, errors: list[ErrorDetails]) -> list[Problem]:
-    """Each error in words at its place; a misspelt key is not called missing as well."""
-    problems, meant = [], set()
-    for error in errors:
-        path = _path_in_file(content, error["loc"])
-        if error["type"] == "extra_forbidden":
-            suggestion = did_you_mean(str(path[-1]), _keys_beside(str(path[-1]), content.at(path[:-1]).keys()))
-            meant.add((*path[:-1], suggestion[len("; did you mean '") : -len("'?")]))
-            problems.append(Problem(content.keys[path], f"{dotted(path)}: unknown key{suggestion}"))
-    for error in errors:
-        path = _path_in_file(content, error["loc"])
-        if error["type"] == "missing":
-            path = (*path, error["loc"][-1])
-        if error["type"] == "union_tag_invalid":
-            path = (*path, "kind")
-        if error["type"] == "extra_forbidden" or path in meant or path in content.unreadable:
-            continue
-        place = next(content.places[path[:end]] for end in range(len(path), -1, -1) if path[:end] in content.places)
-        words = in_words(error)
-        problems.append(Problem(place, f"{dotted(path)}: {words}" if path else f"a scenario {words}"))
-    return problems
-
-
-def _path_in_file(content: _Content, location: KeyPath) -> KeyPath:
-    """pydantic's path without the kind of a workload, by which it tells the parts of a union apart and which is no key in the file."""
+def _described(content: _Content, error: ErrorDetails) -> Mistake:
+    """Give an error of pydantic its place; the kind of a workload, by which pydantic tells them apart, is no key in the file."""
     path: KeyPath = ()
-    for part in location:
+    for part in error["loc"]:
         if (*path, part) in content.places:
             path = (*path, part)
-    return path
-
-
-def _keys_beside(key: str, siblings: AbstractSet[str]) -> Collection[str]:
-    """The keys that ``key`` may mean: those of the parts of a scenario that have most of its siblings."""
-    parts = [part.model_fields.keys() for part in _parts(Strict)]
-    shared = [len(keys & (siblings - {key})) for keys in parts]
-    likely = {name for keys, many in zip(parts, shared, strict=True) if many == max(shared) for name in keys}
-    return likely - {key}
+    if error["type"] == "missing":
+        path = (*path, error["loc"][-1])
+    if error["type"] != "extra_forbidden":
+        return content.mistake(path, in_words(error))
+    keys = {name for part in _parts(Strict) for name in part.model_fields}
+    key = str(path[-1])
+    return content.mistake(path, f"unknown key{did_you_mean(key, keys) if key not in keys else ' here'}")
 
 
 def _parts(part: type[BaseModel]) -> Iterator[type[BaseModel]]:
@@ -202,72 +164,68 @@ def _parts(part: type[BaseModel]) -> Iterator[type[BaseModel]]:
         yield from _parts(below)
 
 
-def _about_name(content: _Content, stem: str) -> Iterator[Problem]:
-    """The scenario's name must be that of its file."""
+def _about_name(content: _Content, stem: str) -> Iterator[Mistake]:
+    """Compare the scenario's name with that of its file: a copy must be renamed inside, too."""
     name = content.at(("name",))
-    if not isinstance(name, str) or name == stem:
-        return
-    text = f"name: must be {quoted(stem)}, the file's name, got {quoted(name)}"
-    try:
-        TypeAdapter(Name).validate_python(stem)
-    except ValidationError:
-        text = f"name: must be the file's name, but {quoted(stem)} cannot be one; rename the file"
-    yield Problem(content.places["name",], text)
+    if isinstance(name, str) and name != stem:
+        yield content.mistake(("name",), f"must be {quoted(stem)}, the file's name, got {quoted(name)}")
 
 
-def _about_ids(content: _Content, known: Mapping[str, Collection[str]]) -> Iterator[Problem]:
-    """Ids that nothing in the program has."""
-
-    def items(path: KeyPath) -> range:
-        values = content.at(path)
-        return range(len(values)) if isinstance(values, list) else range(0)
-
-    named = [(what, (*path, number)) for what, path in _ID_LISTS for number in items(path)]
-    named += [("correction", ("corrections", number, "id")) for number in items(("corrections",))]
-    for what, path in named:
-        value, ids = content.at(path), known.get(what)
-        if isinstance(value, str) and ids is not None and value not in ids:
-            text = f"no {what} has the id {quoted(value)}{did_you_mean(value, ids)}"
-            yield Problem(content.places[path], f"{dotted(path)}: {text}")
+_ID_LISTS: tuple[tuple[str, KeyPath], ...] = (
+    ("finding", ("expect", "findings")),
+    ("remedy", ("expect", "cured_by")),
+    ("remedy", ("expect", "not_cured_by")),
+    ("remedy", ("remedies",)),
+    ("correction", ("corrections",)),
+)
+"""Lists of ids in a scenario, or of mappings with one, with what they name."""
 
 
-def _syntax_problem(error: yaml.MarkedYAMLError) -> Problem:
-    """Where reading ended and why, in PyYAML's words."""
+def _about_ids(content: _Content, known: Mapping[str, Collection[str]]) -> Iterator[Mistake]:
+    """Look for ids that nothing in the program has."""
+    for what, path in _ID_LISTS:
+        values, ids = content.at(path), known.get(what)
+        for number, value in enumerate(values if isinstance(values, list) and ids is not None else ()):
+            at: KeyPath = (*path, number)
+            if isinstance(value, dict):
+                at, value = (*at, "id"), value.get("id")
+            if isinstance(value, str) and ids is not None and value not in ids:
+                yield content.mistake(at, f"no {what} has the id {quoted(value)}{did_you_mean(value, ids)}")
+
+
+def _syntax_mistake(error: yaml.MarkedYAMLError) -> Mistake:
+    """Say where reading ended and why, in PyYAML's words."""
     mark, start = error.problem_mark, error.context_mark
     why = printable(str(error.problem)[:200].replace(r"'\x00'", "the end of the file"))
     if error.context and start is not None and mark is not None and start.line < mark.line:
-        why += f" ({error.context} that starts at {_place(start)})"
-    own = error.context is None and why.endswith(("leave it out", "write the value out", f"{_DEEPEST} levels"))
-    return Problem(_place(mark) if mark else Place(1, 1), why if own else f"not valid YAML: {why}")
+        why += f" ({error.context} that starts at line {start.line + 1})"
+    return (*(_place(mark) if mark else (1, 1)), f"not valid YAML: {why}")
 
 
-def _place(mark: Any) -> Place:
-    return Place(mark.line + 1, mark.column + 1)
+def _place(mark: Any) -> tuple[int, int]:
+    return mark.line + 1, mark.column + 1
 
 
-def _read_scalar(node: Any) -> str | int | float | bool | None:
-    """The value of a word.
+def _read_scalar(node: yaml.Node) -> str | int | float | bool | None:
+    """Read a word.
 
     Raises:
-        ValueError: it holds a character that no file name, id or message can hold, is a whole number that does not fit into 64 bits, or a
-            number that is not finite. The message says so in plain words.
+        ValueError: it holds a character that no file name, id or message can hold, or is a number that is too large.
     """
     word: str = node.value
     if match := _CONTROL.search(word):
         raise ValueError(f"the text holds the character U+{ord(match[0]):04X}, which is not accepted")
-    if node.style or not any(pattern.match(word) for pattern in PATTERNS.values()):
-        return word
-    if PATTERNS["null"].match(word):
-        return None
-    if PATTERNS["bool"].match(word):
-        return word.lower() == "true"
-    if PATTERNS["int"].match(word):
-        digits = word.lstrip("+-").lstrip("0") or "0"
-        value = int(word, {"0o": 8, "0x": 16}.get(word[:2], 10)) if len(digits) <= _MOST_DIGITS else _LARGEST + 1
-        if abs(value) > _LARGEST:
-            raise ValueError(f"this integer is larger than {_LARGEST}")
-        return value
-    number = math.inf if word[-1].isalpha() else float(word)  # only `.inf` and `.nan` end with a letter
-    if not math.isfinite(number):
-        raise ValueError("this is not a finite number")
-    return number
+    match node.tag.rpartition(":")[2]:
+        case "null":
+            return None
+        case "bool":
+            return word.lower() == "true"
+        case "int" if len(word) <= 19:
+            return int(word)
+        case "int" | "float":
+            number = math.inf if word[-1].isalpha() else float(word)  # only `.inf` and `.nan` end with a letter
+            if not math.isfinite(number) or node.tag.endswith("int"):
+                raise ValueError("this number is too large")
+            return number
+        case _:
+            return word

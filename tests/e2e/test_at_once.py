@@ -18,10 +18,6 @@ PLANTED = "import os, sys\nopen(os.environ['PLANTED'], 'a').write(__name__)\n"
         (("run", "gemma4_grpo_fp16", "--dtype", "fp16"), "did you mean 'float16'?"),
         (("run", "gemma4_grpo_fp16", "--model", "builtin:gemma4-tniy"), "did you mean 'gemma4-tiny'?"),
         (("run", "gemma4_grpo_fp16", "--model", "gemma4-tiny"), "did you mean 'builtin:gemma4-tiny'?"),
-        (("run", "gemma4_grpo_fp16", "--model", "./chekpoint"), "did you mean 'checkpoint'?"),
-        (("run", "gemma4_grpo_fp16", "--model", "checkpoint"), "it has no config.json"),
-        (("run", "gemma4_grpo_fp16", "--model", "mdoels:make"), "did you mean 'models'?"),
-        (("run", "gemma4_grpo_fp16", "--model", "some/model"), "HF_HUB_OFFLINE is set"),
         (("run", "gemma4_grpo_fp61"), "did you mean 'gemma4_grpo_fp16'?"),
         (("bisect", "--model", "builtin:gemma4-tny"), "did you mean 'gemma4-tiny'?"),
         (("bisect", "--model", "gemma4-tiny"), "did you mean 'builtin:gemma4-tiny'?"),
@@ -34,7 +30,6 @@ PLANTED = "import os, sys\nopen(os.environ['PLANTED'], 'a').write(__name__)\n"
         (("treat", "--with", "quant-state-dtpye", "train.py"), "did you mean 'quant-state-dtype'?"),
         (("report", "x", "--format", "hmtl"), "did you mean 'html'?"),
         (("inspect", "builtin:lama-tiny"), "did you mean 'llama-tiny'?"),
-        (("inspect", "nowhere:make"), "cannot find the model factory nowhere:make"),
         (("exec", "-m", "no_such_module"), "No module named no_such_module"),
     ],
 )
@@ -47,9 +42,8 @@ def test_a_slip_is_refused_before_a_process_imports_torch(
     (libraries / "torch" / "__init__.py").write_text(PLANTED)
     (libraries / "torch" / "version.py").write_text("cuda: str | None = None\nhip = None\n")
     folder = tmp_path / "here"
-    (folder / "checkpoint").mkdir(parents=True)
-    for name in ("train.py", "models.py"):
-        (folder / name).write_text("")
+    folder.mkdir()
+    (folder / "train.py").write_text("")
     path = os.pathsep.join([str(libraries), *sys.path])
     finished = dtypedoctor(*arguments, cwd=folder, HF_HUB_OFFLINE="1", PLANTED=str(note), PYTHONPATH=path)
     assert finished.code == 2, finished.err
