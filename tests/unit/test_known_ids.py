@@ -22,7 +22,7 @@ PLACES = [
     "7:50: expect.cured_by[0]: no remedy has the id 'bfloat61'; did you mean 'bfloat16'?",
     "7:76: expect.not_cured_by[0]: no remedy has the id 'stirct'; did you mean 'strict'?",
     "8:12: remedies[0]: no remedy has the id 'stirct'; did you mean 'strict'?",
-    "9:20: corrections[0].id: no correction has the id 'keep-flot32'; did you mean 'keep-float32'?",
+    "9:16: corrections[0].id: no correction has the id 'keep-flot32'; did you mean 'keep-float32'?",
 ]
 
 

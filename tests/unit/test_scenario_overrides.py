@@ -49,8 +49,8 @@ def test_a_value_that_no_file_could_hold_is_refused_with_its_option(scenario: Sc
     with pytest.raises(UsageError) as refused:
         override(scenario, dtype="fp16")
     assert refused.value.message == (
-        "--dtype: must be one of float16, bfloat16, float32, float64, got 'fp16'; did you mean 'float16'?"
+        "--dtype: Input should be 'float16', 'bfloat16', 'float32' or 'float64', got 'fp16'; did you mean 'float16'?"
     )
     with pytest.raises(UsageError) as refused:
         override(scenario, seed=-1)
-    assert refused.value.message == "--seed: must be at least 0, got -1"
+    assert refused.value.message == "--seed: Input should be greater than or equal to 0, got -1"
