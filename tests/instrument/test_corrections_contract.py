@@ -1,18 +1,21 @@
 """What every correction has to show: float32's values forward and backward, and that nothing of it stays when undone."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from correction_rows import ROWS, Subject, gemma, rotation_of
-from fused_llama import ROUNDING, corrected, normal
+from fused_llama import ROUNDING, corrected, nf4_llama, normal
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtypedoctor.corrections.contract import TargetMismatchError, put_in
+from dtypedoctor.models.builtin import llama_tiny
 from dtypedoctor.plugins import Correction, registered
+from dtypedoctor.tickets.custom_moe.model import CustomMoeConfig, build_custom_moe
 from dtypedoctor.tickets.fused_llama import dequantize, fused_lora
 from dtypedoctor.tickets.nf4_compiled import nf4_ctypes
 
@@ -137,6 +140,69 @@ def test_what_float16_cannot_hold_is_finite_with_the_correction(name: str) -> No
         assert torch.isfinite(result()).all()
     assert installed.counters.elements("rescued") == 0
     assert (installed.counters.elements("clamped") > 0) == (name != "gemma4-attention-float32")
+
+
+def custom(**options: Any) -> nn.Module:
+    """The custom model of the tickets."""
+    return build_custom_moe(CustomMoeConfig(**options))
+
+
+@pytest.mark.parametrize(
+    ("name", "build", "modules", "message"),
+    [
+        ("norm-output-cast", lambda: custom(norm="casting"), (), "no norm of CustomMoeForCausalLM widens"),
+        ("norm-output-cast", lambda: custom(keep_in_fp32=()), (), "no norm of CustomMoeForCausalLM widens"),
+        ("norm-output-cast", lambda: custom(dtype=torch.float32), (), "no float16 or bfloat16 parameters"),
+        ("norm-output-cast", custom, ("model.layers.9.norm",), r"has no module model\.layers\.9\.norm"),
+        ("norm-output-cast", lambda: custom(norm="casting"), ("model.norm",), r"model\.norm does not widen"),
+        ("cast-at-lora-input", lambda: custom(lora_rank=0), (), "has no LinearLoRA"),
+        ("cast-at-lora-input", custom, ("lm_head",), "lm_head is not a LinearLoRA"),
+        ("quant-state-dtype", lambda: nf4_llama("bf16", "bf16"), (), "each of 14 quant_states already says torch.bfloat16"),
+        ("quant-state-dtype", lambda: nf4_llama("f32", "f16"), (), "there is no dequantize kernel for torch.float32"),
+        ("quant-state-dtype", llama_tiny, (), "LlamaForCausalLM has no packed weights"),
+        ("quant-state-dtype", lambda: nn.Linear(2, 2), (), "Linear has no input embedding"),
+        ("dequant-float32-kernel", lambda: nn.Linear(2, 2), (), "no module of Linear runs through the fused LoRA kernels"),
+        ("gemma4-mlp-float32-product", lambda: nn.Linear(2, 2), (), "has no Gemma4TextMLP"),
+        ("nf4-custom-op", lambda: nn.Linear(2, 2), (), "Linear has no NF4 weight"),
+        ("nf4-stream-per-call", lambda: nn.Linear(2, 2), (), "Linear has no NF4 weight"),
+    ],
+)  # fmt: skip
+def test_a_correction_is_refused_where_it_would_do_nothing(
+    name: str, build: Callable[[], nn.Module], modules: tuple[str, ...], message: str
+) -> None:
+    """A correction whose target is not there is not installed in silence; the message says what is missing."""
+    with pytest.raises(TargetMismatchError, match=message):
+        put_in(name, build(), modules)
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "message"),
+    [
+        ("dequant-float32-kernel", (dequantize, "choose_kernel"), r"takes \(weight\), .* written for \(dtype\)"),
+        ("backward-autocast-off", (fused_lora, "backward_weight"), r"backward_weight takes \(weight\)"),
+        ("nf4-custom-op", (nf4_ctypes, "dequantize"), r"takes \(weight\)"),
+    ],
+)
+def test_code_that_a_correction_was_not_written_for_is_left_alone(
+    name: str, step: tuple[ModuleType, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The difference of the signatures is told, and where it is the second of two steps the first one is put back."""
+    model = ROWS[name].build()
+    monkeypatch.setattr(*step, lambda weight: weight)
+    before = kernels_in_force()
+    with pytest.raises(TargetMismatchError, match=message):
+        put_in(name, model, ())
+    assert kernels_in_force() == before
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("name", ["dequant-no-shared-buffer", "nf4-custom-op"])
+def test_a_step_is_corrected_once(name: str) -> None:
+    """A second correction would hide the first, so it is refused."""
+    model = ROWS[name].build()
+    second = "dequant-buffer-keyed-by-dtype" if name.startswith("dequant") else name
+    with corrected(model, name), pytest.raises(TargetMismatchError, match=r"already replaced|replaced already"):
+        put_in(second, model, ())
 
 
 @pytest.mark.parametrize("correction", ["float32-adapters", "bfloat16-weights"])

@@ -47,20 +47,6 @@ def test_other_dtypes_take_the_original_path_bit_for_bit(dtype: torch.dtype) -> 
         installed.undo()
 
 
-def test_an_overflowing_product_is_held_and_counted() -> None:
-    """The original returns inf or NaN; the correction is finite and says how many elements it held."""
-    model, layer = mlp(800.0)
-    model.half()
-    x = torch.randn(8, 64).half() * 2
-    assert not torch.isfinite(layer(x)).all()
-    installed = install_mlp_float32_product(model, [])
-    try:
-        assert torch.isfinite(layer(x)).all()
-        assert installed.counters.elements("clamped") > 0
-    finally:
-        installed.undo()
-
-
 def test_elements_that_are_lost_are_counted_as_rescued() -> None:
     """An inf in the gate spoils whole rows of the result: they become zero, and the count says so."""
     model, layer = mlp()
@@ -87,12 +73,6 @@ def test_another_signature_is_refused_with_the_difference(monkeypatch: pytest.Mo
     with pytest.raises(TargetMismatchError, match=r"takes \(self, x, router\).*written for \(self, x\)"):
         install_mlp_float32_product(model, [])
     assert Gemma4TextMLP.forward is forward
-
-
-def test_a_model_without_that_mlp_is_refused() -> None:
-    """There is nothing to correct in a linear layer."""
-    with pytest.raises(TargetMismatchError, match="has no Gemma4TextMLP"):
-        install_mlp_float32_product(nn.Linear(2, 2), [])
 
 
 def test_the_edit_of_transformers_makes_the_test_pass_that_it_proposes() -> None:
