@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from dtypedoctor.report.document import Beside, Block, Chart, Fold, Line, Look, Paragraph, Section, Table, Words
+from dtypedoctor.report.document import Block, Fold, Line, Look, Paragraph, Section, Table, Words
 from dtypedoctor.report.model import Outcome, Parity, Report, RunSummary, Trial
 from dtypedoctor.report.run_facts import ended_with, outcome_look, outcome_words
 from dtypedoctor.report.text import ABSENT, count, counted, duration, memory, number, ratio, span
@@ -80,8 +80,7 @@ def before_after(report: Report) -> Section:
     if not found.columns:
         return Section("The run", ())
     title = "Baseline and fixes" if len(found.columns) > 1 else "The run"
-    tables, charts = side_by_side(found.rows, found.main), tuple(_charts(_entries(report)[: len(found.main)]))
-    blocks: list[Block] = [Beside(tables, charts)] if charts else [*tables]
+    blocks: list[Block] = [*side_by_side(found.rows, found.main)]
     blocks += [Paragraph(note, Look.DIM) for note in found.notes]
     if found.failed:
         blocks.append(Fold(found.failed_title, side_by_side(found.rows, found.failed)))
@@ -105,13 +104,6 @@ def side_by_side(labels: Sequence[str], columns: Sequence[Column]) -> tuple[Bloc
 
 def _cell(text: str) -> Words:
     return Words(text, outcome_look(text))
-
-
-def _charts(compared: Sequence[_Entry]) -> Iterator[Chart]:
-    for quantity in ("loss", "grad_norm", "reward"):
-        lines = tuple((entry.label, entry.run.numbers(quantity)) for entry in compared)
-        if any(len(values) > 1 for _, values in lines):
-            yield Chart(quantity, lines)
 
 
 def runs(report: Report) -> tuple[RunSummary, ...]:

@@ -111,14 +111,6 @@ class Code:
 
 
 @dataclass(frozen=True, slots=True)
-class Chart:
-    """One line per run over the steps; None is a gap."""
-
-    title: str
-    lines: tuple[tuple[str, Sequence[float | None]], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Map:
     """Modules × steps of several runs, to be explored; left out where a format cannot show it."""
 
@@ -147,7 +139,7 @@ class Beside:
     right: tuple["Block", ...]
 
 
-Block = Heading | Paragraph | Facts | Table | Items | Code | Chart | Map | Fold | Beside
+Block = Heading | Paragraph | Facts | Table | Items | Code | Map | Fold | Beside
 
 
 @dataclass(frozen=True, slots=True)

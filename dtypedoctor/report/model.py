@@ -1,7 +1,6 @@
 """The Report: everything that is said about a scenario, as one value, with the pictures of its runs. Renderers decide nothing."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -9,116 +8,23 @@ from typing import Any
 from dtypedoctor.diagnosis.rule import Advice, Excerpt, Finding
 from dtypedoctor.trials.results import Observer, Outcome, Parity, RunSummary, Trial
 
-LANES = ("forward", "generate", "backward", "gradients", "parameters", "updates")
-"""Outputs in the forward pass (recomputation included), outputs while generating, gradients of outputs, gradients of
-parameters, parameters after the optimizer step, updates that rounding loses. The last three belong to the module that holds the parameter."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
-    """The magnitude of one module in one lane and one dtype, column by column.
-
-    Attributes:
-        absmax: the largest absmax of each column, NaN where nothing was measured (an ``array`` of float64, to be small). In the lane
-            ``updates`` it is the percentage of the updates up to this column that are lost.
-        nonfinite: number of NaN and of inf elements, for the columns that have any.
-    """
-
-    lane: str
-    dtype: str
-    absmax: Sequence[float]
-    nonfinite: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorLine:
-    """One tensor of a module over the whole run; ``absmax`` is its largest."""
-
-    what: str
-    phase: str
-    dtype: str
-    shape: tuple[int, ...]
-    absmax: float
-    num_nan: int
-    num_inf: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlowLine:
-    """Dtypes that enter and leave a module in one phase; ``why`` says what changes them, empty where nothing does."""
-
-    phase: str
-    step: int
-    inputs: tuple[str, ...]
-    weights: tuple[str, ...]
-    outputs: tuple[str, ...]
-    autocast: str | None
-    why: str
-    error: str = ""
-    """The operator that raised on these dtypes; such a line has no outputs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdatesLine:
-    """A parameter that loses most of its updates: of ``wanted`` elements that the same steps move in float32, ``lost`` did not move."""
-
-    name: str
-    dtype: str
-    lost: int
-    wanted: int
-    update: float
-    absmax: float
-
-    @property
-    def percent(self) -> float:
-        """The share that is lost, rounded down, so that 100 means all."""
-        return math.floor(1000 * self.lost / self.wanted) / 10 if self.wanted else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModulePicture:
-    """One module of the tree; ``root`` tells several models of one process apart, ``weights`` are the dtypes of its own parameters."""
-
-    root: int
-    fqn: str
-    cls: str
-    series: tuple[Series, ...] = ()
-    tensors: tuple[TensorLine, ...] = ()
-    flows: tuple[FlowLine, ...] = ()
-    weights: tuple[str, ...] = ()
-    updates: tuple[UpdatesLine, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpLine:
-    """One traced op. ``born`` marks an op that made non-finite elements of finite operands."""
-
-    fqn: str
-    phase: str
-    step: int
-    op: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    source: str | None
-    notes: tuple[str, ...] = ()
-    born: bool = False
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """One run.
+    """What the trace of one run looks like, see :mod:`dtypedoctor.report.pictures`.
 
     Attributes:
         label: name of the run, e.g. ``before``.
         columns: the step, or the steps, that each column stands for.
-        modules: in the order in which they were first seen.
+        modules: in the order in which they were first seen, each as the page reads it.
+        ops: those of the op trace, in order.
         notes: what else happened: exceptions, corrections.
     """
 
     label: str
     columns: tuple[str, ...]
-    modules: tuple[ModulePicture, ...]
-    ops: tuple[OpLine, ...] = ()
+    modules: tuple[Mapping[str, Any], ...]
+    ops: tuple[list[Any], ...] = ()
     notes: tuple[str, ...] = ()
 
 

@@ -1,9 +1,12 @@
-"""The map of a run: magnitudes, dtypes and why they change, and the op trace, from a trace; and as the data that the HTML page draws."""
+"""The map of a run, from a trace: magnitudes, dtypes and why they change, and the op trace, as the data that the HTML page draws.
+
+Keys are short because they occur once per module: ``modules.js`` names them where it reads them.
+"""
 
 import json
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +15,7 @@ from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH, Finding
 from dtypedoctor.diagnosis.wording import module_of
 from dtypedoctor.dtypes import DTYPES, short_name
 from dtypedoctor.report.document import Map
-from dtypedoctor.report.model import LANES, FlowLine, ModulePicture, OpLine, Picture, Series, TensorLine, UpdatesLine
+from dtypedoctor.report.model import Picture
 from dtypedoctor.report.text import number, one_line
 from dtypedoctor.trace.events import (
     Correction,
@@ -22,12 +25,11 @@ from dtypedoctor.trace.events import (
     Raised,
     Replay,
     Root,
-    Sample,
     Site,
     TensorNote,
 )
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.silent import Updates
+from dtypedoctor.trace.records.silent import StalledParameter, Updates
 
 
 def why_it_changes(flow: Flow) -> str:
@@ -67,28 +69,27 @@ MOST_OPS = 800
 """Ops of one picture; beyond, those nearest to the first that goes wrong are kept."""
 
 
-def op_lines(trace: Trace) -> tuple[OpLine, ...]:
-    """The traced ops in execution order."""
+def _op_lines(trace: Trace) -> tuple[list[Any], ...]:
+    """List the traced ops in execution order: module, phase, step, op, operands, results, source, notes, and whether it made what is not finite."""
     ops = trace.all(Op)
     replays: dict[int, list[Replay]] = {}
     for replay in trace.all(Replay):
         replays.setdefault(replay.of, []).append(replay)
     wrong = next((i for i, op in enumerate(ops) if _born(op) or op.error), len(ops))
     start = max(0, min(wrong - MOST_OPS // 2, len(ops) - MOST_OPS))
-    return tuple(_line(op, replays.get(op.n, ())) for op in ops[start : start + MOST_OPS])
-
-
-def _line(op: Op, replays: Iterable[Replay]) -> OpLine:
-    return OpLine(
-        fqn=one_line(op.fqn),
-        phase=op.phase,
-        step=op.step,
-        op=one_line(op.op, 80),
-        inputs=tuple(map(_tensor, op.inputs)),
-        outputs=tuple(map(_tensor, op.outputs)),
-        source=one_line(op.source, 120) if op.source else None,
-        notes=tuple(_notes(op, replays)),
-        born=_born(op),
+    return tuple(
+        [
+            one_line(op.fqn),
+            op.phase,
+            op.step,
+            one_line(op.op, 80),
+            list(map(_tensor, op.inputs)),
+            list(map(_tensor, op.outputs)),
+            one_line(op.source, 120) if op.source else None,
+            _notes(op, replays.get(op.n, ())),
+            int(_born(op)),
+        ]
+        for op in ops[start : start + MOST_OPS]
     )
 
 
@@ -127,7 +128,17 @@ def _tensor(note: TensorNote) -> str:
 MOST_COLUMNS = 200
 """A longer run is shown with several steps to a column, each column at its worst."""
 
-LANE_OF_PHASE = {
+LANES = {
+    "forward": "Forward",
+    "generate": "Generate",
+    "backward": "Backward",
+    "gradients": "Parameter gradients",
+    "parameters": "Parameters",
+    "updates": "Lost updates",
+}
+"""The lanes of the heat map with their titles: outputs in the forward pass (recomputation included), outputs while generating, gradients of
+outputs, gradients of parameters, parameters after the optimizer step, updates that rounding loses. The last three belong to the module that holds the parameter."""
+_LANE_OF_PHASE = {
     "forward": "forward",
     "recompute": "forward",
     "compile": "forward",
@@ -137,48 +148,60 @@ LANE_OF_PHASE = {
 """The lane that a module's outputs of a phase stand in."""
 _LANE_OF_PARAMETER = {"grad": "gradients", "param": "parameters"}
 _WORDS = {"output": "output", "grad_output": "gradient of output", "grad": "gradient of", "param": "parameter"}
-
-_Key = tuple[int, str]
+_DTYPES = "dtypes"
+"""The view without steps: the dtypes of each module."""
 
 
 def picture_of(trace: Trace, label: str, *, ops_from: Trace | None = None) -> Picture:
-    """What a person looks at in ``trace``.
+    """Distill what a person looks at in ``trace``.
 
     Args:
         trace: the run.
         label: what the run is called, e.g. ``before``.
         ops_from: a second run of the same failure with the op trace on; by default the ops are those of ``trace``.
     """
-    columns = _Columns(trace.samples)
-    modules = _Modules()
+    modules = _Modules(trace)
     traced = ops_from if ops_from is not None else trace
     for root in trace.all(Root):
-        modules.at((root.root, "")).cls = root.cls
+        modules.at(root.root, "").cls = root.cls
     for flow in trace.all(Flow):
-        modules.add_flow(flow)
+        modules.at(flow.root, flow.fqn, flow.cls).flows.append(
+            _flow(flow, flow.inputs, flow.weights, flow.outputs, why_it_changes(flow))
+        )
     for op in traced.all(Op):
-        modules.add_raising(op)
-    peaks = _measure(trace, columns, modules)
-    for site, peak in peaks.items():
-        modules.add_tensor(trace.sites[site], peak)
-    for note in trace.all(ParameterNote):
-        modules.add_parameter(note)
-    _add_updates(trace, columns, modules)
+        if (
+            op.error and op.root >= 0 and not op.outputs
+        ):  # its module has returned nothing, so nothing else tells its dtypes
+            given, weights = ([t.dtype for t in op.inputs if (t.origin == "parameter") is of] for of in (False, True))
+            modules.at(op.root, op.fqn).flows.append(_flow(op, given, weights, [], "", one_line(op.op, 80)))
+    modules.measure()
+    for note in trace.all(ParameterNote):  # also of modules that were not called
+        if not note.buffer:
+            module = modules.at(note.root, module_of(note.name), note.owner)
+            module.weights[note.name] = one_line(str(note.quant["kind"]) if note.quant else note.dtype, 40)
+    modules.add_updates()
     return Picture(
         label=label,
-        columns=columns.labels(),
-        modules=tuple(module.freeze(key) for key, module in modules.found.items()),
-        ops=op_lines(traced),
+        columns=modules.columns,
+        modules=tuple(module.data(*key) for key, module in modules.known.items()),
+        ops=_op_lines(traced),
         notes=tuple(_events(trace)),
     )
 
 
+def _flow(
+    seen: Flow | Op, given: list[str], weights: list[str], results: list[str], why: str, error: str = ""
+) -> list[Any]:
+    """Say which dtypes enter and leave a module in one phase, and what changes them or which operator raised on them."""
+    return [seen.phase, seen.step, given, weights, results, seen.autocast, why, error]
+
+
 @dataclass(slots=True)
 class _Cells:
-    """One row of the heat map while it is being filled."""
+    """One row of the heat map while it is being filled: the largest absmax of each column, and how many elements are NaN and inf."""
 
     absmax: "array[float]"
-    nonfinite: dict[int, tuple[int, int]] = field(default_factory=dict)
+    nonfinite: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -192,171 +215,130 @@ class _Peak:
 class _Module:
     cls: str = ""
     series: dict[tuple[str, str], _Cells] = field(default_factory=dict)
-    tensors: list[TensorLine] = field(default_factory=list)
-    flows: list[FlowLine] = field(default_factory=list)
+    tensors: list[list[Any]] = field(default_factory=list)
+    flows: list[list[Any]] = field(default_factory=list)
     weights: dict[str, str] = field(default_factory=dict)
-    updates: dict[str, UpdatesLine] = field(default_factory=dict)
+    updates: dict[str, list[Any]] = field(default_factory=dict)
 
-    def freeze(self, key: _Key) -> ModulePicture:
-        return ModulePicture(
-            root=key[0],
-            fqn=one_line(key[1]),
-            cls=one_line(self.cls, 80),
-            series=tuple(
-                Series(lane=lane, dtype=dtype, absmax=cells.absmax, nonfinite=cells.nonfinite)
+    def data(self, root: int, fqn: str) -> dict[str, Any]:
+        """Give the module as the page reads it; -1 stands for what was not measured."""
+        lanes = list(LANES)
+        return {
+            "s": [
+                [
+                    lanes.index(lane),
+                    dtype,
+                    [-1 if math.isnan(v) else _rounded(v) for v in cells.absmax],
+                    cells.nonfinite,
+                ]
                 for (lane, dtype), cells in self.series.items()
-            ),
-            tensors=tuple(self.tensors),
-            flows=tuple(self.flows),
-            weights=tuple(dict.fromkeys(self.weights.values())),
-            updates=tuple(self.updates.values()),
-        )
-
-
-class _Columns:
-    """Which column each step goes to."""
-
-    def __init__(self, samples: Iterable[Sample]) -> None:
-        steps = {sample.step for sample in samples} or {1}
-        self.first = min(steps)
-        self._last = max(steps)
-        self.width = math.ceil((self._last - self.first + 1) / MOST_COLUMNS)
-        self.count = (self._last - self.first) // self.width + 1
-
-    def labels(self) -> tuple[str, ...]:
-        starts = range(self.first, self._last + 1, self.width)
-        return tuple(str(s) if self.width == 1 else f"{s}–{min(s + self.width - 1, self._last)}" for s in starts)
+            ],
+            "r": root,
+            "f": one_line(fqn),
+            "c": one_line(self.cls, 80),
+            "t": self.tensors,
+            "w": self.flows,
+            "p": list(dict.fromkeys(self.weights.values())),
+            "u": list(self.updates.values()),
+        }
 
 
 class _Modules:
-    """Modules by root and name, in the order in which they are first met."""
+    """The modules of a trace by root and name, in the order in which they are first met, and the columns of its steps."""
 
-    def __init__(self) -> None:
-        self.found: dict[_Key, _Module] = {}
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self.known: dict[tuple[int, str], _Module] = {}
+        steps = {sample.step for sample in trace.samples} or {1}
+        self._first, last = min(steps), max(steps)
+        self._width = width = math.ceil((last - self._first + 1) / MOST_COLUMNS)
+        starts = range(self._first, last + 1, width)
+        self.columns = tuple(str(s) if width == 1 else f"{s}–{min(s + width - 1, last)}" for s in starts)
 
-    def at(self, key: _Key) -> _Module:
-        return self.found.setdefault(key, _Module())
+    def at(self, root: int, fqn: str, cls: str = "") -> _Module:
+        """Look up a module, which is made where it is new."""
+        module = self.known.setdefault((root, fqn), _Module())
+        module.cls = module.cls or cls
+        return module
 
-    def of_site(self, site: Site) -> tuple[_Module, str] | None:
-        """The module that a site belongs to, and the lane; None for sites that no lane shows."""
+    def _of_site(self, site: Site) -> tuple[_Module, str] | None:
+        """Find the module that a site belongs to, and the lane; None for sites that no lane shows."""
         lane = _LANE_OF_PARAMETER.get(site.kind)
         if lane is not None:
-            return self.at((site.root, site.fqn.rpartition(".")[0])), lane
-        if site.kind not in ("output", "grad_output") or site.phase not in LANE_OF_PHASE:
+            return self.at(site.root, site.fqn.rpartition(".")[0]), lane
+        if site.kind not in ("output", "grad_output") or site.phase not in _LANE_OF_PHASE:
             return None
-        module = self.at((site.root, site.fqn))
-        module.cls = module.cls or site.cls
-        return module, LANE_OF_PHASE[site.phase]
+        return self.at(site.root, site.fqn, site.cls), _LANE_OF_PHASE[site.phase]
 
-    def add_flow(self, flow: Flow) -> None:
-        module = self.at((flow.root, flow.fqn))
-        module.cls = module.cls or flow.cls
-        line = FlowLine(
-            phase=flow.phase,
-            step=flow.step,
-            inputs=tuple(flow.inputs),
-            weights=tuple(flow.weights),
-            outputs=tuple(flow.outputs),
-            autocast=flow.autocast,
-            why=why_it_changes(flow),
-        )
-        module.flows.append(line)
+    def _cells(self, module: _Module, lane: str, dtype: str) -> _Cells:
+        return module.series.setdefault((lane, dtype), _Cells(array("d", [math.nan]) * len(self.columns)))
 
-    def add_raising(self, op: Op) -> None:
-        """The dtypes that an operator raised on: its module has returned nothing, so nothing else tells them."""
-        if not op.error or op.root < 0 or op.outputs:
-            return
-        dtypes = {of: tuple(t.dtype for t in op.inputs if (t.origin == "parameter") is of) for of in (False, True)}
-        line = FlowLine(
-            phase=op.phase,
-            step=op.step,
-            inputs=dtypes[False],
-            weights=dtypes[True],
-            outputs=(),
-            autocast=op.autocast,
-            why="",
-            error=one_line(op.op, 80),
-        )
-        self.at((op.root, op.fqn)).flows.append(line)
-
-    def add_parameter(self, note: ParameterNote) -> None:
-        """The dtype of a weight, also of a module that was not called."""
-        if note.buffer:
-            return
-        module = self.at((note.root, module_of(note.name)))
-        module.cls = module.cls or note.owner
-        module.weights[note.name] = one_line(str(note.quant["kind"]) if note.quant else note.dtype, 40)
-
-    def add_tensor(self, site: Site, peak: _Peak) -> None:
-        found = self.of_site(site)
-        if found is None:
-            return
-        name = site.fqn.rpartition(".")[2] if site.kind in _LANE_OF_PARAMETER else site.index
-        line = TensorLine(
-            what=one_line(f"{_WORDS[site.kind]} {name}".strip(), 80),
-            phase=site.phase,
-            dtype=site.dtype,
-            shape=tuple(site.shape),
-            absmax=peak.absmax,
-            num_nan=peak.num_nan,
-            num_inf=peak.num_inf,
-        )
-        found[0].tensors.append(line)
-
-
-def _measure(trace: Trace, columns: _Columns, modules: _Modules) -> dict[int, _Peak]:
-    """Fills the heat map and returns the peak of every site that is part of it."""
-    cells: dict[int, tuple[_Cells, _Peak]] = {}
-    for key, site in trace.sites.items():
-        place = modules.of_site(site)
-        if place is not None:
-            module, lane = place
-            empty = array("d", [math.nan]) * columns.count
-            cells[key] = (module.series.setdefault((lane, site.dtype), _Cells(empty)), _Peak())
-    first, width = columns.first, columns.width
-    for sample in trace.samples:  # hundreds of thousands: kept flat
-        found = cells.get(sample.site)
-        if found is None:
-            continue
-        row, peak = found
-        column, absmax = (sample.step - first) // width, sample.absmax
-        if not row.absmax[column] >= absmax:  # also true for the NaN of an empty cell
-            row.absmax[column] = absmax
-        peak.absmax = max(peak.absmax, absmax)
-        if sample.num_nan or sample.num_inf:
-            nan, inf = row.nonfinite.get(column, (0, 0))
-            row.nonfinite[column] = (nan + sample.num_nan, inf + sample.num_inf)
-            peak.num_nan += sample.num_nan
-            peak.num_inf += sample.num_inf
-    return {key: peak for key, (_, peak) in cells.items()}
-
-
-def _add_updates(trace: Trace, columns: _Columns, modules: _Modules) -> None:
-    """The share of each parameter's updates that is lost, which a record gives over all steps up to its own.
-
-    What an optimizer's last record leaves out has lost less than half in the end, and is left out.
-    """
-    last = {seen.what.optimizer: seen.what.parameters for seen in trace.observed(Updates)}
-    roots = {note.name: note.root for note in trace.all(ParameterNote)}
-    for seen in trace.observed(Updates):
-        column = (seen.step - columns.first) // columns.width
-        shown = last[seen.what.optimizer].keys() & roots.keys() if 0 <= column < columns.count else ()
-        for name, one in seen.what.parameters.items():
-            if name not in shown:
+    def measure(self) -> None:
+        """Fill the heat map, and list the tensors of each module with their largest values."""
+        places = {key: place for key, site in self._trace.sites.items() if (place := self._of_site(site)) is not None}
+        cells = {
+            key: (self._cells(module, lane, self._trace.sites[key].dtype), _Peak())
+            for key, (module, lane) in places.items()
+        }
+        first, width = self._first, self._width
+        for sample in self._trace.samples:  # hundreds of thousands: kept flat
+            known = cells.get(sample.site)
+            if known is None:
                 continue
-            module = modules.at((roots[name], module_of(name)))
-            line = UpdatesLine(
-                name=one_line(name.rpartition(".")[2], 80),
-                dtype=one.dtype,
-                lost=one.lost,
-                wanted=one.wanted,
-                update=one.update,
-                absmax=one.absmax,
+            row, peak = known
+            column, absmax = (sample.step - first) // width, sample.absmax
+            if not row.absmax[column] >= absmax:  # also true for the NaN of an empty cell
+                row.absmax[column] = absmax
+            peak.absmax = max(peak.absmax, absmax)
+            if sample.num_nan or sample.num_inf:
+                nan, inf = row.nonfinite.get(column, (0, 0))
+                row.nonfinite[column] = [nan + sample.num_nan, inf + sample.num_inf]
+                peak.num_nan += sample.num_nan
+                peak.num_inf += sample.num_inf
+        for key, (module, _) in places.items():
+            site, peak = self._trace.sites[key], cells[key][1]
+            name = site.fqn.rpartition(".")[2] if site.kind in _LANE_OF_PARAMETER else site.index
+            what = one_line(f"{_WORDS[site.kind]} {name}".strip(), 80)
+            module.tensors.append(
+                [what, site.phase, site.dtype, list(site.shape), _rounded(peak.absmax), peak.num_nan, peak.num_inf]
             )
-            module.updates[name] = line
-            cells = module.series.setdefault(("updates", one.dtype), _Cells(array("d", [math.nan]) * columns.count))
-            if not cells.absmax[column] >= line.percent:  # also true for the NaN of an empty cell
-                cells.absmax[column] = line.percent
+
+    def add_updates(self) -> None:
+        """Add the share of each parameter's updates that is lost, which a record gives over all steps up to its own.
+
+        What an optimizer's last record leaves out has lost less than half in the end, and is left out.
+        """
+        last = {seen.what.optimizer: seen.what.parameters for seen in self._trace.observed(Updates)}
+        roots = {note.name: note.root for note in self._trace.all(ParameterNote)}
+        for seen in self._trace.observed(Updates):
+            column = (seen.step - self._first) // self._width
+            shown = last[seen.what.optimizer].keys() & roots.keys() if 0 <= column < len(self.columns) else ()
+            for name, one in seen.what.parameters.items():
+                if name not in shown:
+                    continue
+                module = self.at(roots[name], module_of(name))
+                short, percent = one_line(name.rpartition(".")[2], 80), _percent_lost(one)
+                module.updates[name] = [
+                    short,
+                    one.dtype,
+                    one.lost,
+                    one.wanted,
+                    percent,
+                    _rounded(one.update),
+                    _rounded(one.absmax),
+                ]
+                cells = self._cells(module, "updates", one.dtype)
+                if not cells.absmax[column] >= percent:  # also true for the NaN of an empty cell
+                    cells.absmax[column] = percent
+
+
+def _percent_lost(one: StalledParameter) -> float:
+    """Give the share that is lost, rounded down, so that 100 means all."""
+    return math.floor(1000 * one.lost / one.wanted) / 10 if one.wanted else 0.0
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}") if math.isfinite(value) else 0.0
 
 
 def _events(trace: Trace) -> Iterator[str]:
@@ -371,18 +353,15 @@ def _events(trace: Trace) -> Iterator[str]:
         yield f"correction {correction.id}: {one_line(state, 300)}; {counts}"
 
 
-_LANE_TITLES = ("Forward", "Generate", "Backward", "Parameter gradients", "Parameters", "Lost updates")
-_DTYPES = ("dtypes", "Dtypes")
-"""The view without steps: the dtypes of each module."""
-
-
 def map_data(shown: Map | None) -> str:
-    """The runs of a map as JSON that may stand inside a ``script`` element: no character in it can end that element or begin another.
-
-    Keys are short because they occur once per module; the script names them where it reads them.
-    """
-    facts = {
-        "lanes": [*([name, title] for name, title in zip(LANES, _LANE_TITLES, strict=True)), list(_DTYPES)],
+    """Write the runs of a map as JSON that may stand inside a ``script`` element: no character in it can end that element or begin another."""
+    pictures, findings = (shown.pictures, shown.findings) if shown is not None else ((), ())
+    data = {
+        "runs": [
+            {"modules": p.modules, "label": p.label, "columns": p.columns, "notes": p.notes, "ops": p.ops}
+            for p in pictures
+        ],
+        "lanes": [*([name, title] for name, title in LANES.items()), [_DTYPES, "Dtypes"]],
         "dtypes": {d.name: {"short": d.short, "max": d.max, "tiny": d.tiny} for d in DTYPES.values()},
         "findings": [
             {
@@ -394,83 +373,15 @@ def map_data(shown: Map | None) -> str:
                 "source": f.source,
                 "summary": f.summary,
             }
-            for f in (shown.findings if shown is not None else ())
+            for f in findings
         ],
     }
-    runs = ",".join(_picture_json(picture) for picture in (shown.pictures if shown is not None else ()))
-    return _embeddable(f'{{"runs":[{runs}],{_dump(facts)[1:]}')
-
-
-def _lane_of(finding: Finding) -> str:
-    """What shows a finding best: the dtypes where they disagree, lost updates, else the magnitudes of its phase."""
-    if finding.id == "update-stall":
-        return "updates"
-    return _DTYPES[0] if spec_of(finding.id).family == DTYPE_MISMATCH else LANE_OF_PHASE.get(finding.phase or "", "")
-
-
-def _embeddable(text: str) -> str:
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _picture_json(picture: Picture) -> str:
-    modules = ",".join(_module_json(module) for module in picture.modules)
-    rest = {
-        "label": picture.label,
-        "columns": picture.columns,
-        "notes": picture.notes,
-        "ops": [_op_json(op) for op in picture.ops],
-    }
-    return f'{{"modules":[{modules}],{_dump(rest)[1:]}'
-
-
-def _module_json(module: ModulePicture) -> str:
-    series = ",".join(_series_json(series) for series in module.series)
-    rest = {
-        "r": module.root,
-        "f": module.fqn,
-        "c": module.cls,
-        "t": [_tensor_json(tensor) for tensor in module.tensors],
-        "w": [_flow_json(flow) for flow in module.flows],
-        "p": module.weights,
-        "u": [_updates_json(line) for line in module.updates],
-    }
-    return f'{{"s":[{series}],{_dump(rest)[1:]}'
-
-
-def _series_json(series: Series) -> str:
-    # Formatting by hand, to four digits, is five times faster than json and half as long. -1 stands for "not measured".
-    numbers = ",".join(["-1" if math.isnan(value) else f"{value:.4g}" for value in series.absmax])
-    bad = _dump({str(column): counts for column, counts in series.nonfinite.items()})
-    return f"[{LANES.index(series.lane)},{_dump(series.dtype)},[{numbers}],{bad}]"
-
-
-def _tensor_json(tensor: TensorLine) -> list[Any]:
-    return [
-        tensor.what,
-        tensor.phase,
-        tensor.dtype,
-        tensor.shape,
-        _rounded(tensor.absmax),
-        tensor.num_nan,
-        tensor.num_inf,
-    ]
-
-
-def _flow_json(flow: FlowLine) -> list[Any]:
-    return [flow.phase, flow.step, flow.inputs, flow.weights, flow.outputs, flow.autocast, flow.why, flow.error]
-
-
-def _updates_json(line: UpdatesLine) -> list[Any]:
-    return [line.name, line.dtype, line.lost, line.wanted, line.percent, _rounded(line.update), _rounded(line.absmax)]
-
-
-def _op_json(op: OpLine) -> list[Any]:
-    return [op.fqn, op.phase, op.step, op.op, op.inputs, op.outputs, op.source, op.notes, int(op.born)]
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}") if math.isfinite(value) else 0.0
-
-
-def _dump(value: dict[str, Any] | Sequence[Any] | str) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+def _lane_of(finding: Finding) -> str:
+    """Choose what shows a finding best: the dtypes where they disagree, lost updates, else the magnitudes of its phase."""
+    if finding.id == "update-stall":
+        return "updates"
+    return _DTYPES if spec_of(finding.id).family == DTYPE_MISMATCH else _LANE_OF_PHASE.get(finding.phase or "", "")

@@ -6,7 +6,6 @@ from typing import Any
 
 from dtypedoctor.diagnosis.rule import Finding, Link, Severity
 from dtypedoctor.diagnosis.wording import indexed, module_name
-from dtypedoctor.dtypes import short_name
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.report.advice import do_this, where_it_shows
 from dtypedoctor.report.before_after import before_after
@@ -53,13 +52,13 @@ from dtypedoctor.report.run_facts import (
     summary_facts,
     title,
 )
-from dtypedoctor.report.surveys import ELSEWHERE, environment_rows, environment_table, reproduction_script
+from dtypedoctor.report.surveys import environment_rows, environment_table
 from dtypedoctor.report.text import ABSENT, counted, duration, memory, number, one_line, ratio
 from dtypedoctor.report.to_json import report_data
 
 _AS_EXPECTED = {True: "As expected: ", False: "UNEXPECTED: ", None: "Expectation not judged: "}
-_MOST_CHANGES, _MOST_IN_FULL = 300, 12
-"""Dtype changes that are listed, and findings that are told in full."""
+_MOST_IN_FULL = 12
+"""Findings that are told in full."""
 
 
 def run_document(report: Report) -> Document:
@@ -69,7 +68,6 @@ def run_document(report: Report) -> Document:
         fixes_part(report),
         before_after(report),
         _map(report) if report.pictures else magnitude_section(report),
-        _flow(report),
         bisection_part(report),
         _trust(report),
         _reproduce(report),
@@ -208,43 +206,14 @@ def _map(report: Report) -> Section:
             "smallest normal value to the max. Red is near the max and still finite, also in a run that is fixed; inf and NaN are hatched."
         )
     }
-    if any(module.flows for module in modules):
+    if any(module["w"] for module in modules):
         views["dtypes"] = "Dtypes: of the input, the weights and the output of each module, over the whole run."
-    if any(module.updates for module in modules):
+    if any(module["u"] for module in modules):
         views["lost updates"] = (
             "Lost updates: the share of the elements that the same optimizer steps move in float32 and rounding leaves where they are."
         )
     intro = (Paragraph(text, Look.DIM) for text in views.values())
     return Section(f"Modules: {', '.join(views)}", (*intro, Map(report.pictures, report.findings)), "map", "Modules")
-
-
-def _flow(report: Report) -> Section:
-    """Every module that outputs another floating-point dtype than its input's, and what changes it."""
-    heading = "Dtype changes"
-    if not report.pictures:
-        return Section(heading, ())
-    names = {module.fqn for module in report.pictures[0].modules}
-    phases: dict[tuple[str, ...], list[str]] = {}  # one row for all phases in which the same happens
-    for module in report.pictures[0].modules:
-        for change in (one for one in module.flows if one.why):
-            key = (module.fqn, module.cls, _dtypes(change.inputs), _dtypes(change.outputs), change.why)
-            phases.setdefault(key, []).append(change.phase)
-    rows = tuple(
-        (Words(module_name(fqn, names) or cls, Look.MODULE, fqn), cls, ", ".join(dict.fromkeys(when)), into, out, why)
-        for (fqn, cls, into, out, why), when in phases.items()
-    )
-    if not rows:
-        none = Paragraph("No module outputs a floating-point dtype other than that of its input.")
-        return Section(heading, (none,), "flow", "Dtype flow")
-    label = f"Run: {report.pictures[0].label}"
-    blocks: list[Block] = [Table(("module", "class", "phase", "in", "out", "why"), rows[:_MOST_CHANGES], label)]
-    if len(rows) > _MOST_CHANGES:
-        blocks.append(Paragraph(f"{len(rows) - _MOST_CHANGES} more are in the trace.", Look.DIM))
-    return Section(heading, tuple(blocks), "flow", "Dtype flow")
-
-
-def _dtypes(names: Sequence[str]) -> str:
-    return ", ".join(dict.fromkeys(map(short_name, names))) or ABSENT
 
 
 def _trust(report: Report) -> Section:
@@ -268,11 +237,9 @@ def expectation_line(report: Report) -> Line:
 
 
 def _reproduce(report: Report) -> Section:
-    """The exact command, a script for another machine, the environment."""
+    """The exact command, the call that was kept, the environment."""
     blocks: list[Block] = [Code(report.command, "sh")] if report.command else []
     blocks += _capsule(report)
-    if script := reproduction_script(report):
-        blocks.append(Fold(ELSEWHERE, (Code(script, "sh"),), brief=""))
     rows = environment_rows(report.environment)
     if rows:
         brief = ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in rows)

@@ -2,8 +2,6 @@
 
 import json
 import os
-import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -13,9 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from dtypedoctor import __version__
 from dtypedoctor.diagnosis.checkpoint import Subject
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.errors import WorkerDiedError
@@ -32,12 +27,8 @@ from dtypedoctor.report.document import (
     Table,
     named,
 )
-from dtypedoctor.report.model import Report
 from dtypedoctor.report.run_facts import finding_anchor
-from dtypedoctor.report.text import one_line
 from dtypedoctor.report.to_json import plain
-from dtypedoctor.scenario.model import Scenario, Script
-from dtypedoctor.trials.remedies import exec_option
 
 
 def environment_document(environment: Mapping[str, Any]) -> Document:
@@ -67,115 +58,6 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
         yield prefix, ", ".join(map(str, value))
     else:
         yield prefix, "" if value is None else str(value)
-
-
-_TORCH_INDEX = "https://download.pytorch.org/whl/"
-_TORCH_BUILD = re.compile(r"(?P<version>[\w.]+)\+(?P<build>cpu|xpu|cu\d+|rocm[\d.]+)")
-"""A version of a package that PyTorch's own index has: a local label names what it was built for, and the folder it lies in
-(https://docs.pytorch.org/get-started/locally/)."""
-
-
-def install_command(environment: Mapping[str, Any]) -> str:
-    """``pip install`` of dtypedoctor and of the recorded versions, for a shell.
-
-    No package index has dtypedoctor, so the shell variable ``DTYPEDOCTOR`` says where it is; without one the shell stops and says so.
-    Builds of torch are taken from the index that has them, because a CPU build and a CUDA build do not compute the same.
-    Of other local labels (``+git1a2b3c4``), which no index knows, only the version is kept.
-    """
-    recorded = environment.get("versions")
-    versions = {name: str(version) for name, version in recorded.items()} if isinstance(recorded, Mapping) else {}
-    indices = dict.fromkeys(_indices(versions))
-    pins = [f"{name}=={_pinned(version)}" for name, version in versions.items()]
-    options = shlex.join(["pip", "install", *(f"--extra-index-url={index}" for index in indices)])
-    return f"{options} {_DOCTOR} {shlex.join(pins)}".rstrip()
-
-
-_DOCTOR = f'"${{DTYPEDOCTOR:?set it to the path of a wheel or checkout of dtypedoctor {__version__}}}"'
-
-
-def _indices(versions: Mapping[str, str]) -> Iterator[str]:
-    for version in versions.values():
-        if build := _TORCH_BUILD.fullmatch(version):
-            nightly = "nightly/" if ".dev" in build["version"] else ""
-            yield f"{_TORCH_INDEX}{nightly}{build['build']}"
-
-
-def _pinned(version: str) -> str:
-    return version if _TORCH_BUILD.fullmatch(version) else version.split("+")[0]
-
-
-ELSEWHERE = "On another machine: a script that installs these versions and runs the same command"
-"""What formats call :func:`reproduction_script`."""
-
-_OWN = "dtypedoctor "
-"""How the command of a report begins, unless a program watched itself."""
-
-
-def reproduction_script(report: Report) -> str:
-    """A POSIX shell script for another machine; empty where the report does not say what was run.
-
-    It holds the scenario itself. A user's script is not part of a report, so there it says what has to be put beside it.
-    """
-    lines = list(_running(report))
-    if not lines:
-        return ""
-    head = ("#!/bin/sh", "set -eu", "python3 -m venv reproduce && . reproduce/bin/activate")
-    return "\n".join((*head, install_command(report.environment), *lines, ""))
-
-
-_KERNEL = "ipykernel_launcher.py"
-"""The program that a notebook's kernel runs."""
-
-
-def _running(report: Report) -> Iterator[str]:
-    values = plain(report.scenario)
-    if not values:
-        return
-    try:
-        scenario = Scenario.model_validate(values)
-    except ValidationError:  # a report may be older than the scenario's present keys, or redacted
-        import yaml  # imported where a scenario is shown: a report of a script has none
-
-        yield from _here_document(yaml.safe_dump(values, sort_keys=False, width=100), report)
-        return
-    workload = scenario.steps[0].workload
-    if isinstance(workload, Script):
-        if Path(workload.path or "").name == _KERNEL:
-            return  # a notebook: no command line runs its cells again
-        what = workload.path if workload.path != "-" else "The program on standard input"
-        if what is not None or workload.module is not None:
-            yield f"# {one_line(what or f'The module {workload.module}')} is not part of this report: put it here."
-        itself = report.command and not report.command.startswith(_OWN)
-        yield report.command if itself else _exec(scenario, workload)
-    else:
-        from dtypedoctor.scenario.loading import to_yaml
-
-        yield from _here_document(to_yaml(scenario), report)
-
-
-def _here_document(scenario: str, report: Report) -> Iterator[str]:
-    end = "END_OF_SCENARIO"
-    while end in scenario:  # a here-document ends at the first line that is its mark
-        end += "_"
-    file = shlex.quote(f"{report.name}.yaml")  # a scenario has the name of its file
-    yield from (f"cat > {file} <<'{end}'", scenario.rstrip("\n"), end)
-    yield f"dtypedoctor {'run' if report.bisection is None else 'bisect'} {file}"
-
-
-def _exec(scenario: Scenario, script: Script) -> str:
-    """The command that watches the script in the same way; its options say what differs from the plain one."""
-    words = ["dtypedoctor", "exec"]
-    if scenario.distributed is not None:
-        words += ["--nproc-per-node", str(scenario.distributed.processes)]
-    if scenario.watch_every != 1:
-        words += ["--every-n-steps", str(scenario.watch_every)]
-    if scenario.overhead_budget != "off":
-        words += ["--overhead-budget", scenario.overhead_budget]
-    for remedy in scenario.remedies:
-        words += exec_option(remedy)
-    words += ["-m", *script.launcher] if script.launcher else []
-    words += ["-m", script.module] if script.module else ["-c", script.code] if script.code else [str(script.path)]
-    return shlex.join([*words, *script.args])
 
 
 SCHEMA = 1

@@ -1,12 +1,11 @@
 """Documents as one HTML file that opens from disk and asks the network for nothing.
 
-First the parts: elements as text, and charts as inline SVG. Whatever is not an element already is escaped, so nothing that comes
+First the parts: elements as text. Whatever is not an element already is escaped, so nothing that comes
 from elsewhere becomes markup. Then the page.
 """
 
 import base64
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -18,7 +17,6 @@ from dtypedoctor.report.document import (
     Bar,
     Beside,
     Block,
-    Chart,
     Code,
     Document,
     Facts,
@@ -36,7 +34,7 @@ from dtypedoctor.report.document import (
     parts_of,
 )
 from dtypedoctor.report.pictures import map_data
-from dtypedoctor.report.text import ABSENT, number, one_line, paragraphs
+from dtypedoctor.report.text import ABSENT, one_line, paragraphs
 
 
 class Html(str):
@@ -85,88 +83,6 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "
 def _first_cell(name: str) -> Html:
     """Names its row, where it says anything."""
     return el("th", name, scope="row") if name else el("td")
-
-
-_WIDTH, _HEIGHT = 360, 170
-_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 10, 12, 22
-
-Values = Sequence[float | None]
-
-
-def line_chart(title: str, lines: Sequence[tuple[str, Values]]) -> Html:
-    """One line per run over the steps; a missing or non-finite value is a gap, a lone value a dot.
-
-    Lines differ in dash and marker as well as in color. Returns nothing if there is no finite value at all.
-    """
-    known = _finite_values(lines)
-    longest = max((len(values) for _, values in lines), default=0)
-    if not known or longest < 2:
-        return Html()
-    frame = _Frame(longest, *_scale(min(known), max(known)))
-    drawn = [frame.line(index, values) for index, (_, values) in enumerate(lines)]
-    drawn = [frame.axes(), *reversed(drawn)]  # the first run, usually the shortest, lies on top
-    picture = el("svg", *drawn, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=f"{title} per step")
-    legend = el("ul", *(_entry(index, label) for index, (label, values) in enumerate(lines) if values), class_="legend")
-    return el("figure", el("figcaption", f"{title} per step"), picture, legend, class_="chart")
-
-
-def _finite_values(lines: Sequence[tuple[str, Values]]) -> list[float]:
-    return [value for _, values in lines for value in values if value is not None and math.isfinite(value)]
-
-
-def _scale(low: float, high: float) -> tuple[float, float]:
-    """The ends of the axis; around a single value there is room on both sides."""
-    if low == high:
-        room = (abs(low) or 1.0) * 0.5
-        return low - room, high + room
-    return low, high
-
-
-class _Frame:
-    def __init__(self, steps: int, low: float, high: float) -> None:
-        self._steps, self._low, self._high = steps, low, high
-
-    def _x(self, step: int) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * step / (self._steps - 1)
-
-    def _y(self, value: float) -> float:
-        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - (value - self._low) / (self._high - self._low))
-
-    def axes(self) -> Html:
-        parts = []
-        for value in (self._low, (self._low + self._high) / 2, self._high):
-            y = f"{self._y(value):.1f}"
-            parts.append(el("path", d=f"M{_LEFT} {y}H{_WIDTH - _RIGHT}", class_="grid"))
-            parts.append(
-                el("text", number(value), x=str(_LEFT - 5), y=f"{self._y(value) + 3.5:.1f}", text_anchor="end")
-            )
-        for step in sorted({0, self._steps // 2, self._steps - 1}):
-            anchor = {0: "start", self._steps - 1: "end"}.get(step, "middle")
-            parts.append(el("text", str(step + 1), x=f"{self._x(step):.1f}", y=str(_HEIGHT - 6), text_anchor=anchor))
-        return join(parts)
-
-    def line(self, index: int, values: Values) -> Html:
-        path, points, pen_down = [], [], False
-        for step, value in enumerate(values):
-            if value is None or not math.isfinite(value):
-                pen_down = False
-                continue
-            place = f"{self._x(step):.1f} {self._y(value):.1f}"
-            path.append(f"{'L' if pen_down else 'M'}{place}")
-            points.append(f"M{place}h0")
-            pen_down = True
-        marks = "".join(points) if len(values) <= 60 else ""
-        return join(
-            (
-                el("path", d="".join(path), class_=f"line run{index % 6}"),
-                el("path", d=marks, class_=f"dots run{index % 6}") if marks else Html(),
-            )
-        )
-
-
-def _entry(index: int, label: str) -> Html:
-    sample = el("svg", el("path", d="M0 5H26", class_=f"line run{index % 6}"), viewBox="0 0 26 10", aria_hidden="true")
-    return el("li", sample, label)
 
 
 _SCRIPTS = ("page.js", "modules.js", "explorer.js", "detail.js", "controls.js")
@@ -279,14 +195,11 @@ class _Blocks:
                 scrolls = "asis" if block.language == "text" else None  # a caret stands below what it marks
                 pre = el("pre", el("code", code), class_=scrolls, tabindex="0" if scrolls else None)
                 return el("div", pre, copy, class_="copyable")
-            case Chart():
-                return line_chart(block.title, [(one_line(run, 60), values) for run, values in block.lines])
             case Fold():
                 return el("details", el("summary", self._line(block.title)), self.blocks(block.blocks))
             case Beside():
-                charts = all(isinstance(one, Chart) for one in block.right)
-                right = el("div", self.blocks(block.right), class_="charts" if charts else "story")
-                return el("div", el("div", self.blocks(block.left)), right, class_="beside" if charts else "finding")
+                right = el("div", self.blocks(block.right), class_="story")
+                return el("div", el("div", self.blocks(block.left)), right, class_="finding")
             case Map():
                 missing = el("noscript", el("p", "This part needs JavaScript.", class_="warn"))
                 return join((missing, el("div", id="explorer")))

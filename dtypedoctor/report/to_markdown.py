@@ -13,7 +13,6 @@ from dtypedoctor.report.document import (
     Bar,
     Beside,
     Block,
-    Chart,
     Code,
     Document,
     Facts,
@@ -31,7 +30,7 @@ from dtypedoctor.report.document import (
     parts_of,
     shares,
 )
-from dtypedoctor.report.text import ABSENT, TEXT_LIMIT, one_line, paragraphs, series
+from dtypedoctor.report.text import ABSENT, TEXT_LIMIT, one_line, paragraphs
 
 _Thing = TypeVar("_Thing")
 
@@ -137,9 +136,6 @@ def _block(block: Block, room: int) -> str:
             return bullets([_line(item, 600) for item in block.items], room)
         case Code():
             return fenced(block.text, block.language, room)
-        case Chart():
-            rows = [[prose(run, 100), prose(series(values, 60))] for run, values in block.lines if values]
-            return _details(f"{block.title} per step", table(["run", "per step"], rows, room - 100))
         case Fold():
             return _details(block.title, _fitted(_block, block.blocks, room - 800))
         case Beside():

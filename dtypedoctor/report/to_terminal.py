@@ -13,7 +13,6 @@ from dtypedoctor.report.document import (
     Bar,
     Beside,
     Block,
-    Chart,
     Code,
     Document,
     Facts,
@@ -30,7 +29,7 @@ from dtypedoctor.report.document import (
     parts_of,
     shares,
 )
-from dtypedoctor.report.text import ABSENT, ascii_only, breaks, one_line, paragraphs, series, words
+from dtypedoctor.report.text import ABSENT, ascii_only, breaks, one_line, paragraphs, words
 
 _STYLES = {
     Look.STRONG: "bold",
@@ -104,9 +103,6 @@ class _Page:
                 self._grid([[self._text("-"), self._cell(item)] for item in block.items])
             case Code():
                 self._code(block.text, block.language)
-            case Chart():
-                self.line(f"{block.title} per step", "dim")
-                self._grid([[self._text(one_line(run, 40)), self._text(series(v))] for run, v in block.lines if v])
             case Fold():
                 self._folded(block)
             case Beside():

@@ -1,6 +1,5 @@
 """Reports that carry a secret in every field."""
 
-from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
@@ -8,23 +7,17 @@ from typing import Any
 
 from report_builders import mismatch, overflow
 
-from dtypedoctor.report.model import FlowLine, ModulePicture, OpLine, Picture, Report, Series, TensorLine
+from dtypedoctor.report.model import Picture, Report
 
 
 def rich_report() -> Report:
     """A report with something in every field that formats show."""
     base = overflow()
-    module = ModulePicture(
-        root=0,
-        fqn="model.layers.0.mlp",
-        cls="MLP",
-        series=(Series(lane="forward", dtype="float16", absmax=array("d", [1.0, 2.0]), nonfinite={1: (0, 3)}),),
-        tensors=(TensorLine(what="output", phase="forward", dtype="float16", shape=(2, 3), absmax=2.0, num_nan=0, num_inf=3),),
-        flows=(FlowLine(phase="forward", step=1, inputs=("float16",), weights=("float32",), outputs=("float32",),
-                        autocast=None, why="promoted"),),
-    )  # fmt: skip
-    op = OpLine(fqn="model.layers.0.mlp", phase="forward", step=2, op="aten.mul.Tensor", inputs=("f16 2×3",), outputs=("f16 2×3",),
-                source="modeling.py:3", notes=("in place",), born=True)  # fmt: skip
+    name = "model.layers.0.mlp"
+    flow = ["forward", 1, ["float16"], ["float32"], ["float32"], None, "promoted", ""]
+    module = {"s": [[0, "float16", [1.0, 2.0], {1: [0, 3]}]], "r": 0, "f": name, "c": "MLP", "p": [], "u": [],
+              "t": [["output", "forward", "float16", [2, 3], 2.0, 0, 3]], "w": [flow]}  # fmt: skip
+    op = [name, "forward", 2, "aten.mul.Tensor", ["f16 2×3"], ["f16 2×3"], "modeling.py:3", ["in place"], 1]
     return replace(
         base,
         findings=(*base.findings, *mismatch().findings),
@@ -41,9 +34,9 @@ def planted(value: Any, secret: str) -> Any:
     if isinstance(value, str):
         return f"{value} {secret}"
     if is_dataclass(value) and not isinstance(value, type):
-        keep = ("lane",)  # one of a closed set of words that the program itself writes
-        changed = {f.name: planted(getattr(value, f.name), secret) for f in fields(value) if f.name not in keep}
-        return replace(value, **changed)
+        return replace(value, **{f.name: planted(getattr(value, f.name), secret) for f in fields(value)})
+    if isinstance(value, Mapping) and "s" in value:
+        return value | {key: planted(value[key], secret) for key in "fctwpu"}  # a module: the page looks up its keys
     if isinstance(value, Mapping):
         return {planted(key, secret): planted(item, secret) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

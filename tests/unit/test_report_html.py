@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from urllib.parse import unquote
@@ -16,7 +15,7 @@ from report_builders import EVIL, everything, healthy, hostile, mismatch, overfl
 
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.run_document import public_run, run_document
-from dtypedoctor.report.to_html import Html, el, line_chart, render_html, table, text
+from dtypedoctor.report.to_html import Html, el, render_html, table, text
 
 VOID = {"meta"}
 NAMES = ["healthy", "overflow", "mismatch", "worker-died", "hostile"]
@@ -151,7 +150,6 @@ def test_without_traces_the_strip_stands_in_for_the_map() -> None:
     assert 'id="strip"' in without
     assert 'id="explorer"' not in without
     assert 'id="explorer"' in with_map
-    assert 'id="flow"' in with_map
 
 
 def test_the_renderer_of_the_command_line_redacts() -> None:
@@ -173,16 +171,6 @@ def test_elements_are_built_from_elements_and_texts() -> None:
     assert el("p", el("b", "<"), " & ", class_="x", data_fqn=None) == '<p class="x"><b>&lt;</b> &amp; </p>'
     assert text(Html("<hr>")) == "<hr>"
     assert '<th scope="row">a</th><td>b</td>' in table(["x", "y"], [["a", "b"]])
-
-
-def test_a_chart_leaves_gaps_where_nothing_was_measured() -> None:
-    """Missing and non-finite values break the line; without two steps there is no chart."""
-    drawn = line_chart("loss", [("before", (1.0, None, 3.0, float("nan"), 2.0, 2.5))])
-    (path,) = re.findall(r'<path d="([^"]*)" class="line run0">', drawn.split("legend")[0])
-    assert (path.count("M"), path.count("L")) == (3, 1)
-    assert line_chart("loss", [("before", (1.0,))]) == ""
-    assert line_chart("loss", [("before", (None, None))]) == ""
-    assert "NaN" not in line_chart("loss", [("before", (1.0, 1.0))])
 
 
 def test_the_data_of_the_page_is_json() -> None:
