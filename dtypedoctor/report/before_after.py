@@ -23,44 +23,8 @@ _CORRECTED = ("elements replaced", "elements clamped")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One run: its label, one cell per row, whether its fix does not work, and whether it is a check, which is there to raise."""
+    """One run beside the others: the baseline, that of a fix, or the reference."""
 
-    label: str
-    cells: tuple[str, ...]
-    is_failed_remedy: bool
-    is_check: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Row labels, the columns under them, and notes that belong below the table."""
-
-    rows: tuple[str, ...]
-    columns: tuple[Column, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def main(self) -> tuple[Column, ...]:
-        """What has to be seen: the baseline, the fixes that work, the reference."""
-        return tuple(column for column in self.columns if not column.is_failed_remedy)
-
-    @property
-    def failed(self) -> tuple[Column, ...]:
-        """The runs with fixes that do not work."""
-        return tuple(column for column in self.columns if column.is_failed_remedy)
-
-    @property
-    def failed_title(self) -> str:
-        """What the table of :attr:`failed` holds: fixes, and checks, which are there to raise."""
-        checks = sum(column.is_check for column in self.failed)
-        remedies = len(self.failed) - checks
-        parts = [counted(remedies, "fix that does", "fixes that do") + " not work"] if remedies else []
-        parts += [counted(checks, "check that raises", "checks that raise") + ", as intended"] if checks else []
-        return ", ".join(parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
     label: str
     run: RunSummary
     findings: tuple[str, ...]
@@ -75,85 +39,56 @@ class _Entry:
 
 
 def before_after(report: Report) -> Section:
-    """The runs side by side and step by step, those of fixes that do not work folded away."""
-    found = compare(report)
-    if not found.columns:
+    """Show the runs side by side, those of fixes that do not work folded away."""
+    runs = columns(report)
+    if not runs:
         return Section("The run", ())
-    title = "Baseline and fixes" if len(found.columns) > 1 else "The run"
-    blocks: list[Block] = [*side_by_side(found.rows, found.main)]
-    blocks += [Paragraph(note, Look.DIM) for note in found.notes]
-    if found.failed:
-        blocks.append(Fold(found.failed_title, side_by_side(found.rows, found.failed)))
-    return Section(title, tuple(blocks), "compare", "Runs")
+    failed = [run for run in runs if run.failed]
+    blocks: list[Block] = [*side_by_side([run for run in runs if not run.failed])]
+    blocks += [Paragraph(note, Look.DIM) for note in _notes(report, runs)]
+    if failed:
+        blocks.append(Fold(_failed_title(failed), side_by_side(failed)))
+    return Section("Baseline and fixes" if len(runs) > 1 else "The run", tuple(blocks), "compare", "Runs")
 
 
-def side_by_side(labels: Sequence[str], columns: Sequence[Column]) -> tuple[Block, ...]:
-    """Runs side by side, in as many tables as it takes; rows in which none of them has anything to say are left out."""
-    kept = columns[:_MOST_RUNS]
-    blocks: list[Block] = []
-    for part in (kept[i : i + _MOST_BESIDE] for i in range(0, len(kept), _MOST_BESIDE)):
-        said = [i for i in range(len(labels)) if any(column.cells[i] != ABSENT for column in part)]
-        rows: tuple[tuple[Line, ...], ...] = tuple(
-            (labels[i], *(_cell(column.cells[i]) for column in part)) for i in said
-        )
-        blocks.append(Table(("", *(column.label for column in part)), rows))
-    if len(kept) < len(columns):
-        blocks.append(Paragraph(f"{len(columns) - len(kept)} more runs left out; report.json has them.", Look.DIM))
-    return tuple(blocks)
-
-
-def _cell(text: str) -> Words:
-    return Words(text, outcome_look(text))
-
-
-def runs(report: Report) -> tuple[RunSummary, ...]:
-    """The runs that are compared: the baseline, each trial that fixes, the reference, each trial that does not."""
-    return tuple(entry.run for entry in _entries(report))
-
-
-def compare(report: Report) -> Comparison:
-    """The table of ``report``; rows in which no run has anything to say are left out."""
-    entries = _entries(report)
-    table = [(label, [cell(entry) for entry in entries]) for label, cell in _ROWS.items()]
-    kept = [(label, cells) for label, cells in table if not all(_is_empty(cell, label) for cell in cells)]
-    columns = tuple(
-        Column(
-            label=entry.label,
-            cells=tuple(cells[i] for _, cells in kept),
-            is_failed_remedy=entry.failed,
-            is_check=entry.trial is not None and entry.trial.as_intended,
-        )
-        for i, entry in enumerate(entries)
-    )
-    return Comparison(rows=tuple(label for label, _ in kept), columns=columns, notes=tuple(_notes(report)))
-
-
-def _is_empty(cell: str, row: str) -> bool:
-    return cell == ABSENT or (cell == "0" and row in _CORRECTED)
-
-
-def _entries(report: Report) -> list[_Entry]:
-    found = tuple(dict.fromkeys(finding.id for finding in report.findings))
-    entries = (
-        [_Entry(label="baseline", run=report.before, findings=found, ended=_before(report))] if report.before else []
-    )
-    here = report.replay is not None
+def columns(report: Report) -> list[Column]:
+    """List the baseline, the fixes that work, the reference, and the fixes that do not work."""
+    ids, here = tuple(dict.fromkeys(finding.id for finding in report.findings)), report.replay is not None
+    runs = [Column(label="baseline", run=report.before, findings=ids, ended=_before(report))] if report.before else []
     tried = [
-        _Entry(label=t.remedy, run=t.run, findings=t.run.finding_ids, trial=t, here=here)
+        Column(label=t.remedy, run=t.run, findings=t.run.finding_ids, trial=t, here=here)
         for t in report.trials
         if t.run
     ]
-    entries += [entry for entry in tried if not entry.failed]
-    if report.reference:
-        entries.append(
-            _Entry(
-                label=report.reference.label,
-                run=report.reference,
-                findings=report.reference.finding_ids,
-                ended=report.reference.ended,
-            )
+    runs += [run for run in tried if not run.failed]
+    if (healthy := report.reference) is not None:
+        runs.append(Column(label=healthy.label, run=healthy, findings=healthy.finding_ids, ended=healthy.ended))
+    return runs + [run for run in tried if run.failed]
+
+
+def side_by_side(runs: Sequence[Column]) -> tuple[Block, ...]:
+    """Lay out runs in as many tables as it takes; rows in which none of a table's runs has anything to say are left out."""
+    kept, blocks = runs[:_MOST_RUNS], list[Block]()
+    for part in (kept[i : i + _MOST_BESIDE] for i in range(0, len(kept), _MOST_BESIDE)):
+        rows = ((label, [cell(run) for run in part]) for label, cell in _ROWS.items())
+        said: tuple[tuple[Line, ...], ...] = tuple(
+            (label, *(Words(cell, outcome_look(cell)) for cell in cells))
+            for label, cells in rows
+            if not all(cell == ABSENT or (cell == "0" and label in _CORRECTED) for cell in cells)
         )
-    return entries + [entry for entry in tried if entry.failed]
+        blocks.append(Table(("", *(run.label for run in part)), said))
+    if len(kept) < len(runs):
+        blocks.append(Paragraph(f"{len(runs) - len(kept)} more runs left out; report.json has them.", Look.DIM))
+    return tuple(blocks)
+
+
+def _failed_title(failed: Sequence[Column]) -> str:
+    """Name what does not work: fixes, and checks, which are there to raise."""
+    checks = sum(run.trial is not None and run.trial.as_intended for run in failed)
+    fixes = len(failed) - checks
+    parts = [counted(fixes, "fix that does", "fixes that do") + " not work"] if fixes else []
+    parts += [counted(checks, "check that raises", "checks that raise") + ", as intended"] if checks else []
+    return ", ".join(parts)
 
 
 def _before(report: Report) -> str:
@@ -178,14 +113,14 @@ def _reference(report: Report) -> str:
     return f"The reference is the baseline with {' and '.join(filter(None, changes))}."
 
 
-def _notes(report: Report) -> list[str]:
+def _notes(report: Report, runs: Sequence[Column]) -> list[str]:
     notes = list(filter(None, [_reference(report)]))
     bases = sorted({t.ratio_base for t in report.trials if t.ratio_base and t.run})
     if bases:
         notes.append(f"× is the ratio to the {', '.join('baseline' if base == 'before' else base for base in bases)}.")
     if any(t.parity for t in report.trials):
         notes.append("KL: policy against reference, on the token log-probabilities of the same inputs, per step.")
-    if any(entry.run.output_error is not None for entry in _entries(report)):
+    if any(run.run.output_error is not None for run in runs):
         notes.append(
             "Output error: relative difference between the outputs before the first step and those of the same weights in "
             f"float32. Below 0.03 is rounding; above {WRONG_OUTPUT:g} is wrong."
@@ -214,34 +149,34 @@ def _about_logs(report: Report) -> Iterator[str]:
         )
 
 
-def _outcome(entry: _Entry) -> str:
-    if entry.trial:
-        return outcome_words(entry.trial, here=entry.here)
-    return entry.ended
+def _outcome(column: Column) -> str:
+    if column.trial:
+        return outcome_words(column.trial, here=column.here)
+    return column.ended
 
 
-def _steps(entry: _Entry) -> str:
-    planned = entry.run.steps_planned  # nobody but a script itself knows what it plans
-    return f"{entry.run.steps_completed}/{planned}" if planned else str(entry.run.steps_completed)
+def _steps(column: Column) -> str:
+    planned = column.run.steps_planned  # nobody but a script itself knows what it plans
+    return f"{column.run.steps_completed}/{planned}" if planned else str(column.run.steps_completed)
 
 
 def _with_ratio(text: str, factor: float | None) -> str:
     return f"{text} ({ratio(factor)})" if factor is not None else text
 
 
-def _step_time(entry: _Entry) -> str:
-    return _with_ratio(duration(entry.run.step_time), entry.trial.step_time_ratio if entry.trial else None)
+def _step_time(column: Column) -> str:
+    return _with_ratio(duration(column.run.step_time), column.trial.step_time_ratio if column.trial else None)
 
 
-def _peak_memory(entry: _Entry) -> str:
-    return _with_ratio(memory(entry.run.peak_memory), entry.trial.peak_memory_ratio if entry.trial else None)
+def _peak_memory(column: Column) -> str:
+    return _with_ratio(memory(column.run.peak_memory), column.trial.peak_memory_ratio if column.trial else None)
 
 
-def _of_trial(pick: Callable[[Trial], str]) -> Callable[[_Entry], str]:
-    return lambda entry: pick(entry.trial) if entry.trial else ABSENT
+def _of_trial(pick: Callable[[Trial], str]) -> Callable[[Column], str]:
+    return lambda column: pick(column.trial) if column.trial else ABSENT
 
 
-def _of_parity(pick: Callable[[Parity], str]) -> Callable[[_Entry], str]:
+def _of_parity(pick: Callable[[Parity], str]) -> Callable[[Column], str]:
     return _of_trial(lambda trial: pick(trial.parity) if trial.parity else ABSENT)
 
 
@@ -262,13 +197,13 @@ def _reward_equal(parity: Parity) -> str:
     return f"{parity.reward_equal_steps}/{parity.steps_compared} steps"
 
 
-_ROWS: dict[str, Callable[[_Entry], str]] = {
+_ROWS: dict[str, Callable[[Column], str]] = {
     "outcome": _outcome,
     "steps completed": _steps,
-    "findings": lambda entry: ", ".join(entry.findings) or "none",
-    "loss": lambda entry: span(entry.run.numbers("loss")),
-    "grad_norm": lambda entry: span(entry.run.numbers("grad_norm")),
-    "reward": lambda entry: span(entry.run.numbers("reward")),
+    "findings": lambda column: ", ".join(column.findings) or "none",
+    "loss": lambda column: span(column.run.numbers("loss")),
+    "grad_norm": lambda column: span(column.run.numbers("grad_norm")),
+    "reward": lambda column: span(column.run.numbers("reward")),
     "step time": _step_time,
     "peak memory": _peak_memory,
     "elements replaced": _of_trial(lambda trial: count(trial.rescued_elements)),
@@ -276,6 +211,6 @@ _ROWS: dict[str, Callable[[_Entry], str]] = {
     "KL p50, p95, max": _of_parity(_kl),
     "KL total": _of_parity(lambda parity: f"{number(parity.total_kl)} in {counted(parity.steps_compared, 'step')}"),
     "equal rewards": _of_parity(_reward_equal),
-    "output error": lambda entry: number(entry.run.output_error),
+    "output error": lambda column: number(column.run.output_error),
     "side effects": _of_trial(_safe),
 }

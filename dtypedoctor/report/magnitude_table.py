@@ -1,7 +1,6 @@
 """The table of activation magnitudes near the origin of a failure, in execution order: found in a trace, and laid out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from dtypedoctor.analysis import analysis_of
 from dtypedoctor.diagnosis.incidents import same_call
@@ -19,95 +18,55 @@ BEFORE, AFTER = 6, 4
 """How many modules are shown before and after the first one that is not finite."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MagnitudeLine:
-    """One module of the strip in words.
-
-    Attributes:
-        name: by which the module can be found.
-        cls: its class where its name is a number or the failure originates there; else empty, to keep the table narrow.
-        fill: place of absmax between the dtype's smallest (0.0) and largest (1.0) value, None without such a scale.
-        note: what is wrong here, or where the origin is; empty for an ordinary module.
-    """
-
-    name: str
-    cls: str
-    dtype: str
-    absmax: str
-    fill: float | None
-    note: str
-    is_origin: bool
-
-
-def magnitude_lines(rows: Sequence[StripRow]) -> list[MagnitudeLine]:
-    """The strip in words, in the order of ``rows``."""
+def magnitude_section(report: Report) -> Section:
+    """Lay out the strip, which needs no trace."""
+    rows = report.strip
+    near = "origin" if any(row.is_origin for row in rows) else "first inf or NaN"  # the origin only where one is known
+    title = f"Activation magnitudes near the {near} (execution order, log scale)"
+    if not rows:
+        return Section(title, ())
     names = {row.fqn for row in rows}
-    return [
-        MagnitudeLine(
-            name=module_name(row.fqn, names) or row.cls or "(model)",
-            cls=row.cls if row.fqn and (row.is_origin or row.fqn.replace(".", "").isdigit()) else "",
-            dtype=short_name(row.dtype),
-            absmax=_absmax(row),
-            fill=_fill(row),
-            note=_note(row),
-            is_origin=row.is_origin,
-        )
-        for row in rows
-    ]
+    cells = tuple(_cells(row, names) for row in rows)
+    table = Table(("", "module", "dtype", "absmax", "in its range", ""), cells)
+    return Section(title, (table, Paragraph(_scale(rows), Look.DIM)), "strip", "Magnitudes")
 
 
-def scale_caption(rows: Sequence[StripRow]) -> str:
-    """What the bars mean, with the largest value of each dtype that occurs."""
+def _cells(row: StripRow, names: set[str]) -> tuple[Line, ...]:
+    look = Look.BAD if row.is_origin else Look.PLAIN
+    note = _note(row)
+    name = named(module_name(row.fqn, names) or row.cls or "(model)")
+    # the class where the name is a number or the failure originates there, to keep the table narrow
+    tells_class = row.fqn and row.cls and (row.is_origin or row.fqn.replace(".", "").isdigit())
+    filled = 1.0 if row.num_inf and row.absmax is not None else fill(row.absmax, row.dtype)
+    return (
+        Words("▶" if row.is_origin else "", look),
+        (name, Words(f" ({row.cls})", Look.DIM)) if tells_class else name,
+        short_name(row.dtype),
+        _absmax(row),
+        Bar(filled, bad=bool(note)),
+        Words(note, look),
+    )
+
+
+def _scale(rows: Sequence[StripRow]) -> str:
+    """Say what the bars mean, with the largest value of each dtype that occurs."""
     limits = {short_name(row.dtype): number(limit(row.dtype)) for row in rows if limit(row.dtype) is not None}
     ends = ", ".join(f"{dtype} {largest}" for dtype, largest in limits.items())
     return f"Bars: log scale, from the dtype's smallest normal value to its max ({ends or ABSENT})."
 
 
-def magnitude_title(rows: Sequence[StripRow]) -> str:
-    """What the strip is about: the origin only where one is known."""
-    return (
-        "Activation magnitudes near the origin"
-        if any(row.is_origin for row in rows)
-        else "Activation magnitudes near the first inf or NaN"
-    )
-
-
 def _absmax(row: StripRow) -> str:
-    """The largest finite magnitude; what is there instead where none is finite."""
+    """Give the largest finite magnitude; what is there instead where none is finite."""
     if row.absmax == 0 and (row.num_nan or row.num_inf):
         return "NaN" if row.num_nan else "inf"
     return number(row.absmax)
 
 
-def _fill(row: StripRow) -> float | None:
-    return 1.0 if row.num_inf and row.absmax is not None else fill(row.absmax, row.dtype)
-
-
 def _note(row: StripRow) -> str:
     notes = ["ORIGIN"] if row.is_origin else []
-    if row.num_inf:
-        notes.append(f"{count(row.num_inf)} inf")
-    if row.num_nan:
-        notes.append(f"{count(row.num_nan)} NaN")
+    notes += [f"{count(row.num_inf)} inf"] if row.num_inf else []
+    notes += [f"{count(row.num_nan)} NaN"] if row.num_nan else []
     return ", ".join(notes) or ("" if row.absmax is not None else ABSENT)
-
-
-def magnitude_section(report: Report) -> Section:
-    """The strip, which needs no trace."""
-    lines = magnitude_lines(report.strip)
-    title = f"{magnitude_title(report.strip)} (execution order, log scale)"
-    if not lines:
-        return Section(title, ())
-    table = Table(("", "module", "dtype", "absmax", "in its range", ""), tuple(map(_line_cells, lines)))
-    return Section(title, (table, Paragraph(scale_caption(report.strip), Look.DIM)), "strip", "Magnitudes")
-
-
-def _line_cells(line: MagnitudeLine) -> tuple[Line, ...]:
-    look = Look.BAD if line.is_origin else Look.PLAIN
-    mark = Words("▶" if line.is_origin else "", look)
-    bar = Bar(line.fill, bad=bool(line.note))
-    name = (named(line.name), Words(f" ({line.cls})", Look.DIM)) if line.cls else named(line.name)
-    return (mark, name, line.dtype, line.absmax, bar, Words(line.note, look))
 
 
 def origin_strip(trace: Trace, finding: Finding | None) -> tuple[StripRow, ...]:

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from dtypedoctor.diagnosis.rule import Confidence
 from dtypedoctor.errors import INTERRUPTED, ExitCode, UsageError
 from dtypedoctor.foreign_files import parse_json
-from dtypedoctor.report.before_after import compare, side_by_side
+from dtypedoctor.report.before_after import columns, side_by_side
 from dtypedoctor.report.document import (
     Block,
     Document,
@@ -250,9 +250,8 @@ def _details(row: MatrixRow, report: Report) -> Section:
     facts = tuple(_facts(row, report))
     if facts:
         blocks.append(Facts(facts))
-    runs = compare(report)
-    if runs.main:
-        blocks.append(Fold("Baseline and fixes", side_by_side(runs.rows, runs.main), brief=""))
+    if runs := [run for run in columns(report) if not run.failed]:
+        blocks.append(Fold("Baseline and fixes", side_by_side(runs), brief=""))
     return Section(row.scenario, tuple(blocks), anchor=f"scenario-{row.scenario}")
 
 

@@ -8,8 +8,8 @@ from report_builders import hostile, mismatch, overflow, plain_text
 
 from dtypedoctor.cli.reported import _next_of_script
 from dtypedoctor.diagnosis.rule import Advice, Edit
-from dtypedoctor.report.before_after import compare
-from dtypedoctor.report.document import parts_of
+from dtypedoctor.report.before_after import before_after
+from dtypedoctor.report.document import Fold, Paragraph, Table, parts_of
 from dtypedoctor.report.model import Outcome, Report, Trial
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.run_facts import (
@@ -72,19 +72,21 @@ def test_a_remedy_that_is_only_proposed_says_what_it_would_change() -> None:
 
 def test_runs_that_cure_stand_beside_the_untreated_one_and_the_others_apart() -> None:
     """Before, cures, reference; and the findings of the untreated run are those that the report tells."""
-    table = compare(with_a_failed_first_trial())
-    assert [column.label for column in table.main] == [
-        "baseline", "gemma4-mlp-float32-product", "bfloat16", "reference (bfloat16)",
-    ]  # fmt: skip
-    assert [column.label for column in table.failed] == ["strict"]
-    assert table.main[0].cells[table.rows.index("findings")] == "float16-overflow"
-    assert any("operand-dtype-mismatch" in note for note in table.notes)
-    assert table.failed_title == "1 check that raises, as intended"
+    table, *notes, failed = before_after(with_a_failed_first_trial()).blocks
+    assert isinstance(table, Table)
+    assert table.header == ("", "baseline", "gemma4-mlp-float32-product", "bfloat16", "reference (bfloat16)")
+    assert plain_text({row[0]: row for row in table.rows}["findings"][1]) == "float16-overflow"
+    assert any("operand-dtype-mismatch" in plain_text(note.line) for note in notes if isinstance(note, Paragraph))
+    assert isinstance(failed, Fold)
+    assert failed.title == "1 check that raises, as intended"
+    assert [block.header for block in failed.blocks if isinstance(block, Table)] == [("", "strict")]
 
 
 def test_what_corrections_changed_is_told_only_where_they_changed_something() -> None:
     """Nothing was rescued in any run, 96 elements were clamped in one."""
-    rows = compare(overflow()).rows
+    table = before_after(overflow()).blocks[0]
+    assert isinstance(table, Table)
+    rows = [row[0] for row in table.rows]
     assert "elements replaced" not in rows
     assert "elements clamped" in rows
 

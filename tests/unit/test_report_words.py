@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtypedoctor.report.magnitude_table import magnitude_lines
-from dtypedoctor.report.model import StripRow
+from dtypedoctor.report.document import Bar, Line, Table, Words, parts_of
+from dtypedoctor.report.magnitude_table import magnitude_section
+from dtypedoctor.report.model import Report, Status, StripRow
 from dtypedoctor.report.text import (
     ascii_only,
     breaks,
@@ -152,22 +153,33 @@ def row(fqn: str, **more: object) -> StripRow:
     return StripRow(fqn=fqn, **(values | more))  # type: ignore[arg-type]
 
 
+def strip(*rows: StripRow) -> tuple[tuple[Line, ...], ...]:
+    """The rows of the table."""
+    table = magnitude_section(Report(name="x", status=Status.FINDINGS, headline="", strip=rows)).blocks[0]
+    assert isinstance(table, Table)
+    return table.rows
+
+
+def names(*fqns: str) -> list[str]:
+    """The modules as the table names them."""
+    words = (parts_of(cells[1])[0] for cells in strip(*map(row, fqns)))
+    return [word.text for word in words if isinstance(word, Words)]
+
+
 def test_modules_are_named_by_the_shortest_end_that_no_other_has() -> None:
     """The layer number keeps its word, and a number alone is an index."""
-
-    def names(*fqns: str) -> list[str]:
-        return [line.name for line in magnitude_lines([row(fqn) for fqn in fqns])]
-
     assert names("model.layers.0.mlp", "model.layers.1.mlp.up_proj") == ["layers.0.mlp", "layers.1.mlp.up_proj"]
     assert names("text.layers.0.mlp", "vision.layers.0.mlp") == ["text.layers.0.mlp", "vision.layers.0.mlp"]
     assert names("layers.0.experts.3.w1", "layers.1.experts.3.w1")[1] == "layers.1.experts.3.w1"
     assert names("1", "1.up", "0.1.up") == ["model[1]", "model[1].up", "model[0][1].up"]
-    assert [line.name for line in magnitude_lines([row("lm_head")])] == ["lm_head"]
-    assert [line.name for line in magnitude_lines([row(""), row("a.b")])] == ["Linear", "a.b"]
+    assert names("lm_head") == ["lm_head"]
+    assert names("", "a.b") == ["Linear", "a.b"]
 
 
 def test_an_infinite_value_fills_the_bar() -> None:
     """The finite rest of a tensor with inf in it says nothing about its range."""
-    (line,) = magnitude_lines([row("a", absmax=3.0, num_inf=2, num_nan=1, is_origin=True)])
-    assert line.fill == 1.0
-    assert line.note == "ORIGIN, 2 inf, 1 NaN"
+    ((*_, bar, note),) = strip(row("a", absmax=3.0, num_inf=2, num_nan=1, is_origin=True))
+    assert isinstance(bar, Bar)
+    assert bar.fill == 1.0
+    assert isinstance(note, Words)
+    assert note.text == "ORIGIN, 2 inf, 1 NaN"
