@@ -17,6 +17,7 @@ import typer
 from dtypedoctor.cli import completion
 from dtypedoctor.foreign_files import write_file
 from dtypedoctor.interruptions import say
+from dtypedoctor.report import FORMATS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -203,8 +204,7 @@ def _columns() -> int:
 
 
 TERMINAL = "terminal"
-_COME_WITH_IT = (TERMINAL, "md", "html", "json", "junit", "sarif")
-"""The formats that come with the program, named here so that ``--help`` need not import them; a test compares."""
+_COME_WITH_IT = (TERMINAL, *FORMATS)
 
 
 def _known(name: str) -> str:

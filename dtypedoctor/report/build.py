@@ -20,7 +20,7 @@ from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.noticed import noticed_in
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.to_json import render_json
-from dtypedoctor.report.to_markdown import render_markdown
+from dtypedoctor.report.to_md import render_markdown
 from dtypedoctor.report.verdict import measured_in, missing_end, verdict
 from dtypedoctor.scenario.model import Expectation
 from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE, NotWatched

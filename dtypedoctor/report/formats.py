@@ -1,25 +1,16 @@
-"""The formats that come with dtypedoctor. A new one is a function of a document and a line here."""
+"""The formats by name. One that comes with dtypedoctor is a file ``to_NAME.py`` beside this one, with a ``FORMAT``."""
 
 from dataclasses import replace
+from importlib import import_module
 
+import dtypedoctor.report
 from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import contained
 from dtypedoctor.plugins import Format, known, label_of, registered
 from dtypedoctor.report.document import Document
-from dtypedoctor.report.to_html import render_html
-from dtypedoctor.report.to_json import render_data
-from dtypedoctor.report.to_junit import render_junit
-from dtypedoctor.report.to_markdown import render_markdown
-from dtypedoctor.report.to_sarif import render_sarif
 from dtypedoctor.scenario.problems import did_you_mean
 
-FORMATS = (
-    Format(name="md", suffix=".md", render=render_markdown),
-    Format(name="html", suffix=".html", render=render_html, shows_runs=True),
-    Format(name="json", suffix=".json", render=render_data),
-    Format(name="junit", suffix=".xml", render=render_junit),
-    Format(name="sarif", suffix=".sarif", render=render_sarif),
-)
+FORMATS = tuple(import_module(f"dtypedoctor.report.to_{name}").FORMAT for name in dtypedoctor.report.FORMATS)
 _REMOVED = {
     "github": "--format md goes into $GITHUB_STEP_SUMMARY.",
     "annotations": "action.yml makes them of --format sarif.",

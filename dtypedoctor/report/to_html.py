@@ -13,6 +13,7 @@ from importlib import resources
 from urllib.parse import quote
 
 from dtypedoctor import __version__
+from dtypedoctor.plugins import Format
 from dtypedoctor.report.document import (
     Bar,
     Beside,
@@ -282,3 +283,6 @@ def _bar(bar: Bar) -> Html:
     track = el("rect", width="100", height="10", class_="track")
     full = el("rect", width=f"{bar.fill * 100:.1f}", height="10", class_=f"cell {level}")
     return el("svg", track, full, viewBox="0 0 100 10", class_="bar", aria_hidden="true")
+
+
+FORMAT = Format(name="html", suffix=".html", render=render_html, shows_runs=True)

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from dtypedoctor import unpatched
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json
+from dtypedoctor.plugins import Format
 from dtypedoctor.report.document import Document
 from dtypedoctor.report.model import SCHEMA, Report, Trial
 
@@ -111,3 +112,6 @@ def json_schema() -> dict[str, Any]:
         resources.files("dtypedoctor.report").joinpath("schema.json").read_text("utf-8")
     )
     return schema
+
+
+FORMAT = Format(name="json", suffix=".json", render=render_data)

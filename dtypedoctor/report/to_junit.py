@@ -2,6 +2,7 @@
 
 from xml.etree import ElementTree as ET
 
+from dtypedoctor.plugins import Format
 from dtypedoctor.report.document import Check, Document, Outcome
 from dtypedoctor.report.text import one_line, paragraphs
 
@@ -45,3 +46,6 @@ def _case(check: Check, suite: str) -> ET.Element:
         told.set("message", one_line(check.message, 600))
     told.text = paragraphs(check.text) or None
     return case
+
+
+FORMAT = Format(name="junit", suffix=".xml", render=render_junit)

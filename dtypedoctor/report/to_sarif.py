@@ -11,6 +11,7 @@ from dtypedoctor import __version__
 from dtypedoctor.diagnosis.registry import readable_page, spec_of
 from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.errors import DoctorError
+from dtypedoctor.plugins import Format
 from dtypedoctor.report.document import Document
 from dtypedoctor.report.text import one_line
 
@@ -129,3 +130,6 @@ def _artifact(file: str) -> dict[str, Any]:
 
 def _text(text: str) -> str:
     return one_line(text, 600)
+
+
+FORMAT = Format(name="sarif", suffix=".sarif", render=render_sarif)

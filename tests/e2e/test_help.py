@@ -86,10 +86,10 @@ def test_bash_completes_verbs_and_formats(tmp_path: Path) -> None:
     assert completions("dtypedoctor", "comp") == ["compare"]
     assert completions("dtypedoctor", "compare", "a", "b", "--format", "") == [
         "terminal",
-        "md",
         "html",
         "json",
         "junit",
+        "md",
         "sarif",
     ]
     assert "--tolerance" in completions("dtypedoctor", "compare", "--t")

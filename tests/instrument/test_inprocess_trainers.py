@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 import dtypedoctor
 from dtypedoctor.models.builtin import byte_tokenizer
 from dtypedoctor.report.run_document import run_document
-from dtypedoctor.report.to_markdown import render_markdown
+from dtypedoctor.report.to_md import render_markdown
 from dtypedoctor.trace.events import Metric, Raised
 
 pytestmark = pytest.mark.slow

@@ -22,7 +22,7 @@ from dtypedoctor.report.run_document import (
 )
 from dtypedoctor.report.to_html import render_html
 from dtypedoctor.report.to_json import from_json, json_schema, plain, render_json
-from dtypedoctor.report.to_markdown import render_markdown, size
+from dtypedoctor.report.to_md import render_markdown, size
 from dtypedoctor.report.to_terminal import print_document
 
 OLDEST = {"culprits": ["m"], "corrections": [], "probes": 3, "one_minimal": False, "verdicts": []}

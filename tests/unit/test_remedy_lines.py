@@ -23,7 +23,7 @@ from dtypedoctor.report.run_facts import (
     which_one,
 )
 from dtypedoctor.report.surveys import environment_rows
-from dtypedoctor.report.to_markdown import render_markdown
+from dtypedoctor.report.to_md import render_markdown
 from dtypedoctor.trials.remedies import remedies
 
 

@@ -20,7 +20,7 @@ from dtypedoctor.report.run_facts import (
     title,
     watched_and_not,
 )
-from dtypedoctor.report.to_markdown import render_markdown
+from dtypedoctor.report.to_md import render_markdown
 
 BACK = "dtype provenance, from the failing operator back to the origin"
 SCENARIO = {

@@ -12,7 +12,7 @@ from report_builders import EVIL, everything, healthy, hostile, mismatch, overfl
 from dtypedoctor.report.matrix import matrix_document, row_of
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.run_document import run_document
-from dtypedoctor.report.to_markdown import (
+from dtypedoctor.report.to_md import (
     LIMIT,
     bullets,
     code,

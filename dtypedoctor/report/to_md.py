@@ -9,6 +9,7 @@ from itertools import chain
 from typing import TypeVar
 
 from dtypedoctor import __version__
+from dtypedoctor.plugins import Format
 from dtypedoctor.report.document import (
     Bar,
     Beside,
@@ -252,3 +253,6 @@ def _fitting(lines: Sequence[str], room: int) -> int:
 
 def _left_out(count: int, what: str) -> str:
     return f"*{count:,} more {what} left out to stay within GitHub's limit; report.json has them.*"
+
+
+FORMAT = Format(name="md", suffix=".md", render=render_markdown)
