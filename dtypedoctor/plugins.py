@@ -1,4 +1,4 @@
-"""What dtypedoctor is made of and other packages add to: formats, models, workloads, corrections, rules.
+"""What dtypedoctor is made of and other packages add to: formats, models, workloads, corrections, checks, rules.
 
 Everything is registered in the same way, whoever wrote it: a frozen dataclass of this module, held by a module that need not
 import torch. Code that does import torch is named as ``"package.module:name"`` and imported by the worker when it is needed,
@@ -145,6 +145,21 @@ class Correction:
     test: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """What watches a run for a failure that the trace would not show otherwise; a :class:`~dtypedoctor.diagnosis.rule.Rule` reads what it has written.
+
+    Attributes:
+        name: kebab-case name.
+        observe: ``"package.module:Class"``, a subclass of :class:`dtypedoctor.instrument.silent.observer.Observer`.
+        records: what it writes: frozen dataclasses with a ``KIND``, their name on disk, which no other record has.
+    """
+
+    name: str
+    observe: str
+    records: tuple[type, ...] = ()
+
+
 KEEP_FLOAT32 = "keep-float32"
 _SHORT = {"bfloat16": "bfloat16-weights"}
 """Fixes of which a live model gets the correction that does the same."""
@@ -270,7 +285,7 @@ _labels: dict[tuple[type, str], str] = {}
 _remarks: dict[str, None] = {}
 """The remarks in their order."""
 _GROUPS = tuple(
-    f"dtypedoctor.{kind}" for kind in ("models", "workloads", "corrections", "rules", "formats", "remedies")
+    f"dtypedoctor.{kind}" for kind in ("models", "workloads", "corrections", "checks", "rules", "formats", "remedies")
 )
 """The groups of entry points that are read."""
 

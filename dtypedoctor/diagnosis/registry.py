@@ -22,13 +22,6 @@ Read = TypeVar("Read")
 BUILT_IN = "dtypedoctor.rules"
 """The package whose modules name their rules in ``RULES``. Rules import the diagnosis, so it looks them up when they are first needed."""
 
-PRECEDENCE = (
-    "collectives", "mismatch", "scaling", "streams", "non-finite", "loss-scale", "scaled-gradients", "compilation", "missing-patches", "stale-autocast-cache", "integer-casts", "float8-casts",
-    "rescues", "erased", "gradient-underflow", "update-stall", "router-flips", "logprob-gap", "rounded-positions", "partial-stall",
-    "rotary-tables", "loading", "loaded-dtype", "packed-weights", "trainable-weights", "shard-units", "rotary-weights", "kept-weights",
-)  # fmt: skip
-"""Names of rules: of two findings of one severity, that of the earlier rule comes first. Rules without a place here follow, by name."""
-
 
 @cache
 def rules() -> tuple[Rule, ...]:
@@ -37,9 +30,8 @@ def rules() -> tuple[Rule, ...]:
 
 
 def in_order(found: Iterable[Rule]) -> tuple[Rule, ...]:
-    """The rules in the order of precedence."""
-    places = {name: place for place, name in enumerate(PRECEDENCE)}
-    return tuple(sorted(found, key=lambda rule: (places.get(rule.name, len(places)), rule.name)))
+    """The rules by their priority."""
+    return tuple(sorted(found, key=lambda rule: (rule.priority, rule.name)))
 
 
 def _shielded(rule: Rule) -> Rule:

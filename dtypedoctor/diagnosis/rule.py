@@ -285,8 +285,8 @@ class Rule:
     """What finds a failure, in the trace of a run or in a model that has not run, and what it can find.
 
     Attributes:
-        name: kebab-case name; of two findings of one severity that of the rule which :data:`~dtypedoctor.diagnosis.registry.PRECEDENCE` names
-            first comes first.
+        name: kebab-case name.
+        priority: of two findings of one severity, that of the rule with the smaller number comes first; of equal ones the name decides.
         specs: every finding that it may make.
         detect: reads a trace and gives its findings; None for a rule about models alone.
         inspect: reads what files, or a worker's notes, say of a model, and gives its findings; None for a rule about runs alone.
@@ -294,6 +294,7 @@ class Rule:
     """
 
     name: str
+    priority: int = 1000
     specs: tuple[FindingSpec, ...]
     detect: Detector | None = None
     inspect: Inspector | None = None

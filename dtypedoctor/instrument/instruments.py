@@ -32,7 +32,11 @@ from dtypedoctor.instrument.places import When
 from dtypedoctor.instrument.readable import Arrivals, values_of
 from dtypedoctor.instrument.sentinel import Sentinel
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.silent.checks import SilentChecks
+from dtypedoctor.instrument.silent.checks import Checks
+from dtypedoctor.instrument.silent.float32_shadows import OverflowsOutside
+from dtypedoctor.instrument.silent.reruns import EagerReplay
+from dtypedoctor.instrument.silent.shadows import Shadows
+from dtypedoctor.instrument.silent.updates import GradientCheck
 from dtypedoctor.instrument.statistics import HALF, Rooted
 from dtypedoctor.instrument.watch import ModuleWatch
 from dtypedoctor.instrument.whereabouts import CaughtLog, RegionLog, behind, call_arguments, raised_record
@@ -111,8 +115,8 @@ class Instruments:
         originals = Originals()
         originals.outside = self._program = Float32Program(session, FOLLOWED)
         self._computes_in_half: dict[int, bool] = {}
-        self.silent = SilentChecks(session, originals, look=look)
-        self.silent.make_again(window.call for window in windows if window.eager)
+        self.checks = Checks(session, originals, look=look)
+        self.checks[EagerReplay].calls.update(window.call for window in windows if window.eager)
         self._ops = OpTrace(session, originals)
         self.in_place = InPlaceReplays(
             session, self.modules, self.phases, originals, self._operators_unseen, self._samples.look_closer
@@ -148,35 +152,38 @@ class Instruments:
     def _listen(self) -> None:
         """Who hears of each moment, in the order in which they do.
 
-        The routine look, one of the silent checks, puts its mode on after that of the op trace, and so takes it off before that.
+        The routine look puts its mode on after that of the op trace, and so takes it off before that.
         """
-        phases, modules, silent = self.phases, self.modules, self.silent
+        phases, modules, checks = self.phases, self.modules, self.checks
+        hearing, look = checks.hearing, checks.look
         modules.before_any = [self._enters_modules]
-        modules.before_root = [self._before_call, self._facts.tell, self.code_places.learn, silent.before_call]
+        told = [self._before_call, self._facts.tell, self.code_places.learn]
+        modules.before_root = [*told, *hearing("before_call"), look.before_call]
         modules.on_error = [self._ops.refused_by_module, self._note_left]
-        modules.on_return = [silent.returned, self._note_returned]
-        modules.after_root = [silent.after_call, self._after_call]
+        modules.on_return = [*hearing("returned"), self._note_returned]
+        modules.after_root = [look.after_call, *hearing("after_call"), self._after_call]
         modules.after_any = [self._leaves_modules]
         modules.hear_gradients(self._note_gradient, self._bad.known)
-        phases.before_generate = [silent.before_generate]
-        phases.before_backward = [silent.before_backward, self._before_backward]
+        phases.before_generate = hearing("before_generate")
+        # a backward pass inside of a call would leave the look's mode in another order
+        phases.before_backward = [look.after_call, *hearing("before_backward"), self._before_backward]
         phases.inside_backward = [self._inside_backward]
         phases.on_gradients = [self._measure_returned]
-        phases.after_backward = [self._after_backward, silent.scales.after_backward]
-        phases.on_scaled = [silent.scales.scaled]
-        silent.scales.in_scaler = lambda: phases.in_scaler
-        phases.before_unscale = [self._unscale.tell, silent.scales.before_unscale]
-        phases.before_step = [self._before_step, silent.before_step]
-        phases.after_step = [self._after_step, silent.after_step]
+        phases.after_backward = [self._after_backward, *hearing("after_backward")]
+        phases.on_scaled = hearing("scaled")
+        checks.in_scaler = lambda: phases.in_scaler
+        phases.before_unscale = [self._unscale.tell, *hearing("before_unscale")]
+        phases.before_step = [self._before_step, *hearing("before_step")]
+        phases.after_step = [self._after_step, *hearing("after_step")]
         phases.after_scaler = [self._after_scaler]
         phases.on_failure = [self.note_caught]
         phases.pause, phases.resume, phases.settle = self._pause, self._resume, self._settle
         phases.compiled_begins = self._compiled_begins
         phases.compiled_called = self.guard.shield(self._compiled_called, COMPILED_OUTSIDE)
-        entered = (silent.entered, self._regions.tell)
+        entered = (*hearing("entered"), self._regions.tell)
         self.session.autocast.entered = [self.guard.shield(listener, "some autocast regions") for listener in entered]
-        self._windows.scaled_backward = [silent.scaled_backward]
-        silent.when_zeros(self.in_place.zeros_seen)
+        self._windows.scaled_backward = [checks[GradientCheck].scaled_backward]
+        checks[GradientCheck].on_zeros.append(self.in_place.zeros_seen)
 
     def start(self) -> None:
         """Begins to watch."""
@@ -193,7 +200,7 @@ class Instruments:
             self.collectives.start()
             self.sharding.start()
             self._dtype_lines.start()
-            self.silent.start()
+            self.checks.call("start")
         self._windows.start()
         if self.watching:
             self._thread_begins(self.sentinel)
@@ -210,7 +217,8 @@ class Instruments:
             self.sentinel.stop()
             self._measure_gradients(self._samples.gradients_left() if self.modules.whole else [])
             self._journeys.stop()
-            self.silent.stop()
+            self.checks.look.after_call()
+            self.checks.call("stop")
             self._dtype_lines.stop()
             self.collectives.stop()
             self.sharding.stop()
@@ -385,7 +393,7 @@ class Instruments:
             self._samples.describe_optimizers()
             if self._budget is not None:
                 self._budget.sign("a value was not finite")
-            self.silent.look_again()
+            self.checks.look.look_again()
 
     def _enters_modules(self, module: nn.Module) -> None:
         """An outermost call begins: hooks see what happens from here on; what goes in has been seen by the sentinel."""
@@ -418,11 +426,12 @@ class Instruments:
         sentinel.wanted = lambda: self.modules.whole
         sentinel.raised = self.guard.shield(self._note_outside, "exceptions that the program may have caught")
         sentinel.computed = self._note_child
-        sentinel.writing, sentinel.wrote = self.silent.writing, self.silent.writes.after
-        sentinel.follow = self.silent.ran
+        sentinel.writing, sentinel.wrote = self.checks.writing, self.checks.wrote
+        sentinel.following = self.checks.following
         sentinel.program = self._program
-        sentinel.shadowed = self.silent.shadows.ran
-        sentinel.rounded, sentinel.overflowed = self.silent.overflows.wants, self.silent.overflows.ran
+        sentinel.shadowed = self.checks[Shadows].ran_outside
+        overflows = self.checks[OverflowsOutside]
+        sentinel.rounded, sentinel.overflowed = overflows.wants, overflows.ran_outside
         sentinel.rejected = self.guard.shield(self._keep_rejected, OPERATOR_CAPSULES)
         return sentinel
 

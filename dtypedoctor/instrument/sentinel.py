@@ -53,9 +53,7 @@ from dtypedoctor.instrument.operators import (
 from dtypedoctor.instrument.readings import FIRST_STEPS
 from dtypedoctor.instrument.recorders import BEHIND
 from dtypedoctor.instrument.session import Here, Session
-from dtypedoctor.instrument.silent.logprobs import is_followed
-from dtypedoctor.instrument.silent.sums import is_built_up
-from dtypedoctor.instrument.silent.writes import SUMS
+from dtypedoctor.instrument.silent.observer import SUMS
 from dtypedoctor.instrument.statistics import HALF, measurable, real_of
 from dtypedoctor.lasting import at_fork
 
@@ -126,8 +124,8 @@ class _Plan(NamedTuple):
     """It adds or subtracts."""
     fresh: bool = False
     """It takes no more than the form of its operands."""
-    followed: bool = False
-    """It may make, pass on or compare log-probabilities, or add to a sum or an average."""
+    followed: Sequence[Callable[[Any, Arguments, Any], None]] = ()
+    """Who is called with each call of it."""
 
 
 class Sentinel(OperatorMode):
@@ -145,8 +143,7 @@ class Sentinel(OperatorMode):
         rejected: called with an operator that has raised, its arguments, and what it raised; raises nothing itself.
         writing: called with an operator that is about to write to its operands, or to sum them; what it returns is handed to ``wrote`` with the line.
         computed: called in a process that the program has forked from this thread, when it first computes with floating point.
-        follow: called with each operator that may make, pass on or compare log-probabilities or build up a value, its arguments and its result; raises
-            nothing itself.
+        following: says who is called with each call of an operator, its arguments and its result; these raise nothing themselves.
         shadowed: called with each operator of a forward pass: it, its arguments with copies of what it has written to, its arguments, its results, its line.
         rounded: says whether an operator with these finite results is to be handed to ``overflowed``.
         overflowed: called with each operator of a forward pass, or of a custom function's backward, that was run while something is not finite: it, its arguments with copies of what it has written
@@ -195,7 +192,7 @@ class Sentinel(OperatorMode):
         self.computed: Callable[[], None] = lambda: None
         self.writing: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] = lambda *_: ()
         self.wrote: Callable[[Any, Line | None], None] = lambda *_: None
-        self.follow: Callable[[Any, Arguments, Any], None] = lambda *_: None
+        self.following: Callable[[Any], Sequence[Callable[[Any, Arguments, Any], None]]] = lambda _: ()
         self.shadowed: Callable[[Any, Arguments, Arguments, Sequence[Tensor], Line | None], None] = lambda *_: None
         self.rounded: Callable[[Sequence[Tensor]], bool] = lambda _: False
         self.overflowed: Callable[[Any, Arguments, Arguments, Any], None] = lambda *_: None
@@ -427,8 +424,8 @@ class Sentinel(OperatorMode):
                 if plan.writes and self._bad.any:
                     with self._looking:
                         self._bad.overwritten(written(func, (args, kwargs)))
-                if plan.followed:
-                    self.follow(func, (args, kwargs), result)
+                for follow in plan.followed:
+                    follow(func, (args, kwargs), result)
                 return result
         kept: Arguments = (args, kwargs)
         write = None
@@ -449,13 +446,14 @@ class Sentinel(OperatorMode):
             self._after(func, plan, (args, kwargs), kept, result)
             if write:
                 self.wrote(write, line_of(sys._getframe(1)))
-        if plan.followed:
-            self.follow(func, (args, kwargs), result)
+        for follow in plan.followed:
+            follow(func, (args, kwargs), result)
         return result
 
     def _plan(self, func: Any) -> _Plan:
-        overload = isinstance(func, OpOverload)
-        plan = _plan_of(func) if overload else _Plan(passes=True)
+        plan = _plan_of(func) if isinstance(func, OpOverload) else _Plan(passes=True)
+        if not (plan.passes or plan.reads):
+            plan = plan._replace(followed=self.following(func))
         self._plans[func] = plan
         return plan
 
@@ -675,11 +673,6 @@ def _results(func: Any, result: Any) -> list[Tensor]:
     return results[:1] if schema_of(func).name.startswith(_KEEPING) else results
 
 
-def _is_followed(func: Any) -> bool:
-    """Whether one of the checks wants to know of each call of an operator."""
-    return is_followed(func) or is_built_up(func)
-
-
 def _plan_of(func: Any) -> _Plan:
     if str(func) == "aten._local_scalar_dense.default":
         return _Plan(reads=True)
@@ -688,7 +681,7 @@ def _plan_of(func: Any) -> _Plan:
     schema = schema_of(func)
     name = schema.name.removeprefix("aten::")
     fresh = name.endswith("_like") or name.startswith("new_")
-    return _Plan(writes=schema.is_mutable, sums=name in SUMS, fresh=fresh, followed=_is_followed(func))
+    return _Plan(writes=schema.is_mutable, sums=name in SUMS, fresh=fresh)
 
 
 def _passes(func: Any) -> bool:

@@ -100,6 +100,11 @@ class Whereabouts:
         self._made_nodes(place)
         return place
 
+    def line_and_module(self, frame: FrameType) -> tuple[str | None, str | None]:
+        """``file:line`` of the operator that is called from ``frame``, and the dotted name of its module; None outside of modules."""
+        place = self.here(frame, "cpu")
+        return place.source, place.fqn if place.root != OUTSIDE else None
+
     def _made_nodes(self, place: OpPlace) -> None:
         """An operator's node is made just before the operator itself is dispatched, and takes the number before the next. In transformations that
         differentiate (``torch.func.grad``) it has a node in each, the outermost last."""

@@ -26,7 +26,7 @@ from dtypedoctor.trace.events import Observed
 from dtypedoctor.trace.model import Trace
 
 __all__ = ["COMPILE_AND_LOAD", "DTYPE_MISMATCH", "LOSS_SCALING", "NON_FINITE", "SILENT", "Confidence", "Finding", "FindingSpec", "Rule",
-           "Severity", "Statement", "Trace", "located", "make_finding"]  # fmt: skip
+           "Severity", "Statement", "Trace", "located", "make_finding", "make_finding_of"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -248,6 +248,6 @@ def _inspected(severity: Severity, dtype: str, summary: str, cause: str, evidenc
 
 
 RULES = (
-    Rule(name="loading", specs=(SPEC,), detect=detect_loading),
-    Rule(name="loaded-dtype", specs=(SPEC,), inspect=check_configured),
+    Rule(name="loading", priority=220, specs=(SPEC,), detect=detect_loading),
+    Rule(name="loaded-dtype", priority=230, specs=(SPEC,), inspect=check_configured),
 )

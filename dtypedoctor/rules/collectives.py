@@ -150,4 +150,4 @@ def _collective_in(frames: Sequence[str]) -> str:
     return next(called, "")
 
 
-RULES = (Rule(name="collectives", specs=(SPEC,), detect=detect_rejected, compare=compare_ranks),)
+RULES = (Rule(name="collectives", priority=10, specs=(SPEC,), detect=detect_rejected, compare=compare_ranks),)

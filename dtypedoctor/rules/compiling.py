@@ -285,6 +285,6 @@ def detect_stale_streams(trace: Trace) -> Iterator[Finding]:
 
 
 RULES = (
-    Rule(name="compilation", specs=(COMPILE_GRAPH_BREAK, RECOMPILE_LIMIT), detect=detect_compilation),
-    Rule(name="streams", specs=(STALE_CUDA_STREAM,), detect=detect_stale_streams),
+    Rule(name="compilation", priority=80, specs=(COMPILE_GRAPH_BREAK, RECOMPILE_LIMIT), detect=detect_compilation),
+    Rule(name="streams", priority=40, specs=(STALE_CUDA_STREAM,), detect=detect_stale_streams),
 )

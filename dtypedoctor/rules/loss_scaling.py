@@ -309,8 +309,18 @@ def _saved_whole(tensor: StaticTensor, modules: object) -> bool:
 
 
 RULES = (
-    Rule(name="scaling", specs=(UNSCALE_FLOAT16_GRADIENTS, SCALER_BFLOAT16, NO_INF_CHECKS), detect=detect_scaling),
-    Rule(name="loss-scale", specs=(LOSS_SCALE_EXHAUSTED,), detect=detect_exhausted_scale),
-    Rule(name="scaled-gradients", specs=(SCALED_GRADIENTS,), detect=detect_scaled_gradients),
-    Rule(name="trainable-weights", specs=(UNSCALE_FLOAT16_GRADIENTS, SCALER_BFLOAT16), inspect=check_trainable),
+    Rule(
+        name="scaling",
+        priority=30,
+        specs=(UNSCALE_FLOAT16_GRADIENTS, SCALER_BFLOAT16, NO_INF_CHECKS),
+        detect=detect_scaling,
+    ),
+    Rule(name="loss-scale", priority=60, specs=(LOSS_SCALE_EXHAUSTED,), detect=detect_exhausted_scale),
+    Rule(name="scaled-gradients", priority=70, specs=(SCALED_GRADIENTS,), detect=detect_scaled_gradients),
+    Rule(
+        name="trainable-weights",
+        priority=250,
+        specs=(UNSCALE_FLOAT16_GRADIENTS, SCALER_BFLOAT16),
+        inspect=check_trainable,
+    ),
 )

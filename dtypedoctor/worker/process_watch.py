@@ -31,14 +31,11 @@ from dtypedoctor.unpatched import getpid, perf_counter
 from dtypedoctor.worker.elsewhere import own_kernels
 from dtypedoctor.worker.environment import StepDigest, describe_environment, peak_resident, resident
 from dtypedoctor.worker.on_import import after_import
-from dtypedoctor.worker.patchers import PATCHERS
 from dtypedoctor.worker.recording import Totals, hide_own_frames
 
 if TYPE_CHECKING:
     from dtypedoctor.worker.interventions import Conditions, OutsideCorrections
 
-PRETRAINED = "transformers.modeling_utils"
-"""Holds ``from_pretrained``, which may run before any module is called."""
 GENERATION = "transformers.generation.utils"
 """Holds ``generate``, which calls the first module from inside."""
 
@@ -105,11 +102,7 @@ class ProcessWatch:
         self._waiting = [
             after_import(FRAME_COMPILER, self._compiler_is_there),
             after_import(COMPILER, self._keep_compiler_out),
-            after_import(PRETRAINED, instruments.silent.follow_pretrained),
-            *(
-                after_import(name, functools.partial(instruments.silent.follow_patchers, name, PATCHERS[name]))
-                for name in PATCHERS
-            ),
+            *instruments.checks.follow_imports(after_import),
             after_import(GENERATION, instruments.phases.follow_generate),
             after_import(SHARDING, instruments.sharding.follow),
             follow_test_runners(self._note_test),

@@ -16,7 +16,7 @@ from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.instrument.silent.decoding import _Generation
+from dtypedoctor.instrument.silent.decoding import DecodingCheck, _Generation
 from dtypedoctor.trace.model import Trace
 
 HALF = torch.bfloat16
@@ -169,7 +169,7 @@ def test_texts_that_are_not_sampled_row_by_row_are_not_followed(tmp_path: Path, 
 
     def program(instruments: Instruments) -> None:
         model.generate(PROMPTS[1:2], max_new_tokens=6, do_sample=False, **options.get(option, {}))
-        generations = instruments.silent._decoding._generations
+        generations = instruments.checks[DecodingCheck]._generations
         followed.extend(len(each.said) for each in generations if each.model() is model)
 
     assert gaps(watched(tmp_path, program)) == []

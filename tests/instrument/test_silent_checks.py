@@ -18,9 +18,9 @@ from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.instrument.silent.loading import header_dtypes
+from dtypedoctor.instrument.silent.patches import PATCHERS, PatchCheck
 from dtypedoctor.trace.events import NotWatched, Observation, Op, ScalerState
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.worker.patchers import PATCHERS
 
 
 def observed(
@@ -709,7 +709,7 @@ def test_a_patch_that_unsloth_zoo_answers_it_did_not_make_is_observed(
         def forward(self, x: Tensor) -> Tensor:
             return x
 
-    [(name, functions)] = PATCHERS.items()
+    [name] = PATCHERS
     zoo = ModuleType(name)
     exec(ZOO, vars(zoo))  # noqa: S102
     monkeypatch.setitem(sys.modules, name, zoo)
@@ -717,7 +717,7 @@ def test_a_patch_that_unsloth_zoo_answers_it_did_not_make_is_observed(
     choices = {"h": lambda self, h: h, "x": lambda self, x: x}
 
     def program(instruments: Instruments) -> None:
-        instruments.silent.follow_patchers(name, functions)
+        instruments.checks[PatchCheck].imported(name)
         chosen = [choices[one] for one in takes]
         assert zoo.patch_function_past_key_values(Squares, "forward", chosen) is answered
         zoo.patch_function(Elsewhere, "forward", choices["h"])

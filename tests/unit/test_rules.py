@@ -8,7 +8,7 @@ from scenario_files import HEALTHY, written
 
 from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.registry import PRECEDENCE, canonical, finding_ids, in_order, page, rules, spec_of, typed_ids
+from dtypedoctor.diagnosis.registry import canonical, finding_ids, in_order, page, rules, spec_of, typed_ids
 from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
 from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.scenario.model import Expectation
@@ -23,17 +23,14 @@ ALIASES = {
 SPECS = [spec_of(finding) for finding in finding_ids()]
 
 
-def test_precedence_names_each_rule_once() -> None:
-    """A misspelt name would put its rule behind all others; a rule that needs no place has none."""
-    assert [rule.name for rule in rules()][: len(PRECEDENCE)] == list(PRECEDENCE)
-
-
-def test_a_rule_without_a_place_comes_behind_those_with_one() -> None:
-    """So a new rule needs no entry unless its place matters."""
+def test_a_rule_without_a_priority_comes_behind_those_with_one() -> None:
+    """So a new rule needs none unless its place matters."""
     spec = FindingSpec(id="new-failure", title="It is new", family=SILENT)
     added = [Rule(name=name, specs=(spec,), detect=lambda trace: ()) for name in ("zeta", "alpha")]
-    placed = [rule for rule in rules() if rule.name in PRECEDENCE]
-    assert [rule.name for rule in in_order([*added, *reversed(placed)])] == [*PRECEDENCE, "alpha", "zeta"]
+    placed = [rule for rule in rules() if rule.priority < added[0].priority]
+    ordered = [rule.name for rule in in_order([*added, *reversed(placed)])]
+    assert ordered == [*(rule.name for rule in placed), "alpha", "zeta"]
+    assert ordered[:2] == ["collectives", "mismatch"]
 
 
 def test_every_finding_is_specified_once() -> None:

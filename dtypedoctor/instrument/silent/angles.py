@@ -1,18 +1,20 @@
 """Angles of rotary and sinusoidal embeddings that half precision has rounded: in tables, and where sines are taken."""
 
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dtypedoctor._torch_private import schema_of
 from dtypedoctor.instrument.naming import dtype_name, short_name
-from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.shadows import Shadows
 from dtypedoctor.instrument.silent.look import Seen
-from dtypedoctor.instrument.whereabouts import OUTSIDE, Whereabouts
+from dtypedoctor.instrument.silent.observer import Observer
+from dtypedoctor.instrument.silent.shadows import Shadows
 from dtypedoctor.trace.records.silent import RoundedAngles
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.checks import Checks
 
 HALF = {torch.bfloat16: 8, torch.float16: 11}
 """Significant bits."""
@@ -67,8 +69,7 @@ class _Rounded:
     source: str | None
 
 
-@dataclass(slots=True)
-class AngleCheck:
+class AngleCheck(Observer):
     """Writes a :class:`RoundedAngles` for a sine or cosine whose angle half precision has rounded by a good part of a turn.
 
     Either whole numbers (timesteps, positions) were cast on the way to it, in the call or before, and are compared with what they were; or the angle itself
@@ -76,13 +77,12 @@ class AngleCheck:
     activations and not looked at.
     """
 
-    session: Session
-    whereabouts: Whereabouts
-    shadows: Shadows
-    _whole: dict[int, _Rounded] = field(default_factory=dict)
-    _half: dict[int, torch.dtype] = field(default_factory=dict)
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
+        self._whole: dict[int, _Rounded] = {}
+        self._half: dict[int, torch.dtype] = {}
 
-    def end(self) -> None:
+    def look_ended(self) -> None:
         """Forgets the call."""
         self._whole.clear()
         self._half.clear()
@@ -104,8 +104,7 @@ class AngleCheck:
         if rounded is not None:
             self._whole[number] = rounded
         elif _is_rounding(operand, seen.results[0]):
-            source = self.whereabouts.here(sys._getframe(), "cpu").source
-            self._whole[number] = _Rounded(operand, seen.results[0], seen.name, source)
+            self._whole[number] = _Rounded(operand, seen.results[0], seen.name, self.here()[0])
         if name in _SAME_VALUES:
             half = operand.dtype if operand.dtype in HALF else self._half.get(seen.number(operand))
             if half is not None:
@@ -115,7 +114,7 @@ class AngleCheck:
         """What is known of an operand's whole numbers, which the call may have been given in half precision."""
         known = (self._whole.get(seen.number(tensor)) for tensor in seen.operands) if self._whole else ()
         rounded = next((one for one in known if one is not None), None)
-        before = self.shadows.rounded(seen.operands[0]) if rounded is None else None
+        before = self.checks[Shadows].rounded(seen.operands[0]) if rounded is None else None
         if before is None or not before[1].whole:
             return rounded
         exact, origin = before
@@ -128,13 +127,12 @@ class AngleCheck:
         rounded = self._whole.get(number)
         if half is None and rounded is None:
             return
-        place = self.whereabouts.here(sys._getframe(), "cpu")
+        line, fqn = self.here()
         largest = float(angles.abs().max()) if angles.numel() else 0.0
         told = _of_whole_numbers(rounded, largest) if rounded is not None else None
         if told is None and half is not None:
-            told = _of_angles(half, largest, seen.name, place.source)
+            told = _of_angles(half, largest, seen.name, line)
         if told is not None:
-            fqn = place.fqn if place.root != OUTSIDE else None
             self.session.once(told, (fqn, told.source), fqn)
 
 

@@ -1,38 +1,25 @@
-"""All silent checks of one process, wired to the moments at which they look."""
+"""All observers of one process. Those of dtypedoctor are found by being in this package, others by their entry points; each has a priority."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from importlib import import_module
+from typing import Any, TypeVar
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
+from dtypedoctor.instrument import silent
 from dtypedoctor.instrument.float32_program import Originals
-from dtypedoctor.instrument.operators import Arguments
+from dtypedoctor.instrument.frames import Line
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.shadows import Shadows
-from dtypedoctor.instrument.silent.angles import AngleCheck
-from dtypedoctor.instrument.silent.decoding import DecodingCheck
-from dtypedoctor.instrument.silent.float8 import Float8Casts
-from dtypedoctor.instrument.silent.float32_shadows import AbsorbedOverflows, OverflowsOutside, RouterFlips
-from dtypedoctor.instrument.silent.loading import LoadingCheck
-from dtypedoctor.instrument.silent.logprobs import LogprobCheck, is_followed
 from dtypedoctor.instrument.silent.look import RoutineLook
-from dtypedoctor.instrument.silent.patches import PatchCheck
-from dtypedoctor.instrument.silent.policies import RatioCheck
-from dtypedoctor.instrument.silent.reruns import CacheCheck, EagerReplay
-from dtypedoctor.instrument.silent.resuming import ResumeCheck
-from dtypedoctor.instrument.silent.rounding import IntegerCasts, PositionCheck, RotaryTables
-from dtypedoctor.instrument.silent.scaling import ScaleCheck
-from dtypedoctor.instrument.silent.sums import SumCheck, is_built_up
-from dtypedoctor.instrument.silent.twins import TwinCheck, question_of
-from dtypedoctor.instrument.silent.updates import GradientCheck, UpdateCheck
-from dtypedoctor.instrument.silent.writes import WriteCheck
+from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.whereabouts import Whereabouts
-from dtypedoctor.trace.records.execution import AutocastRegion
+from dtypedoctor.plugins import Check, left_out, registered, resolve
+
+Of = TypeVar("Of", bound=Observer)
 
 
-class SilentChecks:
-    """Looks for failures that raise nothing and leave finite values behind.
+class Checks:
+    """Makes each observer once, and says which of them hear of a moment.
 
     Args:
         session: where the observations go.
@@ -40,151 +27,101 @@ class SilentChecks:
         look: take the routine look.
 
     Attributes:
-        shadows: follows what half precision rounds, also outside of modules.
-        scales: follows the loss scale to where gradients are used.
-        writes: looks at what is written in place outside of modules.
-        logprobs: follows log-probabilities, also outside of modules.
-        overflows: follows what overflows outside of modules to where it is finite again.
+        whereabouts: says where the operator that is running stands.
+        in_scaler: says whether a gradient scaler is at work.
     """
 
     def __init__(self, session: Session, originals: Originals, *, look: bool = True) -> None:
-        whereabouts = Whereabouts(session)
-        self._loading = LoadingCheck(session, originals)
-        self._resuming = ResumeCheck(session)
-        self._rotary = RotaryTables(session, self._loading.rounded_at)
-        self.logprobs = LogprobCheck(session)
-        self.overflows = OverflowsOutside(session, Whereabouts(session))
-        self.shadows = Shadows(session)
-        self._float8 = Float8Casts(session, whereabouts)
-        seeing = (
-            self.shadows,
-            AbsorbedOverflows(session, whereabouts),
-            IntegerCasts(session, whereabouts),
-            self._float8,
-            RouterFlips(session, whereabouts),
-            PositionCheck(session, whereabouts),
-            AngleCheck(session, whereabouts, self.shadows),
-            self._rotary,
-            self.logprobs,
-        )
-        self._looks = look
-        self._look = RoutineLook(seeing, session, self.shadows, lambda: self.shadows.accumulates)
-        self._cache = CacheCheck(session)
-        self._updates = UpdateCheck(session)
-        self.scales = ScaleCheck(session)
-        self.writes = WriteCheck(session)
-        self._sums = SumCheck(session)
-        self._gradients = GradientCheck(session, self._look.look_again)
-        self._twins = TwinCheck(session)
-        self._decoding = DecodingCheck(session)
-        self._ratios = RatioCheck(session)
-        self._patches = PatchCheck(session)
-        self._eager = EagerReplay(session)
+        self.session, self.originals = session, originals
+        self.whereabouts = Whereabouts(session)
+        self.in_scaler: Callable[[], bool] = lambda: False
+        self._made: dict[type[Observer], Observer] = {}
+        self._of_plugins: dict[type[Observer], str] = {}
+        for cls in own_observers():
+            self._make(cls)
+        for name, check in registered(Check).items():
+            with session.guard.keeping(f"the check {name}"):
+                cls = resolve(check.observe)
+                self._of_plugins[cls] = name
+                self._make(cls)
+        for plugin in left_out():
+            session.guard.tell(plugin.what, plugin.why)
+        self._writing = [(self._method(one, "writing"), self._method(one, "wrote")) for one in self._hearing("writing")]
+        self.look = RoutineLook(self.hearing("saw"), self.hearing("look_ended"), session, enabled=look)
 
-    def start(self) -> None:
-        """Begins to look."""
-        self._loading.start()
-        self._resuming.start()
+    def __getitem__(self, cls: type[Of]) -> Of:
+        """The observer of this class."""
+        observer = self._made.get(cls) or self._make(cls)
+        assert isinstance(observer, cls)
+        return observer
 
-    def stop(self) -> None:
-        """Stops looking."""
-        self._look.after_call()
-        self._cache.after_call()
-        self._loading.stop()
-        self._patches.stop()
-        self._resuming.stop()
-        self.shadows.stop()
-        self.writes.stop()
-        self._sums.stop()
-        self.logprobs.finish()
-        self._twins.finish()
+    def _make(self, cls: type[Observer]) -> Observer:
+        if cls not in self._made:
+            self._made[cls] = cls(self)
+        return self._made[cls]
 
-    def make_again(self, calls: Iterable[int]) -> None:
-        """The outermost calls with these numbers are made once more in eager mode; for the second pass."""
-        self._eager.calls.update(calls)
+    def _hearing(self, moment: str) -> list[Observer]:
+        """Those that have a method of their own for a moment, in the order in which they are called."""
+        ordered = sorted(self._made.values(), key=lambda observer: (observer.priority, type(observer).__name__))
+        return [one for one in ordered if getattr(type(one), moment) is not getattr(Observer, moment)]
 
-    def scaled_backward(self, tensors: list[Tensor]) -> None:
-        """The experiment of :class:`GradientCheck`, for the second pass."""
-        self._gradients.scaled_backward(tensors)
+    def _method(self, observer: Observer, moment: str) -> Callable[..., Any]:
+        """A method of an observer; what that of a plug-in raises is kept from the program and from other observers."""
+        method: Callable[..., Any] = getattr(observer, moment)
+        name = self._of_plugins.get(type(observer))
+        if name is None:
+            return method
+        keeping = self.session.guard.keeping(f"the check {name}")
 
-    def when_zeros(self, listener: Callable[[], None]) -> None:
-        """Has ``listener`` called where gradients are zero for the most part before an optimizer step, and float16 is at work."""
-        self._gradients.on_zeros.append(listener)
+        def kept_apart(*args: Any) -> Any:
+            with keeping:
+                return method(*args)
 
-    def look_again(self) -> None:
-        """Something has been found not to be finite."""
-        self._look.look_again()
+        return kept_apart
 
-    def follow_pretrained(self) -> None:
-        """transformers has been imported."""
-        self._loading.follow_pretrained()
+    def hearing(self, moment: str) -> list[Callable[..., Any]]:
+        """What is called at a moment, in this order."""
+        return [self._method(observer, moment) for observer in self._hearing(moment)]
 
-    def follow_patchers(self, module: str, names: Sequence[str]) -> None:
-        """A module with functions of these names, which make patches, has been imported."""
-        self._patches.follow_patchers(module, names)
+    def call(self, moment: str) -> None:
+        """Tells of the beginning or the end of the program."""
+        for method in self.hearing(moment):
+            method()
 
-    def entered(self, region: AutocastRegion) -> None:
-        """An autocast region is entered."""
-        self._gradients.entered(region)
+    def follow_imports(self, after_import: Callable[[str, Callable[[], None]], Any]) -> list[Any]:
+        """Has observers told of the modules that they wait for; ``after_import`` calls a function once a module is there."""
+        waiting = [(observer, module) for observer in self._hearing("imported") for module in observer.waits_for]
+        return [
+            after_import(module, partial(self._method(observer, "imported"), module)) for observer, module in waiting
+        ]
 
-    def before_call(self, module: nn.Module) -> None:
-        """An outermost call begins."""
-        self.logprobs.before_call()
-        self._patches.before_call(module)
-        self._rotary.before_call(module)
-        self._cache.before_call(module)
-        if self._looks:
-            self._look.before_call(module)
+    def following(self, func: Any) -> list[Callable[..., Any]]:
+        """Who is called with each call of an operator outside of modules."""
+        heard = self._hearing("ran")
+        return [self._method(observer, "ran") for observer in heard if self._method(observer, "follows")(func)]
 
-    def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """An outermost call has returned."""
-        self._twins.returned(module, args, kwargs, output)
-        self.logprobs.returned(question_of(args, kwargs), output)
-        self._decoding.returned(module, args, kwargs, output)
-        self._eager.returned(module, args, kwargs, output)
+    def writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """An operator outside of modules is about to write, to add or to subtract: what each observer returns, if any returns something."""
+        kept = [writing(func, args, kwargs) for writing, _ in self._writing]
+        return kept if any(kept) else None
 
-    def after_call(self, module: nn.Module) -> None:
-        """An outermost call has ended, in whatever way."""
-        self.logprobs.after_call(module)
-        self._look.after_call()
-        self._cache.after_call()
-        self._rotary.after_call()
+    def wrote(self, kept: list[Any], line: Line | None) -> None:
+        """It has written, called by ``line``."""
+        for (_, wrote), before in zip(self._writing, kept, strict=True):
+            if before:
+                wrote(before, line)
 
-    def ran(self, func: Any, arguments: Arguments, result: Any) -> None:
-        """An operator outside of modules has run for which :func:`is_followed` or :func:`is_built_up` is true."""
-        if is_followed(func):
-            self.logprobs.ran(func, arguments, result)
-        if is_built_up(func):
-            self._sums.ran(func, *arguments, result)
-        elif str(func) == "aten._to_copy.default":
-            self._float8.cast(arguments, result)
 
-    def before_generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """``generate`` of transformers is called."""
-        self._decoding.before_generate(args, kwargs)
+@cache
+def own_observers() -> Sequence[type[Observer]]:
+    """The classes of dtypedoctor's own observers."""
+    return tuple(_own_observers())
 
-    def before_backward(self, tensors: list[Tensor]) -> None:
-        """A backward pass begins at ``tensors``."""
-        self._look.after_call()  # a backward pass inside of a call would leave its mode in another order
-        self._ratios.before_backward(tensors)
-        self.logprobs.before_backward(tensors)
-        self.scales.before_backward(tensors)
 
-    def writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator outside of modules is about to write to its operands."""
-        self.scales.writing(func, args)
-        return self.writes.before(func, args, kwargs)
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer step begins."""
-        self._ratios.before_step()
-        self.scales.before_step(optimizer)
-        self._loading.before_step(optimizer)
-        self._resuming.before_step(optimizer)
-        self._gradients.before_step(optimizer)
-        self._updates.before_step(optimizer)
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer step has ended."""
-        self._updates.after_step(optimizer)
-        self._cache.after_step(optimizer)
+def _own_observers() -> Iterator[type[Observer]]:
+    for info in pkgutil.iter_modules(silent.__path__, f"{silent.__name__}."):
+        module = import_module(info.name)
+        for value in list(vars(module).values()):
+            is_observer = isinstance(value, type) and issubclass(value, Observer) and value is not Observer
+            if is_observer and value.__module__ == info.name:
+                yield value

@@ -8,7 +8,7 @@ kernel for single tokens with weights of its own, say.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -18,12 +18,15 @@ from dtypedoctor._torch_private import as_the_program
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.instrument.module_tree import modules_in
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.silent.policies import is_random
 from dtypedoctor.instrument.silent.stale_copies import StaleCopy, line_that_stores, stale_copies, updated
 from dtypedoctor.instrument.silent.twins import Asked, beside, in_dtype, made_again, main_parameter
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.records.silent import DecodedTokens, UpdatedCopies
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.checks import Checks
 
 __all__ = ["DecodingCheck"]
 
@@ -102,12 +105,11 @@ class _Generation:
         return list(zip(prompts, generated, strict=True))
 
 
-class DecodingCheck:
+class DecodingCheck(Observer):
     """Writes a :class:`DecodedTokens` for a model whose log-probabilities of generated tokens are others when it gets them all at once."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._names, self._position = session.names, session.position
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
         self._temperature = 1.0
         self._is_plain = True
         self._step = self._followed = 0
@@ -116,11 +118,11 @@ class DecodingCheck:
         self._before: float | None = None
         self._over = False
 
-    def before_generate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def before_generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``generate`` is called."""
         self._open = None
-        if self._step != self._position.step:
-            self._step, self._followed = self._position.step, 0
+        if self._step != self.position.step:
+            self._step, self._followed = self.position.step, 0
             self._generations.clear()
         self._followed += 1
         self._temperature = _temperature(args, kwargs)
@@ -128,17 +130,17 @@ class DecodingCheck:
 
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """An outermost call has returned."""
-        if self._over or self._position.backward_depth:
+        if self._over or self.position.backward_depth:
             return
-        generating = self._position.phase == "generate"
+        generating = self.position.phase == "generate"
         if not (self._may_follow() if generating else self._generations):
             return
-        with self._position.mute(), torch.no_grad():
-            call = Asked.of(self._session, module, args, kwargs, output)
+        with self.position.mute(), torch.no_grad():
+            call = Asked.of(self.session, module, args, kwargs, output)
             if call is None or call.question.dim() != 2:
                 return
             if call.content is not None:  # another image may stand beside the same tokens
-                self._session.guard.tell(*_BESIDE_IMAGES)
+                self.session.guard.tell(*_BESIDE_IMAGES)
                 return
             if generating:
                 self._follow(module, call)
@@ -205,7 +207,7 @@ class DecodingCheck:
         if gap is None or float(gap.mean()) <= at_most:
             return
         self._over = True
-        place = self._names.find(module)
+        place = self.names.find(module)
         found = DecodedTokens(
             model=place[0] if place is not None else None,
             dtype=dtype_name(main_parameter(module)),
@@ -217,7 +219,7 @@ class DecodingCheck:
             random=random,
             copies=self._updated(module, at_once or call, pairs, generation, at_most),
         )
-        self._session.once(found, found.model, fqn="")
+        self.session.once(found, found.model, fqn="")
 
     def _updated(
         self, module: nn.Module, call: Asked, pairs: "list[_Pair]", generation: _Generation, at_most: float
@@ -253,7 +255,7 @@ class DecodingCheck:
         several = min(len(generation.mask), 2)  # a single text may have kernels of its own
         tokens = call.question[row].expand(several, -1)
         said = []
-        with contained(), as_the_program(), beside(self._session, module, call, generation.autocast):
+        with contained(), as_the_program(), beside(self.session, module, call, generation.autocast):
             answer = module(input_ids=tokens[:, : columns[0]], use_cache=True)
             for column in columns[:-1]:
                 cache = {name: answer[name] for name in _CACHES if name in answer}
@@ -273,10 +275,10 @@ class DecodingCheck:
     def _rounding(self, module: nn.Module, call: Asked, pairs: "list[_Pair]") -> tuple[Asked | None, float | None]:
         """The call made again without dropout, and the mean difference between that and the same in float32; None for what cannot be had."""
         weights = in_dtype(module, torch.float32)
-        again = made_again(self._session, module, call, {}, call.autocast) if call.repeatable else None
+        again = made_again(self.session, module, call, {}, call.autocast) if call.repeatable else None
         if again is None or weights is None:
             return again, None
-        wide = made_again(self._session, module, call, weights, None)
+        wide = made_again(self.session, module, call, weights, None)
         return again, _between(again, wide, pairs) if wide is not None else None
 
 

@@ -3,12 +3,11 @@
 An overflow may leave nothing non-finite behind, and a router may choose other experts; both results are finite.
 """
 
-import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,12 +26,15 @@ from dtypedoctor.instrument.operators import (
     written,
 )
 from dtypedoctor.instrument.readings import Readings
-from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.look import Seen
+from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.statistics import HALF, Extent, is_spread, measurable, measure
-from dtypedoctor.instrument.whereabouts import OUTSIDE, OpPlace, Whereabouts
+from dtypedoctor.instrument.whereabouts import Whereabouts
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.records.silent import Absorbed, Overflowed, RouterChoice
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.checks import Checks
 
 MAX_SHADOWED = 64
 """Ops of one call that are run in float32 beside the real ones; an inf that lives longer is the module watch's business."""
@@ -98,8 +100,7 @@ class _Shadow:
     overflow: _Overflow
 
 
-@dataclass(slots=True)
-class AbsorbedOverflows:
+class AbsorbedOverflows(Observer):
     """Writes an :class:`Absorbed` for each overflow that ends in finite values.
 
     A square of 300 is inf in float16, its reciprocal root 0, and the norm returns zeros. ``tanh(inf)`` is 1, as it should be. A
@@ -107,20 +108,20 @@ class AbsorbedOverflows:
     are run beside the real ones on the same operands in float32, and the two results are compared.
     """
 
-    session: Session
-    whereabouts: Whereabouts
-    zeros: bool = False
-    """Whether to follow what float16 rounds to 0 as well, up to where it makes inf or NaN."""
-    _shadows: dict[int, _Shadow] = field(default_factory=dict)
-    _count: int = 0
-    _begun: Counter[str] = field(default_factory=Counter)
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
+        self._shadows: dict[int, _Shadow] = {}
+        self._count = 0
+        self._begun: Counter[str] = Counter()
+        # whether to follow what float16 rounds to 0 as well, up to where it makes inf or NaN
+        self.zeros = False
 
     @property
     def is_following(self) -> bool:
         """Whether there is an overflow that has not ended yet."""
         return bool(self._shadows)
 
-    def end(self) -> None:
+    def look_ended(self) -> None:
         """Forgets the call."""
         self._shadows.clear()
         self._count = 0
@@ -188,12 +189,12 @@ class AbsorbedOverflows:
         return []
 
     def _told(self, seen: Seen, results: list[Tensor], extents: list[Extent], wide: list[Tensor]) -> Overflowed:
-        place = self._place()
+        source, fqn = self.here()
         bad = [e for e in extents if not e.finite]
         return Overflowed(
             op=seen.name,
-            fqn=_fqn(place),
-            source=place.source,
+            fqn=fqn,
+            source=source,
             dtype=dtype_name(results[0]),
             operands=[e.absmax for e in measure(_measurable(seen.operands))],
             float32=max(e.absmax for e in measure(wide)),
@@ -234,7 +235,7 @@ class AbsorbedOverflows:
         if not _all_finite(measure(_measurable(seen.results))):
             if not _all_finite(measure(_measurable(seen.operands))):
                 return  # made by something else
-            made = replace(overflow.op, made_by=seen.name, made_at=self._place().source)
+            made = replace(overflow.op, made_by=seen.name, made_at=self.here()[0])
             overflow = replace(overflow, op=made)
         self._keep(seen, wide, overflow)
 
@@ -251,10 +252,10 @@ class AbsorbedOverflows:
         if _all_finite(extents):
             return  # a test for finiteness decided something: that is control, and replaces no data
         others = _measurable(t for t in seen.operands if id(t) not in held)
-        place = self._place()
+        source, fqn = self.here()
         absorbed = Absorbed(
             op=seen.name,
-            source=place.source,
+            source=source,
             scalars=scalars(seen.arguments),
             relative_error=max(_relative_error(real, other) for real, other in floats),
             rescued=sum(map(_not_finite, extents)),
@@ -264,11 +265,8 @@ class AbsorbedOverflows:
             through=list(overflow.through),
             born=overflow.op,
         )
-        key = (overflow.op.op, overflow.op.fqn, overflow.op.source, seen.name, place.source)
-        self.session.once(absorbed, key, fqn=_fqn(place))
-
-    def _place(self) -> OpPlace:
-        return self.whereabouts.here(sys._getframe(), "cpu")
+        key = (overflow.op.op, overflow.op.fqn, overflow.op.source, seen.name, source)
+        self.session.once(absorbed, key, fqn=fqn)
 
 
 def _vanished(real: Tensor, other: Tensor) -> int:
@@ -300,16 +298,19 @@ def _may_be_repeated(tensors: Any, readings: Readings) -> bool:
     return all(readings.reads(one) for one in {tensor.device: tensor for tensor in found}.values())
 
 
-class OverflowsOutside:
+class OverflowsOutside(Observer):
     """Shows :class:`AbsorbedOverflows` what operators outside of modules make of an overflow, up to the first finite result.
 
     Nothing is looked at until something is not finite, or 0 in float16. Of backward passes only the program's own code is shown, that of custom
     functions: torch's has no guards, and a loss scaler that tests gradients and skips steps is no rescue.
     """
 
-    def __init__(self, session: Session, whereabouts: Whereabouts) -> None:
-        self._check = AbsorbedOverflows(session, whereabouts, zeros=True)
-        self._position, self._readings = session.position, session.readings
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
+        self._check = AbsorbedOverflows(checks)
+        self._check.zeros = True
+        self._check.whereabouts = Whereabouts(checks.session)  # a node of autograd is numbered by the operator before
+        self._readings = checks.session.readings
         self._ids = TensorIds()
         self._call = 0
 
@@ -320,7 +321,7 @@ class OverflowsOutside:
         small = (t for t in results if t.dtype is torch.float16 and measurable(t) and 0 < t.numel() <= MOST_ROUNDED)
         return any(self._readings.reads(t) and not t.all() for t in small)
 
-    def ran(self, func: Any, kept: Arguments, given: Arguments, result: Any) -> None:
+    def ran_outside(self, func: Any, kept: Arguments, given: Arguments, result: Any) -> None:
         """An operator has run that was given, or has returned, something that is not finite, or for which :meth:`wants` is true.
 
         Args:
@@ -333,14 +334,14 @@ class OverflowsOutside:
             return  # nothing is followed, and nothing can begin to be: at nearly each operator of a program that masks with -inf
         if func.namespace != "aten" or not _may_be_repeated((kept, result), self._readings):
             return
-        if self._position.call != self._call or not self._check.is_following:
-            self._call, self._ids = self._position.call, TensorIds()
-            self._check.end()
+        if self.position.call != self._call or not self._check.is_following:
+            self._call, self._ids = self.position.call, TensorIds()
+            self._check.look_ended()
         pairs = zip(written(func, kept), written(func, given), strict=True)
         before = {id(copy): self._ids.of(tensor)[0] for copy, tensor in pairs}
         for tensor in written(func, given):
             self._ids.wrote(tensor)
-        with self._position.mute(), torch.no_grad(), without_autocast():
+        with self.position.mute(), torch.no_grad(), without_autocast():
             self._check.saw(Seen(func, kept, given, tensors_of(result), self._ids, before))
 
 
@@ -374,10 +375,6 @@ def _all_finite(extents: Sequence[Extent]) -> bool:
 def _not_finite(extent: Extent) -> int:
     """How many elements are not finite."""
     return extent.num_nan + extent.num_posinf + extent.num_neginf
-
-
-def _fqn(place: OpPlace) -> str | None:
-    return place.fqn if place.root != OUTSIDE else None
 
 
 def _reads_no_values(seen: Seen) -> bool:
@@ -418,7 +415,8 @@ class _Product:
     """A product in half precision, and the ops that its result went through since."""
 
     seen: Seen
-    place: OpPlace
+    source: str | None
+    fqn: str | None
     after: list[Seen] = field(default_factory=list)
     derived: set[int] = field(default_factory=set)
     """Numbers of its result and of everything made of it."""
@@ -426,8 +424,7 @@ class _Product:
     """Bytes of the tensors that it keeps alive."""
 
 
-@dataclass(slots=True)
-class RouterFlips:
+class RouterFlips(Observer):
     """Writes a :class:`RouterChoice` for each selection among half-precision scores that something is looked up
     with in the same call. Who only wants the largest scores, to cut off the others, chooses nobody.
 
@@ -436,15 +433,15 @@ class RouterFlips:
     operands, and everything between it and the selection, and compares the chosen sets.
     """
 
-    session: Session
-    whereabouts: Whereabouts
-    _recent: deque[_Product] = field(default_factory=lambda: deque(maxlen=2))
-    _judged: dict[int, tuple[RouterChoice, str | None]] = field(default_factory=dict)
-    """What is to be told of a selection once its indices are used, by their number."""
-    _dropped: bool = False
-    """Whether a product was given up because too much would have been kept for it."""
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
+        self._recent: deque[_Product] = deque(maxlen=2)
+        # what is to be told of a selection once its indices are used, by their number
+        self._judged: dict[int, tuple[RouterChoice, str | None]] = {}
+        # whether a product was given up because too much would have been kept for it
+        self._dropped = False
 
-    def end(self) -> None:
+    def look_ended(self) -> None:
         """Forgets the call."""
         self._recent.clear()
         self._judged.clear()
@@ -490,9 +487,8 @@ class RouterFlips:
 
     def _keep(self, seen: Seen) -> None:
         activations = seen.operands if "bmm" in seen.name else seen.operands[-2:-1]  # the other one is a weight
-        place = self.whereabouts.here(sys._getframe(), "cpu")
         held = bytes_of([*activations, *seen.results])
-        self._recent.append(_Product(seen, place, derived={seen.number(seen.results[0])}, held=held))
+        self._recent.append(_Product(seen, *self.here(), derived={seen.number(seen.results[0])}, held=held))
         while not self._there_is_room(seen):
             self._recent.popleft()
 
@@ -507,13 +503,11 @@ class RouterFlips:
             return
         scores = seen.operands[0]
         flipped = (chosen.sort(-1).values != exact.sort(-1).values).any(-1)
-        source = self.whereabouts.here(sys._getframe(), "cpu").source
-        fqn = product.place.fqn if product.place.root != OUTSIDE else None
         choice = RouterChoice(
             op=seen.name,
-            source=source,
+            source=self.here()[0],
             scores_op=product.seen.name,
-            scores_source=product.place.source,
+            scores_source=product.source,
             dtype=dtype_name(product.seen.results[0]),
             experts=scores.shape[-1],
             chosen=chosen.shape[-1],
@@ -521,7 +515,7 @@ class RouterFlips:
             flipped=int(flipped.sum()),
             tied=_ties(scores, chosen.shape[-1]),
         )
-        self._judged[seen.number(chosen)] = choice, fqn
+        self._judged[seen.number(chosen)] = choice, product.fqn
 
 
 def _may_be_scores(seen: Seen) -> bool:

@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,13 +10,15 @@ from torch import Tensor
 from dtypedoctor.instrument.frames import source_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import Arguments
-from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.look import Seen
+from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.statistics import measurable
-from dtypedoctor.instrument.whereabouts import OUTSIDE, Whereabouts
 from dtypedoctor.trace.records.silent import Float8Cast
 
 __all__ = ["Float8Casts"]
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.checks import Checks
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _CASTS = {"aten._to_copy.default": 0, "aten.copy_.default": 1}
@@ -29,7 +31,7 @@ HELPED = 4.0
 """So many times smaller the error is with a scale, where a scale is what the cast lacks: outliers defeat one, too."""
 
 
-class Float8Casts:
+class Float8Casts(Observer):
     """Writes a :class:`Float8Cast` for each cast of finite values to float8 that loses much more than it would with a scale.
 
     The experiment is the same cast of the same values, multiplied by the dtype's largest value over their absmax before it, and divided
@@ -37,13 +39,9 @@ class Float8Casts:
     at in the steps in which it is read.
     """
 
-    def __init__(self, session: Session, whereabouts: Whereabouts) -> None:
-        self._session = session
-        self._whereabouts = whereabouts
-        self._looking = session.guard.keeping("casts to float8 outside of modules")
-
-    def end(self) -> None:
-        """Each cast is judged by itself."""
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
+        self._looking = self.session.guard.keeping("casts to float8 outside of modules")
 
     def saw(self, seen: Seen) -> None:
         """An operator has run inside of a module that is looked at."""
@@ -52,22 +50,25 @@ class Float8Casts:
             return
         told = _lossy(seen.name, seen.operands[place], seen.results[0])
         if told is not None:
-            at = self._whereabouts.here(sys._getframe(), "cpu")
-            self._tell(told, at.source, at.fqn if at.root != OUTSIDE else None)
+            self._tell(told, *self.here())
 
-    def cast(self, arguments: Arguments, result: Any) -> None:
+    def follows(self, func: Any) -> bool:
+        """Whether an operator casts."""
+        return str(func) == "aten._to_copy.default"
+
+    def ran(self, func: Any, arguments: Arguments, result: Any) -> None:
         """A tensor was cast outside of modules."""
         operand = arguments[0][0] if arguments[0] else None
         if not isinstance(operand, Tensor) or not isinstance(result, Tensor):
             return
-        if result.dtype in FLOAT8 and self._session.readings.reads(operand):
-            with self._looking, self._session.position.mute(), torch.no_grad():
+        if result.dtype in FLOAT8 and self.session.readings.reads(operand):
+            with self._looking, self.session.position.mute(), torch.no_grad():
                 told = _lossy("aten._to_copy.default", operand, result)
                 if told is not None:
                     self._tell(told, source_of(sys._getframe()), None)
 
     def _tell(self, told: Float8Cast, source: str | None, fqn: str | None) -> None:
-        self._session.once(replace(told, source=source), (fqn, source), fqn)
+        self.session.once(replace(told, source=source), (fqn, source), fqn)
 
 
 def _lossy(op: str, source: Tensor, result: Tensor) -> Float8Cast | None:

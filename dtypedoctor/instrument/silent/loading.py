@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -17,14 +17,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import follow_casts, parameters_of
-from dtypedoctor.instrument.float32_program import HALF, SMALL, Originals
+from dtypedoctor.instrument.float32_program import HALF, SMALL
 from dtypedoctor.instrument.frames import local_of, source_of
 from dtypedoctor.instrument.module_tree import named_tensors, owner_of, parameters_in
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.models import Pretrained, RoundedAndTrained, StateLoaded
 from dtypedoctor.unpatched import from_json, unseen_by_warnings
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.checks import Checks
 
 LONGEST_HEADER = 100_000_000
 SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -58,16 +61,20 @@ class _Rounded:
         return owner is not None and id(parameters_of(owner).get(self.attribute)) in tensors
 
 
-class LoadingCheck:
+_PRETRAINED = "transformers.modeling_utils"
+
+
+class LoadingCheck(Observer):
     """Follows ``load_state_dict`` and transformers' ``from_pretrained`` while started.
 
     It writes a :class:`StateLoaded`, a :class:`Pretrained`, and a :class:`RoundedAndTrained` before the first step on such parameters.
     """
 
-    def __init__(self, session: Session, originals: Originals) -> None:
-        self._session = session
-        self._position, self._guard = session.position, session.guard
-        self._originals = originals
+    waits_for = (_PRETRAINED,)
+
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
+        self._guard, self._originals = self.session.guard, checks.originals
         self._before: dict[str, Tensor] = {}
         self._rounding_lines: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
@@ -91,17 +98,17 @@ class LoadingCheck:
         begin = self._guard.shield(self._before_cast, "what casting a module has rounded")
         end = self._guard.shield(self._after_cast, "what casting a module has rounded")
         self._undo.append(follow_casts(begin, end))
-        self.follow_pretrained()
+        self.imported(_PRETRAINED)
 
     def _before_cast(self, module: nn.Module) -> None:
-        with self._position.mute(), torch.no_grad():
+        with self.position.mute(), torch.no_grad():
             self._before = {
                 n: t.detach().clone() for n, t in _small(module) if t.dtype in (torch.float32, torch.float64)
             }
 
     def _after_cast(self, module: nn.Module) -> None:
         before, self._before = self._before, {}
-        with self._position.mute(), torch.no_grad():
+        with self.position.mute(), torch.no_grad():
             line = _line_of_cast(module) if before else None
             for name, tensor in _small(module) if before else ():
                 if name in before:
@@ -123,9 +130,9 @@ class LoadingCheck:
             self._undo.pop()()
         self._wrapped_pretrained = False
 
-    def follow_pretrained(self) -> None:
-        """Wraps ``from_pretrained`` once transformers is there; cheap to call again."""
-        owner = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    def imported(self, module: str) -> None:
+        """transformers is there: wraps ``from_pretrained``, which may run before any module is called."""
+        owner = getattr(sys.modules.get(_PRETRAINED), "PreTrainedModel", None)
         if owner is None or self._wrapped_pretrained or not self._undo:
             return
         self._wrapped_pretrained = True
@@ -149,14 +156,14 @@ class LoadingCheck:
         cast = [(n, a, b) for n, a, b in pairs if measurable(a) and measurable(b) and a.dtype is not b.dtype]
         if not cast:
             return
-        with self._position.mute(), torch.no_grad():
+        with self.position.mute(), torch.no_grad():
             for name, a, b in cast:
                 self._originals.cast(a, b, *owner_of(module, name))
         casts: Counter[str] = Counter()
         for _, a, b in cast:
             casts[f"{dtype_name(a)}->{dtype_name(b)}"] += a.numel()
         narrowed = [(n, a, b) for n, a, b in cast if torch.finfo(b.dtype).max < torch.finfo(a.dtype).max]
-        with self._position.mute(), torch.no_grad():
+        with self.position.mute(), torch.no_grad():
             lost = [_lost(a, b.dtype) for _, a, b in narrowed]
             self._note_rounded(module, cast)
         loaded = StateLoaded(
@@ -166,7 +173,7 @@ class LoadingCheck:
             elements=sum(a.numel() for _, a, _ in narrowed),
             names=[n for n, _, _ in narrowed[:MOST_NAMED]],
         )
-        self._session.once(loaded, (type(module), *sorted(casts)))
+        self.session.once(loaded, (type(module), *sorted(casts)))
 
     def _note_rounded(self, module: nn.Module, cast: list[tuple[str, Tensor, Tensor]]) -> None:
         for name, stored, own in cast:
@@ -199,7 +206,7 @@ class LoadingCheck:
             names=[found.name for found in held[:MOST_NAMED]],
             mean_change=sum(found.change for found in held) / rounded,
         )
-        self._session.once(told, tuple(sorted(casts)))
+        self.session.once(told, tuple(sorted(casts)))
 
     def _note_pretrained(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         stored = stored_dtypes(args[0] if args else kwargs.get("pretrained_model_name_or_path"), kwargs)
@@ -212,7 +219,7 @@ class LoadingCheck:
         requested = kwargs.get("dtype", kwargs.get("torch_dtype"))
         asked = str(requested).removeprefix("torch.") if requested not in (None, "auto") else None
         found = Pretrained(model=type(model).__name__, stored=stored, loaded=dict(loaded), requested=asked)
-        self._session.once(found, (type(model), *sorted(stored), *sorted(loaded)))
+        self.session.once(found, (type(model), *sorted(stored), *sorted(loaded)))
 
 
 _CASTING_METHODS = frozenset({"to", "half", "bfloat16", "float", "double", "type"})

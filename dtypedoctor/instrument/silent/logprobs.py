@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,16 @@ from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.module_tree import parameters_in
 from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.operators import Arguments, fits, node_of_operator, tensors_of
-from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.look import Seen
+from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.silent.policies import nodes_behind
+from dtypedoctor.instrument.silent.twins import question_of
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.events import NOT_SEEN
 from dtypedoctor.trace.records.silent import RoundedLogprobs
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.checks import Checks
 
 __all__ = ["LogprobCheck", "is_followed"]
 
@@ -132,13 +136,12 @@ class _Known:
     size: Tensor | None = None
 
 
-class LogprobCheck:
+class LogprobCheck(Observer):
     """Writes a :class:`RoundedLogprobs` for a comparison of log-probabilities in a loss, of which one side, or both, went through half precision."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._position = session.position
-        self._looking = session.guard.keeping("log-probabilities that a loss compares")
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
+        self._looking = self.session.guard.keeping("log-probabilities that a loss compares")
         self._known: dict[int, _Known] = {}
         self._exact: dict[int, _Known] = {}
         """Those of them with the values before they were rounded, the oldest first."""
@@ -161,10 +164,11 @@ class LogprobCheck:
         if seen.results and is_followed(seen.func):
             self.ran(seen.func, seen.arguments, seen.results[0], lambda: seen.node)
 
-    def end(self) -> None:
-        """The call that was looked at is over."""
+    def follows(self, func: Any) -> bool:
+        """Whether an operator may make, pass on or compare log-probabilities."""
+        return is_followed(func)
 
-    def before_call(self) -> None:
+    def before_call(self, module: nn.Module) -> None:
         """An outermost call begins."""
         self._began = next_sequence_number()
 
@@ -173,10 +177,10 @@ class LogprobCheck:
         if any(True for _ in parameters_in(module)):
             self._spans.append((self._began, next_sequence_number()))
 
-    def finish(self) -> None:
+    def stop(self) -> None:
         """The program has ended."""
         for source, dtype in self._unmet.items():
-            self._session.guard.tell(f"log-probabilities rounded to {dtype} at {source}", _NOT_COMPARED)
+            self.session.guard.tell(f"log-probabilities rounded to {dtype} at {source}", _NOT_COMPARED)
 
     def ran(
         self, func: Any, arguments: Arguments, result: Any, node: Callable[[], int | None] = node_of_operator
@@ -187,14 +191,14 @@ class LogprobCheck:
         """
         name = _base_name(func)
         begins = name in _KEPT or _ends_a_density(name, arguments)
-        if not (begins or self._known) or self._position.backward_depth:
+        if not (begins or self._known) or self.position.backward_depth:
             return
         with self._looking:
             result = next(iter(tensors_of(result)), None)
             operands = _numbers([result]) and _numbers(tensors_of(arguments))
             if operands and (begins or any(self._known_now(each) is not None for each in operands)):
                 number, line = node(), line_of(sys._getframe())
-                with self._position.mute(), torch.no_grad():
+                with self.position.mute(), torch.no_grad():
                     self._follow(func, arguments, operands, result, number, line)
 
     def _follow(
@@ -218,9 +222,10 @@ class LogprobCheck:
         else:
             self._passed(func, name, arguments, operands, result, line)
 
-    def returned(self, question: Tensor | None, output: Any) -> None:
+    def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """An outermost module was called on tokens: what its output calls log-probabilities are some. One number for each may be a value or a reward."""
-        if question is None or self._position.backward_depth or self._position.phase == "generate":
+        question = question_of(args, kwargs)
+        if question is None or self.position.backward_depth or self.position.phase == "generate":
             return
         self._has_scores = True
         for path, tensor in tensors_in(output):
@@ -229,7 +234,7 @@ class LogprobCheck:
 
     def before_backward(self, tensors: list[Tensor]) -> None:
         """A backward pass begins: of the comparisons, those that it starts from are told."""
-        if self._position.backward_depth:
+        if self.position.backward_depth:
             return
         pending, self._pending = self._pending, {}
         spans = list(self._spans)
@@ -244,14 +249,14 @@ class LogprobCheck:
             if found is not None:
                 self._found.add(found.used_at)
                 self._unmet.pop(found.rounded_at or "", None)
-                self._session.once(found, found.used_at, fqn="")
+                self.session.once(found, found.used_at, fqn="")
             elif name == _COMPILED and not _is_of_a_module(number, spans):
                 self._not_seen("compiled code outside of modules")
             elif isinstance(node, FunctionCtx) and _FUSED.search(name):
                 self._not_seen(name.removesuffix("Backward"))
 
     def _not_seen(self, where: str) -> None:
-        self._session.guard.tell(f"log-probabilities inside of {where}", _INSIDE)
+        self.session.guard.tell(f"log-probabilities inside of {where}", _INSIDE)
 
     def _of(self, tensor: Tensor) -> _Known | None:
         return self._known.get(memory_key(tensor.untyped_storage()))

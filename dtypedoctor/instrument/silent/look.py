@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,32 +98,30 @@ class Seen:
         return known if known is not None else self.ids.of(tensor)[0]
 
 
-class Check(Protocol):
-    """Something that looks at the operators of a call."""
-
-    def saw(self, seen: Seen) -> None:
-        """An operator has run. Modes and autocast are off, and nothing done here is recorded."""
-
-    def end(self) -> None:
-        """The call is over: concludes and forgets."""
-
-
 class RoutineLook:
-    """Decides which calls are looked at, and shows their operators to the checks.
+    """Decides which calls are looked at, and shows their operators to the observers.
 
     Args:
-        checks: who looks.
-        session: tells the moment, and keeps the checks' errors from the program.
-        shadows: one of the checks, which looks alone at more calls where they add to state.
-        accumulates: says whether they do.
+        saw: who is shown them.
+        ended: called when a call that was looked at is over.
+        session: tells the moment, and keeps the observers' errors from the program.
+        enabled: whether any call is looked at.
+
+    Attributes:
+        accumulating: those of ``saw`` that look at more calls, because these add to half-precision state.
     """
 
     def __init__(
-        self, checks: Sequence[Check], session: Session, shadows: Check, accumulates: Callable[[], bool]
+        self,
+        saw: Sequence[Callable[[Seen], None]],
+        ended: Sequence[Callable[[], None]],
+        session: Session,
+        *,
+        enabled: bool = True,
     ) -> None:
-        self._checks = checks
-        self._shadows, self._accumulates = shadows, accumulates
-        self._looking: Sequence[Check] = ()
+        self._saw, self._ended = saw, ended
+        self._enabled = enabled
+        self.accumulating: list[Callable[[Seen], None]] = []
         self._session = session
         self._calls: Counter[tuple[int, str]] = Counter()
         self._mode: _Mode | None = None
@@ -139,42 +137,41 @@ class RoutineLook:
         """An outermost call begins."""
         self.after_call()  # of one that was left without a word
         position = self._session.position
-        if position.backward_depth:
+        if position.backward_depth or not self._enabled:
             return
         key = (id(module), position.phase)
         self._calls[key] += 1
         again, self._looks_again = self._looks_again, False
         self._more_looks -= again
         number = self._calls[key]
-        adds_up = self._accumulates() and position.step <= STATE_STEPS and number <= STATE_CALLS
         if again or _is_looked_at(number):
-            self._looking = self._checks
-        elif adds_up:
-            self._looking = (self._shadows,)
+            looking = self._saw
+        elif position.step <= STATE_STEPS and number <= STATE_CALLS:
+            looking = self.accumulating
         else:
             return
-        if _may_look(module):
-            self._mode = _Mode(self._looking, self._session)
+        if looking and _may_look(module):
+            self._mode = _Mode(looking, self._session)
             self._thread = get_ident()
             self._mode.__enter__()
 
-    def after_call(self) -> None:
+    def after_call(self, _: object = None) -> None:
         """The outermost call has ended, in whatever way; nothing is done in another thread than the one that it was made in."""
         if self._mode is None or self._thread != get_ident():
             return
         mode, self._mode = self._mode, None
         mode.leave()
         with mode.aside():
-            for check in self._looking:
-                check.end()
+            for end in self._ended:
+                end()
 
 
 class _Mode(OperatorMode):
     supports_higher_order_operators = True
 
-    def __init__(self, checks: Sequence[Check], session: Session) -> None:
+    def __init__(self, saw: Sequence[Callable[[Seen], None]], session: Session) -> None:
         super().__init__()
-        self._checks = checks
+        self._saw = saw
         self._position, self._guard, self._meter = session.position, session.guard, session.meter
         self._ids = TensorIds()
 
@@ -227,8 +224,8 @@ class _Mode(OperatorMode):
             for tensor in changed:
                 self._ids.wrote(tensor)
             seen = Seen(func, kept, (args, kwargs), tensors_of(result), self._ids, before, node)
-            for check in self._checks:
-                check.saw(seen)
+            for saw in self._saw:
+                saw(seen)
         return result
 
     def _unseen(self, func: Any, arguments: Arguments) -> Any:

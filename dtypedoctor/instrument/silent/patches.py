@@ -3,25 +3,33 @@
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from torch import nn
 
 from dtypedoctor.instrument.frames import Line
 from dtypedoctor.instrument.module_tree import modules_in
-from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.trace.records.silent import Unpatched
 from dtypedoctor.unpatched import unwrap
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.checks import Checks
 
 __all__ = ["PatchCheck"]
 
 BACKUP = "orig"
 """Part of the names under which originals are kept."""
+
+
+PATCHERS = {"unsloth_zoo.temporary_patches.utils": ("patch_function", "patch_function_past_key_values")}
+"""By module, functions that are given a class, the name of a method and its replacement (or several, of which one has to fit), and return whether they have
+replaced the method. unsloth_zoo has all of its patches of classes made by these, and looks at no answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +49,7 @@ class _LeftOut:
     candidates: list[_Candidate]
 
 
-class PatchCheck:
+class PatchCheck(Observer):
     """Writes an :class:`Unpatched` for each class with a method that a patch was to replace and did not.
 
     A patcher keeps the original under another name and then replaces the method. Where it stops after the first half, the kept
@@ -49,19 +57,21 @@ class PatchCheck:
     before that, only its answer tells, if it is one that is known to give one.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    waits_for = tuple(PATCHERS)
+
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
         self._roots: WeakSet[nn.Module] = WeakSet()
         self._classes: set[type] = set()
         self._made: set[tuple[type, str]] = set()
         self._left_out: dict[tuple[type, str], _LeftOut] = {}
         self._undo: list[Callable[[], None]] = []
 
-    def follow_patchers(self, module: str, names: Sequence[str]) -> None:
-        """``module`` has been imported: notes what its functions of these names answer; each is given a class, a method's name and what is to replace it."""
-        note = self._session.guard.shield(self._note, "which patches were left out")
+    def imported(self, module: str) -> None:
+        """A library's patchers are there: notes what they answer."""
+        note = self.session.guard.shield(self._note, "which patches were left out")
         patchers = sys.modules[module]
-        for name in names:
+        for name in PATCHERS[module]:
             original = getattr(patchers, name, None)
             if isinstance(original, FunctionType):
                 setattr(patchers, name, _followed(original, note))
@@ -93,11 +103,11 @@ class PatchCheck:
             if cls in self._classes:
                 continue
             self._classes.add(cls)
-            place = self._session.names.find(child)
+            place = self.session.names.find(child)
             found = list(_unpatched(cls))
             found += self._refused(cls, {each.method for each in found})
             for each in found:
-                self._session.once(each, (cls, each.method, each.attribute), place[1] if place is not None else None)
+                self.session.once(each, (cls, each.method, each.attribute), place[1] if place is not None else None)
 
     def _refused(self, cls: type, known: set[str]) -> Iterator[Unpatched]:
         """Methods of a class that a patch was to replace, and that run as they were."""

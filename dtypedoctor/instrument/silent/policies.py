@@ -5,15 +5,19 @@ their probabilities is meant to be 1 while the weights are the same.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import saved_by
 from dtypedoctor.instrument.module_tree import attribute_of, modules_in
-from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.trace.records.silent import FirstRatio
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.checks import Checks
 
 MAX_NODES = 2000
 """Nodes of the graph that are visited, the nearest to the loss first."""
@@ -24,7 +28,7 @@ MOST = 0.9
 _AT_RANDOM = ("p", "dropout", "attention_dropout")
 
 
-class RatioCheck:
+class RatioCheck(Observer):
     """Writes a :class:`FirstRatio` for the first clipped ratio whose backward pass begins.
 
     Whatever computed the two log-probabilities, and wherever: the clipped ratio of a policy-gradient loss, exp(new - old) between two
@@ -32,20 +36,19 @@ class RatioCheck:
     actions are the weights that are trained, so what the ratio is off by is the two ways of computing.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._names, self._position = session.names, session.position
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
         self._over = False
 
-    def before_step(self) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer step begins: from now on the weights may differ."""
         self._over = True
 
     def before_backward(self, tensors: list[Tensor]) -> None:
         """A backward pass from ``tensors`` is about to begin."""
-        if self._over or self._position.backward_depth:
+        if self._over or self.position.backward_depth:
             return
-        with self._position.mute(), torch.no_grad():
+        with self.position.mute(), torch.no_grad():
             found = next(_clipped_ratios(tensors), None)
             if found is not None:
                 self._over = True
@@ -63,9 +66,9 @@ class RatioCheck:
             mean_gap=float(near.mean()),
             clipped=int(((ratio < bounds[0]) | (ratio > bounds[1])).sum()),
             bounds=list(bounds),
-            random=any(is_random(module) for root in self._names.roots for module in modules_in(root)),
+            random=any(is_random(module) for root in self.names.roots for module in modules_in(root)),
         )
-        self._session.once(told, "")
+        self.session.once(told, "")
 
 
 def _clipped_ratios(tensors: list[Tensor]) -> Iterator[tuple[Tensor, tuple[float, float]]]:

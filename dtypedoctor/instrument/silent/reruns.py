@@ -3,21 +3,25 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
+from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import as_the_program
 from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.module_tree import named_modules
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.statistics import Extent, measurable, measure
 from dtypedoctor.trace.records.execution import AutocastRegion, EagerCall
 from dtypedoctor.trace.records.silent import StaleCopy
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.checks import Checks
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers that do nothing but one product which autocast casts for."""
@@ -38,7 +42,7 @@ class _Root:
     before: dict[str, Tensor] = field(default_factory=dict)
 
 
-class CacheCheck:
+class CacheCheck(Observer):
     """Writes a :class:`StaleCopy` for a layer that computes with an old copy of its weight.
 
     Autocast keeps the copy of a float32 weight until the outermost region ends, and does not look whether the weight has changed.
@@ -46,9 +50,8 @@ class CacheCheck:
     they were at the first. Where they differ, the layer is run once more on the same input without the cache.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._position = session.position
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
         self._region: AutocastRegion | None = None
         self._roots: dict[int, _Root] = {}
         self._layers: WeakKeyDictionary[nn.Module, list[Layer]] = WeakKeyDictionary()
@@ -56,20 +59,20 @@ class CacheCheck:
         self._changed: dict[int, str] = {}
         self._hook: Any = None
 
-    def after_step(self, optimizer: object) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """Weights have changed."""
         self._stepped = True
 
     def before_call(self, module: nn.Module) -> None:
         """An outermost call begins."""
-        self.after_call()
-        regions = self._session.autocast.open_regions
+        self.after_call(module)
+        regions = self.session.autocast.open_regions
         outermost = regions[0] if regions else None
         if outermost is not self._region:
             self._region = outermost
             self._roots.clear()
             self._stepped = False
-        if outermost is None or not torch.is_autocast_cache_enabled() or self._position.backward_depth:
+        if outermost is None or not torch.is_autocast_cache_enabled() or self.position.backward_depth:
             return
         known = self._roots.get(id(module))
         if known is None:
@@ -77,12 +80,17 @@ class CacheCheck:
         else:
             self._compare(module, known)
 
-    def after_call(self) -> None:
+    def after_call(self, module: nn.Module) -> None:
         """The outermost call has ended, in whatever way."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
         self._changed.clear()
+
+    def stop(self) -> None:
+        """The program has ended, a call of it perhaps not."""
+        if self._hook is not None:
+            self._hook.remove()
 
     def _compare(self, module: nn.Module, known: _Root) -> None:
         known.calls += 1
@@ -94,7 +102,7 @@ class CacheCheck:
         self._changed = {id(layer): name for layer, name in self._alive(module) if name in changed}
         if self._changed:
             self._hook = hooks.register_module_forward_hook(
-                self._session.guard.shield(self._layer_returned, "layers under autocast"), with_kwargs=False
+                self.session.guard.shield(self._layer_returned, "layers under autocast"), with_kwargs=False
             )
 
     def _changed_since(self, before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> set[str]:
@@ -102,7 +110,7 @@ class CacheCheck:
         same = [name for name in now if name in before and now[name].shape == before[name].shape]
         if not same:
             return set()
-        with self._position.mute(), torch.no_grad():
+        with self.position.mute(), torch.no_grad():
             differ = torch.stack([now[name].ne(before[name]).any() for name in same]).tolist()
         return {name for name, differs in zip(same, differ, strict=True) if differs}
 
@@ -110,7 +118,7 @@ class CacheCheck:
         name = self._changed.pop(id(layer), None)
         if name is None or len(args) != 1 or not measurable(output) or not torch.is_autocast_cache_enabled():
             return
-        with self._position.mute(), torch.no_grad(), as_the_program():
+        with self.position.mute(), torch.no_grad(), as_the_program():
             torch.set_autocast_cache_enabled(False)
             try:
                 fresh = type(layer).forward(layer, *args)
@@ -122,7 +130,7 @@ class CacheCheck:
             self._tell(layer, name, output, error)
 
     def _tell(self, layer: nn.Module, name: str, output: Tensor, error: float) -> None:
-        place = self._session.names.find(layer)
+        place = self.session.names.find(layer)
         fqn = place[1] if place is not None else name
         copy = StaleCopy(
             weight=f"{fqn}.weight" if fqn else "weight",
@@ -131,12 +139,12 @@ class CacheCheck:
             region=self._region.source if self._region is not None else None,
             calls=max((root.calls for root in self._roots.values()), default=0),
         )
-        self._session.once(copy, name, fqn=fqn)
+        self.session.once(copy, name, fqn=fqn)
 
     def _fingerprints(self, module: nn.Module) -> dict[str, Tensor]:
         """A few elements of the weights that autocast would keep a copy of."""
         found = {}
-        with self._position.mute(), torch.no_grad():
+        with self.position.mute(), torch.no_grad():
             for layer, name in self._alive(module):
                 weight = layer.weight
                 if isinstance(weight, Tensor) and _would_be_kept(weight):
@@ -164,7 +172,7 @@ def _would_be_kept(weight: Tensor) -> bool:
     )
 
 
-class EagerReplay:
+class EagerReplay(Observer):
     """Runs a compiled model once more without the compiler, on its last inputs, and writes an :class:`EagerCall`.
 
     Only for a second pass: a call that is made twice moves whatever state the model keeps.
@@ -173,18 +181,17 @@ class EagerReplay:
         calls: numbers of the outermost calls to make again.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._position = session.position
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
         self.calls: set[int] = set()
 
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """An outermost call has returned."""
-        if self._position.call not in self.calls or self._position.backward_depth:
+        if self.position.call not in self.calls or self.position.backward_depth:
             return
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with (
-            self._position.mute(),
+            self.position.mute(),
             torch.random.fork_rng(devices=devices),
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
@@ -198,7 +205,7 @@ class EagerReplay:
             eager_finite=all(e.finite for e in eager),
             eager_absmax=max((e.absmax for e in eager), default=0.0),
         )
-        self._session.emit(compared, fqn="")
+        self.session.emit(compared, fqn="")
 
 
 def _extents(output: Any) -> list[Extent]:

@@ -4,7 +4,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,10 +12,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.statistics import HALF, measurable
 from dtypedoctor.trace.records.models import MomentsStoredInHalf, OptimizerStateCast
 from dtypedoctor.unpatched import unseen_by_warnings
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.checks import Checks
 
 __all__ = ["ResumeCheck"]
 
@@ -41,7 +44,7 @@ class _Loaded:
         return self.tensor.dtype in HALF and torch.finfo(self.tensor.dtype).eps > torch.finfo(self.given).eps
 
 
-class ResumeCheck:
+class ResumeCheck(Observer):
     """Follows ``load_state_dict`` of optimizers while started.
 
     Before the first step after it, it writes an :class:`OptimizerStateCast` where the optimizer goes on with state that has fewer bits than the
@@ -49,16 +52,15 @@ class ResumeCheck:
     between, or never steps with it, has lost nothing.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._position, self._guard = session.position, session.guard
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
         self._loaded: WeakKeyDictionary[Optimizer, list[_Loaded]] = WeakKeyDictionary()
         self._undo: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         """Begins to follow."""
         original = Optimizer.load_state_dict
-        note = self._guard.shield(self._note, "the dtypes of some optimizer states")
+        note = self.session.guard.shield(self._note, "the dtypes of some optimizer states")
 
         @functools.wraps(original)
         @unseen_by_warnings
@@ -76,7 +78,7 @@ class ResumeCheck:
         self._undo = lambda: None
 
     def _note(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        with self._position.mute(), torch.no_grad():
+        with self.position.mute(), torch.no_grad():
             self._loaded[optimizer] = list(_loaded(optimizer, state_dict))
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -85,7 +87,7 @@ class ResumeCheck:
         if not loaded:
             return
         held = [one for one in loaded if optimizer.state.get(one.parameter, {}).get(one.key) is one.tensor]
-        with self._position.mute(), torch.no_grad():
+        with self.position.mute(), torch.no_grad():
             self._tell_of_casts(optimizer, [one for one in held if one.is_narrower and one.rounded])
             self._tell_of_moments(optimizer, held)
 
@@ -103,7 +105,7 @@ class ResumeCheck:
             rounded=sum(one.rounded for one in cast),
             compared=sum(len(_some(one.tensor)) for one in cast),
         )
-        self._session.once(found, type(optimizer).__name__)
+        self.session.once(found, type(optimizer).__name__)
 
     def _tell_of_moments(self, optimizer: Optimizer, held: list[_Loaded]) -> None:
         lost = _all_lost(held)
@@ -117,7 +119,7 @@ class ResumeCheck:
             became_inf=sum(infinite for _, (_, infinite) in lost),
             compared=sum(len(_some(one.tensor)) for one, _ in lost),
         )
-        self._session.once(found, type(optimizer).__name__)
+        self.session.once(found, type(optimizer).__name__)
 
 
 def _all_lost(held: list[_Loaded]) -> list[tuple[_Loaded, tuple[int, int]]]:

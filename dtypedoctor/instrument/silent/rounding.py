@@ -1,10 +1,10 @@
 """Numbers that rounding has spoilt: activations cast to integers, positions rounded together, tables of rotary embeddings."""
 
 import math
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -14,12 +14,15 @@ from dtypedoctor._torch_private import buffers_of, schema_of
 from dtypedoctor.instrument.module_tree import attribute_of, modules_in
 from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.operators import tensors_of
-from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.angles import rounded_table
+from dtypedoctor.instrument.silent.loading import LoadingCheck
 from dtypedoctor.instrument.silent.look import Seen
+from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.statistics import HALF, measurable, median
-from dtypedoctor.instrument.whereabouts import OUTSIDE, Whereabouts
 from dtypedoctor.trace.records.silent import FloatToInt, RotaryTable, RoundedAngles, RoundedPositions
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.checks import Checks
 
 LOSSY = 0.1
 """Relative error, in the Euclidean norm, from which on a cast has cut off information: whole numbers in a floating dtype
@@ -40,8 +43,7 @@ class _Cast:
     as_number: tuple[str, str | None] | None = None
 
 
-@dataclass(slots=True)
-class IntegerCasts:
+class IntegerCasts(Observer):
     """Writes a :class:`FloatToInt` for each lossy cast that is used as a number and never as an index.
 
     Most such casts are meant: token ids, bins, indices, lengths. They are used to look something up or to compare. A cast that
@@ -49,11 +51,11 @@ class IntegerCasts:
     by the next product, and what it cut off is missing there.
     """
 
-    session: Session
-    whereabouts: Whereabouts
-    _casts: dict[int, _Cast] = field(default_factory=dict)
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
+        self._casts: dict[int, _Cast] = {}
 
-    def end(self) -> None:
+    def look_ended(self) -> None:
         """Tells of the casts that were used as numbers only."""
         for cast in {id(cast): cast for cast in self._casts.values()}.values():
             if cast.as_number is not None and not cast.as_index:
@@ -78,12 +80,12 @@ class IntegerCasts:
         error = _relative_error(source, result)
         if error is None or error < LOSSY:
             return
-        place = self.whereabouts.here(sys._getframe(), "cpu")
+        line, fqn = self.here()
         self._casts[seen.number(result)] = _Cast(
-            fqn=place.fqn if place.root != OUTSIDE else None,
+            fqn=fqn,
             told=FloatToInt(
                 op=seen.name,
-                source=place.source,
+                source=line,
                 from_=dtype_name(source),
                 to=dtype_name(result),
                 relative_error=error,
@@ -101,7 +103,7 @@ class IntegerCasts:
             if name in _INDEXING:
                 cast.as_index = True
             elif numbers and cast.as_number is None:
-                cast.as_number = (seen.name, self.whereabouts.here(sys._getframe(), "cpu").source)
+                cast.as_number = (seen.name, self.here()[0])
             elif not numbers:
                 self._pass_on(seen, cast)
 
@@ -135,19 +137,18 @@ _ARITHMETIC = frozenset({"mul", "div", "mm", "bmm", "addmm", "baddbmm", "sin", "
 """Ops that make something else of a position: an angle, a slope, a distance."""
 
 
-@dataclass(slots=True)
-class PositionCheck:
+class PositionCheck(Observer):
     """Writes a :class:`RoundedPositions` for positions that were rounded together and then used.
 
     Half precision has no 257 in bfloat16 and no 2049 in float16: neighboring tokens of a longer text get the same position. A
     tensor is taken for positions when it counts by ones; it matters once arithmetic is done with the rounded numbers.
     """
 
-    session: Session
-    whereabouts: Whereabouts
-    _rounded: dict[int, tuple[RoundedPositions, str | None]] = field(default_factory=dict)
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
+        self._rounded: dict[int, tuple[RoundedPositions, str | None]] = {}
 
-    def end(self) -> None:
+    def look_ended(self) -> None:
         """Forgets the call."""
         self._rounded.clear()
 
@@ -170,16 +171,16 @@ class PositionCheck:
         errors = (exact - first).abs()[first.isfinite()]
         if not errors.numel():
             return  # all of them have overflowed, which is told elsewhere
-        place = self.whereabouts.here(sys._getframe(), "cpu")
+        line, fqn = self.here()
         told = RoundedPositions(
             op=seen.name,
-            source=place.source,
+            source=line,
             dtype=dtype_name(result),
             length=length,
             distinct=int(first.unique().numel()),
             largest_error=float(errors.max()),
         )
-        self._rounded[seen.number(result)] = told, place.fqn if place.root != OUTSIDE else None
+        self._rounded[seen.number(result)] = told, fqn
 
     def _note_use(self, seen: Seen, name: str) -> None:
         known = [self._rounded.get(seen.number(t)) for t in seen.operands]
@@ -189,7 +190,7 @@ class PositionCheck:
         if name in _STILL_POSITIONS:
             self._rounded.update({seen.number(result): found for result in seen.results})
         elif name in _ARITHMETIC and not (name == "div" and known[0] is None):  # a mean divides by a count
-            used_at = self.whereabouts.here(sys._getframe(), "cpu").source
+            used_at, _ = self.here()
             told, fqn = found
             self.session.once(replace(told, used_by=seen.name, used_at=used_at), (fqn, told.source), fqn)
 
@@ -232,8 +233,7 @@ class _Table:
     memory: int
 
 
-@dataclass(slots=True)
-class RotaryTables:
+class RotaryTables(Observer):
     """Writes a :class:`RotaryTable` for each rounded table of frequencies that is read, a :class:`RoundedAngles` for one of sines.
 
     A table is recognised by its values and not by its name: positive, falling, each a constant factor of the one before. One that
@@ -241,16 +241,16 @@ class RotaryTables:
     that went through ``model.to(bfloat16)`` does, also after ``float()``.
     """
 
-    session: Session
-    rounded_at: Callable[[nn.Module, str], str | None]
-    _known: WeakKeyDictionary[nn.Module, list[_Held]] = field(default_factory=WeakKeyDictionary)
-    _waiting: list[_Table] = field(default_factory=list)
-    _read: set[int] = field(default_factory=set)
-    _copies: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
-    """By the memory of a copy of a table, the copy, which keeps that memory from being another tensor's, and the memory of the table."""
-    _used: dict[int, float] = field(default_factory=dict)
-    """By the memory of a table, the largest number that it was multiplied by."""
-    _looked: bool = False
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
+        self._known: WeakKeyDictionary[nn.Module, list[_Held]] = WeakKeyDictionary()
+        self._waiting: list[_Table] = []
+        self._read: set[int] = set()
+        # by the memory of a copy of a table: the copy, which keeps that memory from being another tensor's, and the memory of the table
+        self._copies: dict[int, tuple[Tensor, int]] = {}
+        # by the memory of a table, the largest number that it was multiplied by
+        self._used: dict[int, float] = {}
+        self._looked = False
 
     def before_call(self, module: nn.Module) -> None:
         """An outermost call begins; at the first one of a module, and when it was cast since, its buffers are looked through."""
@@ -268,11 +268,11 @@ class RotaryTables:
                     else _rounded_waves(name, buffer)
                 )
                 if table is not None:
-                    source = self.rounded_at(owner, name.rpartition(".")[2])
+                    source = self.checks[LoadingCheck].rounded_at(owner, name.rpartition(".")[2])
                     table.told = replace(table.told, source=source)
                     self._waiting.append(table)
 
-    def after_call(self) -> None:
+    def after_call(self, module: nn.Module) -> None:
         """The outermost call has ended: tells of tables that were read, or of all where nobody looked."""
         waiting, self._waiting = self._waiting, []
         for table in waiting:
@@ -308,9 +308,6 @@ class RotaryTables:
             others = [t for t, memory in zip(operands, of, strict=True) if memory != read and t.numel()]
             largest = [float(t.detach().abs().max()) for t in others]
             self._used[read] = max([self._used.get(read, 0.0), *largest])
-
-    def end(self) -> None:
-        """What was read is judged in :meth:`after_call`."""
 
     def _buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
         """Name, buffer and owner of everything in ``module`` that may be a table by its shape."""

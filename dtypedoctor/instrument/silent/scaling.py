@@ -2,10 +2,10 @@
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,13 @@ from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import schema_of, sequence_number, version_of
 from dtypedoctor.instrument.frames import Line, line_of
-from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.observer import Observer, parameters_of
 from dtypedoctor.instrument.silent.policies import nodes_behind
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.silent import CLIPPED, STEPPED, TWICE, ScaledUse
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.checks import Checks
 
 TINY = 1e-2
 """Limits on gradients below this, once the scale is taken off, are no limits that somebody has chosen."""
@@ -68,17 +71,11 @@ class _Pass:
         return float(one / other) if bool(other != 0) else 0.0
 
 
-class ScaleCheck:
-    """Writes a :class:`ScaledUse` for a use of gradients that expects the true ones and gets them times the loss scale.
+class ScaleCheck(Observer):
+    """Writes a :class:`ScaledUse` for a use of gradients that expects the true ones and gets them times the loss scale."""
 
-    Args:
-        session: where the observations go.
-        in_scaler: says whether a gradient scaler is at work.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self.in_scaler: Callable[[], bool] = lambda: False
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
         self._scaled: deque[int] = deque(maxlen=16)
         """Numbers of the autograd nodes that have scaled a loss."""
         self._last: _Pass | None = None
@@ -115,7 +112,7 @@ class ScaleCheck:
             ]
             self._pass.owners = {p.grad.data_ptr(): p for p in left if p.grad is not None and measurable(p.grad)}
 
-    def writing(self, func: Any, args: tuple[Any, ...]) -> None:
+    def writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An operator outside of modules is about to write to its operands."""
         if self._pass is None or not self._pass.owners or not args:
             return
@@ -123,17 +120,17 @@ class ScaleCheck:
         if any(isinstance(t, Tensor) and t.data_ptr() in self._pass.owners for t in written):
             self._pass.note(schema_of(func).name.removeprefix("aten::"), args[1] if len(args) > 1 else None)
 
-    def before_unscale(self, _: Any, optimizer: Optimizer) -> None:
+    def before_unscale(self, scaler: Any, optimizer: Optimizer) -> None:
         """A gradient scaler is about to take the scale off the gradients of ``optimizer``."""
         self._used(optimizer)
         self._pass = None
 
     def before_step(self, optimizer: Optimizer) -> None:
         """The optimizer is about to step."""
-        if self.in_scaler() or self._pass is None:
+        if self.checks.in_scaler() or self._pass is None:
             return
         done, self._pass = self._pass, None
-        mine = {id(p) for p in _parameters_of(optimizer)}
+        mine = {id(p) for p in parameters_of(optimizer)}
         if not done.name and not done.by_hand and done.owners and mine >= {id(p) for p in done.owners.values()}:
             self._tell(STEPPED, line_of(sys._getframe()), done, 0.0)
 
@@ -142,11 +139,11 @@ class ScaleCheck:
         done = self._pass
         if done is None or not done.name or done.by_hand:
             return
-        mine = {id(p) for p in _parameters_of(optimizer)}
+        mine = {id(p) for p in parameters_of(optimizer)}
         gradients = [p.grad for p in done.owners.values() if p.grad is not None and id(p) in mine]
         if not gradients:
             return
-        with self._session.position.mute(), torch.no_grad():
+        with self.session.position.mute(), torch.no_grad():
             limit, factor = _limit_of(done, gradients)
             if 0.0 < limit < TINY * done.scale:
                 self._limited(done, limit, factor)
@@ -159,22 +156,18 @@ class ScaleCheck:
 
     def _tell(self, use: str, line: Line | None, of: _Pass, limit: float) -> None:
         source = "" if line is None else line.source
-        with self._session.position.mute(), torch.no_grad():
+        with self.session.position.mute(), torch.no_grad():
             scale = of.scale
-        self._session.once(ScaledUse(use=use, source=source, scale=scale, limit=limit), (use, source))
+        self.session.once(ScaledUse(use=use, source=source, scale=scale, limit=limit), (use, source))
 
     def _parameters(self) -> Iterable[Tensor]:
-        return [p for _, _, p, _, is_buffer in self._session.names.tensors() if not is_buffer and p.requires_grad]
+        return [p for _, _, p, _, is_buffer in self.session.names.tensors() if not is_buffer and p.requires_grad]
 
     def _is_scaled(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a scaled loss, or was computed from one by a few operators."""
         return bool(self._scaled) and any(
             sequence_number(node) in self._scaled for node in islice(nodes_behind([tensor]), MOST_NODES)
         )
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _limit_of(done: _Pass, gradients: list[Tensor]) -> tuple[float, float]:

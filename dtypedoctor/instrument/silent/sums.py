@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dtypedoctor._torch_private import memory_key, schema_of
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.operators import Arguments
+from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.silent.writes import CHECKS, LOST, sampled
 from dtypedoctor.instrument.statistics import HALF, measurable
 from dtypedoctor.trace.records.silent import LostWrites, RoundedSum
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.checks import Checks
 
 SMALL = 64
 """Elements up to which a tensor is followed as a sum, from one addition to the next; a larger one as an average."""
@@ -38,12 +42,6 @@ _ASSIGNS = "copy_"
 NOISE = 4 * torch.finfo(torch.float32).eps
 ROUNDED = 2.0**-8
 """Relative changes that are rounding: of float32; and of what is added in half precision, in the average of two equal values for example."""
-
-
-@cache
-def is_built_up(func: Any) -> bool:
-    """Whether an operator may add to a sum, or be a part of the arithmetic of an average."""
-    return _base_name(func) in _ADDS | _CHANGES | {_ASSIGNS}
 
 
 @cache
@@ -110,7 +108,7 @@ class _Place:
     known: list[_Lineage] = field(default_factory=list)
 
 
-class SumCheck:
+class SumCheck(Observer):
     """Writes a :class:`RoundedSum` for a sum that half precision gets wrong, and a :class:`LostWrites` for averages that stand still.
 
     A sum is followed in float64 from its first addition on; of an average, which is computed from itself by several operators, a thousand elements from
@@ -118,10 +116,9 @@ class SumCheck:
     looked at in the steps in which it is read, and no average of which gradients are computed.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._position = session.position
-        self._looking = session.guard.keeping("sums and averages in half precision")
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
+        self._looking = self.session.guard.keeping("sums and averages in half precision")
         self._sums: dict[int, _Sum] = {}
         self._told: dict[str, int] = {}
         """Additions of a sum when it was last told of; the next time after twice as many."""
@@ -129,13 +126,18 @@ class SumCheck:
         self._places: dict[Line | None, _Place] = {}
         self._computations = 0
 
-    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def follows(self, func: Any) -> bool:
+        """Whether an operator may add to a sum, or be a part of the arithmetic of an average."""
+        return _base_name(func) in _ADDS | _CHANGES | {_ASSIGNS}
+
+    def ran(self, func: Any, arguments: Arguments, result: Any) -> None:
         """An operator outside of modules has returned ``result``."""
-        if self._position.backward_depth or not (_is_looked_at(result) or self._goes_on_in_float32(args, result)):
+        args, kwargs = arguments
+        if self.position.backward_depth or not (_is_looked_at(result) or self._goes_on_in_float32(args, result)):
             return
-        if not self._session.readings.reads(result):
+        if not self.session.readings.reads(result):
             return
-        with self._looking, self._position.mute(), torch.no_grad():
+        with self._looking, self.position.mute(), torch.no_grad():
             if result.numel() > SMALL:
                 self._computed(func, args, kwargs, result, line_of(sys._getframe()))
             elif (name := _base_name(func)) in _ADDS and result.dtype in HALF:
@@ -181,7 +183,7 @@ class SumCheck:
         told = RoundedSum(source=source, dtype=dtype_name(now), added=count, exact=right, value=value, error=error)
         if len(self._told) < MOST_LINES or source in self._told:
             self._told[source] = count
-            self._session.emit(told)
+            self.session.emit(told)
 
     def _computed(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, line: Line | None
@@ -267,7 +269,7 @@ class SumCheck:
             stalled = [one for one in place.known if one.checks >= CHECKS]
             if stalled and 2 * len(stalled) >= len(place.known):
                 worst = max(stalled, key=lambda one: one.wanted)
-                self._session.emit(
+                self.session.emit(
                     LostWrites(
                         source="" if line is None else line.source,
                         dtype=place.dtype,

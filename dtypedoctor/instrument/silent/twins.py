@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -26,12 +26,16 @@ from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import bytes_of, fits
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.merging import Added, added_by_adapters
+from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.silent.policies import is_random
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.events import NOT_SEEN
 from dtypedoctor.trace.records.silent import MovedTwin, Twins
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.checks import Checks
 
 __all__ = ["Asked", "TwinCheck", "beside", "in_dtype", "made_again", "main_parameter", "question_of", "versions_of"]
 
@@ -175,19 +179,18 @@ class _Beside:
     trained: bool = False
 
 
-class TwinCheck:
+class TwinCheck(Observer):
     """Writes a :class:`Twins` for two models of the same weights that are called on the same tokens and compute in different dtypes."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._names, self._position = session.names, session.position
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
         self._families: dict[int, _Family] = {}
         self._likeness: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._found: list[_Found] = []
 
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """An outermost call has returned."""
-        if self._position.backward_depth or self._position.phase == "generate":
+        if self.position.backward_depth or self.position.phase == "generate":
             return
         question = question_of(args, kwargs)
         content = {name for name, value in kwargs.items() if _is_content(name, value)}
@@ -202,12 +205,12 @@ class TwinCheck:
         if alone and family.counts[number] > ALONE:
             family.calls.get(number, deque[Asked]()).clear()
             return
-        with self._position.mute(), torch.no_grad():
+        with self.position.mute(), torch.no_grad():
             self._look_whether_moved(module)
             if not alone and family.is_settled(module):
                 family.calls.get(number, deque[Asked]()).clear()
                 return
-            call = Asked.of(self._session, module, args, kwargs, output)
+            call = Asked.of(self.session, module, args, kwargs, output)
             if call is None:
                 return
             if not alone:
@@ -228,7 +231,7 @@ class TwinCheck:
             known = beside[id(module)] = _Beside(ref(module), type(module).__name__, dtype_name(main_parameter(module)))
         known.trained = known.trained or any(tensor.requires_grad for _, tensor in tensors_in(output))
 
-    def finish(self) -> None:
+    def stop(self) -> None:
         """The program has ended: a reference in another dtype that was never called on what the trained model was is named."""
         for family in self._families.values():
             for (one, ours), (other, theirs) in combinations(family.beside.items(), 2):
@@ -236,7 +239,7 @@ class TwinCheck:
                 if ours.trained != theirs.trained and ours.dtype != theirs.dtype and not settled:
                     trained, fixed = (ours, theirs) if ours.trained else (theirs, ours)
                     what = f"{trained.cls} in {trained.dtype} against one of the same shapes in {fixed.dtype} that is not trained"
-                    self._session.guard.tell(what, _NOT_THE_SAME)
+                    self.session.guard.tell(what, _NOT_THE_SAME)
 
     def _like(self, module: nn.Module) -> int:
         """Equal for models whose parameters have the same names and shapes, apart from adapters."""
@@ -281,8 +284,8 @@ class TwinCheck:
             return
         moved, apart = self._in_one_dtype(ours, theirs, merged=merged)
         compared = Twins(
-            trainer=_number(self._names, trainer),
-            generator=_number(self._names, generator),
+            trainer=_number(self.names, trainer),
+            generator=_number(self.names, generator),
             trainer_dtype=dtype_name(main_parameter(trainer)),
             generator_dtype=dtype_name(main_parameter(generator)),
             rows=gaps.shape[0],
@@ -296,8 +299,8 @@ class TwinCheck:
             apart=apart,
             merged=merged,
         )
-        self._session.once(compared, (compared.trainer, compared.generator))
-        self._found.append(_Found(ours.model, theirs.model, self._position.step, versions_of(generator)))
+        self.session.once(compared, (compared.trainer, compared.generator))
+        self._found.append(_Found(ours.model, theirs.model, self.position.step, versions_of(generator)))
 
     def _in_one_dtype(self, ours: Asked, theirs: Asked, *, merged: bool) -> tuple[float, float] | tuple[None, None]:
         """How far one model's log-probabilities move in the other's dtype, and how far they are from the other's then; nothing where that cannot be
@@ -309,8 +312,8 @@ class TwinCheck:
         weights = _in_the_dtypes_of(model, other, merged=merged)
         if weights is None or (not weights and again.autocast == kept.autocast):
             return None, None  # what differs is inside of the call
-        as_it_is = made_again(self._session, model, again, {}, again.autocast)
-        in_its_dtype = made_again(self._session, model, again, weights, kept.autocast)
+        as_it_is = made_again(self.session, model, again, {}, again.autocast)
+        in_its_dtype = made_again(self.session, model, again, weights, kept.autocast)
         moved, apart = _largest_gap(as_it_is, in_its_dtype), _largest_gap(in_its_dtype, kept)
         return (None, None) if moved is None or apart is None else (moved, apart)
 
@@ -320,11 +323,11 @@ class TwinCheck:
             trainer, generator = found.trainer(), found.generator()
             if trainer is None or generator is None:
                 self._found.remove(found)
-            elif generator is module and self._position.step > found.step:
+            elif generator is module and self.position.step > found.step:
                 self._found.remove(found)
                 if found.versions != versions_of(generator) and not _same_weights(trainer, generator, exactly=True):
-                    numbers = _number(self._names, trainer), _number(self._names, generator)
-                    self._session.once(MovedTwin(trainer=numbers[0], generator=numbers[1]), numbers)
+                    numbers = _number(self.names, trainer), _number(self.names, generator)
+                    self.session.once(MovedTwin(trainer=numbers[0], generator=numbers[1]), numbers)
 
 
 @dataclass(frozen=True, slots=True)

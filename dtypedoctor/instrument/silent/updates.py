@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import MemoryRef, has_hooks_of_the_program, version_of
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.statistics import HALF, measurable
 from dtypedoctor.interruptions import contained, is_interruption
 from dtypedoctor.redaction.messages import elided
@@ -35,13 +35,16 @@ from dtypedoctor.trace.records.silent import (
 )
 from dtypedoctor.unpatched import unwrap
 
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.checks import Checks
+
 SCALE = 32768.0
 """The largest power of two that float16 holds; half of what a gradient scaler begins with."""
 MANY = 0.5
 """Share of zeros in a parameter's gradient from which on it is worth a second look."""
 
 
-class GradientCheck:
+class GradientCheck(Observer):
     """Counts zeros in gradients where float16 is at work.
 
     Zeros alone prove nothing: tokens that do not occur, ReLU and dropout give them too. The first pass only counts them; where
@@ -50,21 +53,15 @@ class GradientCheck:
     Before an optimizer step it writes a :class:`GradientZeros`, where a gradient is zero for the most part; :meth:`scaled_backward` writes
     a :class:`ScaledBackward`.
 
-    Args:
-        session: where the observations go.
-        vanished: called when every gradient of a step is 0 for the first time.
-
     Attributes:
         on_zeros: called where a :class:`GradientZeros` has been written.
     """
 
-    def __init__(self, session: Session, vanished: Callable[[], None]) -> None:
-        self._session = session
-        self._names, self._position = session.names, session.position
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
         self._float16_region = False
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._dead: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
-        self._vanished = vanished
         self.on_zeros: list[Callable[[], None]] = []
 
     def entered(self, region: AutocastRegion) -> None:
@@ -80,7 +77,7 @@ class GradientCheck:
         if not is_checked(number):
             return
         if many := self._mostly_zero(optimizer):
-            self._session.emit(GradientZeros(parameters=dict(list(many.items())[:MOST_TOLD])))
+            self.session.emit(GradientZeros(parameters=dict(list(many.items())[:MOST_TOLD])))
             for listener in self.on_zeros:
                 listener()
 
@@ -89,7 +86,7 @@ class GradientCheck:
         found = [(n, p.grad) for n, p in self._of(optimizer) if p.grad is not None and measurable(p.grad)]
         if not found:
             return {}
-        with self._position.mute(), torch.no_grad():
+        with self.position.mute(), torch.no_grad():
             zeros = torch.stack([(g == 0).sum() for _, g in found]).tolist()
         counts = [(name, int(count), g.numel()) for (name, g), count in zip(found, zeros, strict=True)]
         return {name: Zeros(zeros=count, elements=of) for name, count, of in counts if count >= MANY * of}
@@ -98,10 +95,10 @@ class GradientCheck:
         """From one step to the next nothing is learned any more. Only on the CPU: elsewhere each step would wait for the device."""
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         known = [gradient for gradient in gradients if measurable(gradient) and gradient.device.type == "cpu"]
-        with self._position.mute(), torch.no_grad():
+        with self.position.mute(), torch.no_grad():
             dead = bool(known) and len(known) == len(gradients) and not any(map(torch.any, known))
         if dead and not self._dead.get(optimizer, False):
-            self._vanished()
+            self.checks.look.look_again()
         self._dead[optimizer] = dead
 
     def scaled_backward(self, tensors: list[Tensor]) -> None:
@@ -115,20 +112,20 @@ class GradientCheck:
             return _gradients(losses, list(trained.values()), scale)
 
         try:
-            with self._position.mute(), torch.random.fork_rng(enabled=True):
+            with self.position.mute(), torch.random.fork_rng(enabled=True):
                 told = when_scaled(trained, gradients, SCALE)
         except RuntimeError as error:  # a graph that can be walked only once, say
             if is_interruption(error):
                 raise
-            self._session.emit(ScaledBackward(scale=SCALE, error=elided(str(error))[:200]))
+            self.session.emit(ScaledBackward(scale=SCALE, error=elided(str(error))[:200]))
             return
-        self._session.emit(ScaledBackward(scale=SCALE, parameters=told))
+        self.session.emit(ScaledBackward(scale=SCALE, parameters=told))
 
     def _trained(self) -> dict[str, Tensor]:
-        return {n: p for _, n, p, _, is_buffer in self._names.tensors() if not is_buffer and p.requires_grad}
+        return {n: p for _, n, p, _, is_buffer in self.names.tensors() if not is_buffer and p.requires_grad}
 
     def _of(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        known = self._names.parameters()
+        known = self.names.parameters()
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
                 yield known.get(id(parameter), (0, f"param_groups.{number}.{index}"))[1], parameter
@@ -276,7 +273,7 @@ class _Known:
         return bool(self.is_kept) or (many >= ENOUGH_TOO_FAR and AS_FAR * asked <= moved <= asked / AS_FAR)
 
 
-class UpdateCheck:
+class UpdateCheck(Observer):
     """Writes an :class:`Updates` after each checked step in which parameters lose most of their updates.
 
     And an :class:`Overshoots` after the first checked step in which they move much too far: a second moment that rounds to zero leaves next to nothing
@@ -287,9 +284,8 @@ class UpdateCheck:
     there and not here is lost to rounding.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._names, self._position = session.names, session.position
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
         self._known: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
         self._samples: list[_Sample] = []
 
@@ -298,13 +294,13 @@ class UpdateCheck:
         self._samples = []
         if any(isinstance(held, Optimizer) for held in vars(optimizer).values()):
             return  # a wrapper; the optimizer inside tells of itself
-        known = self._known.setdefault(optimizer, _Known(self._position.step, {}, {}))
+        known = self._known.setdefault(optimizer, _Known(self.position.step, {}, {}))
         known.steps += 1
         if not is_checked(known.steps):
             return
         followed, known.followed = known.followed, {}
         hooked = has_hooks_of_the_program(optimizer)
-        with self._position.mute(), torch.no_grad():
+        with self.position.mute(), torch.no_grad():
             self._samples = self._taken(optimizer)
             for sample in self._samples:
                 sample.state = None if hooked else _followed_state(optimizer, sample, followed, known.steps)
@@ -316,7 +312,7 @@ class UpdateCheck:
         samples, self._samples = self._samples, []
         if not samples:
             return
-        with self._position.mute(), torch.no_grad():
+        with self.position.mute(), torch.no_grad():
             wider = next((key for sample in samples if (key := _wider_copy(optimizer, sample))), "")
         if wider:
             self._give_up(
@@ -330,7 +326,7 @@ class UpdateCheck:
                 one.key: (one.state, _left(optimizer, one), one.missing()) for one in samples if one.state
             }
         totals = known.totals
-        with self._position.mute(), torch.no_grad():
+        with self.position.mute(), torch.no_grad():
             if (
                 known.steps <= FIRST_CHECKS
             ):  # later ones do not follow each other: what is kept by then is of steps that were not seen
@@ -360,7 +356,7 @@ class UpdateCheck:
 
     def _give_up(self, optimizer: Optimizer, why: str) -> None:
         self._samples = []
-        self._session.guard.tell(f"{LOST_UPDATES}{type(optimizer).__name__}", why)
+        self.session.guard.tell(f"{LOST_UPDATES}{type(optimizer).__name__}", why)
 
     def _tell_overshoots(self, optimizer: Optimizer, samples: list[_Sample]) -> bool:
         counted = torch.stack([_too_far(sample) for sample in samples]).tolist()
@@ -378,7 +374,7 @@ class UpdateCheck:
         if not found:
             return False
         worst = sorted(found.items(), key=lambda pair: -pair[1].overshot / pair[1].elements)[:MOST_TOLD]
-        self._session.emit(
+        self.session.emit(
             Overshoots(
                 optimizer=type(optimizer).__name__,
                 lr=float(optimizer.param_groups[0].get("lr", 0.0)),
@@ -405,15 +401,15 @@ class UpdateCheck:
             compared=len(totals),
             finite=sum(t.finite for t in totals.values()),
         )
-        self._session.emit(told)
+        self.session.emit(told)
 
     def _taken(self, optimizer: Optimizer) -> list[_Sample]:
         samples: list[_Sample] = []
         half = _half_parameters(optimizer)
-        known = self._names.parameters() if half else {}
+        known = self.names.parameters() if half else {}
         if not _by_element(optimizer) and any(parameter.numel() > SMALL for parameter in half):
             why = f"it may not treat each element by itself, so that parameters of more than {SMALL:,} are left out"
-            self._session.guard.tell(f"{LOST_UPDATES}{type(optimizer).__name__}", why)
+            self.session.guard.tell(f"{LOST_UPDATES}{type(optimizer).__name__}", why)
         for parameter in half:
             stride = _stride(optimizer, parameter)
             if stride and parameter.grad is not None and id(parameter) in known:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dtypedoctor._torch_private import schema_of
 from dtypedoctor.instrument.frames import Line
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.observer import SUMS, Observer
 from dtypedoctor.instrument.silent.updates import MOSTLY, SAMPLED, is_checked
 from dtypedoctor.instrument.statistics import HALF, measurable
 from dtypedoctor.trace.records.silent import LostWrites, RoundedUse
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.checks import Checks
 
 BACK, FURTHER = 2.0**-6, 4
 """What is left in float64 of the way that values have gone and come back, where what was added is taken away rounded to bfloat16; and how much further from the start the
@@ -35,8 +38,6 @@ LOST = 0.95
 """Share of the elements that float32 moves which have to stay as they are."""
 SWEPT = 1000
 """Tensors that are new before those that are gone are looked for."""
-SUMS = frozenset({"add_", "sub_", "add", "sub", "rsub"})
-"""Operators by which a program keeps what rounding took of a write and adds it to the next one (Kahan summation)."""
 KEPT = 2
 """Checked writes of which what was lost has to be kept: equal gradients look like it once, where a program sums them itself."""
 COMPARED = 512
@@ -150,7 +151,7 @@ class _Undone:
             self.lost, self.deviation = int((difference > FURTHER * left).sum()), float(difference.max())
 
 
-class WriteCheck:
+class WriteCheck(Observer):
     """Writes a :class:`LostWrites` for each line whose updates in place leave half-precision tensors as they are.
 
     A parameter to which the program adds a tensor only once, as where an adapter is merged, is judged by that one write, at the end.
@@ -160,9 +161,8 @@ class WriteCheck:
     which so is not lost. Of a GPU's memory as much is looked at as its readings afford.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._position = session.position
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
         self._followed: dict[tuple[Any, ...], _Followed] = {}
         self._over: list[_Followed] = []
         self._told: dict[Line | None, int] = {}
@@ -171,7 +171,7 @@ class WriteCheck:
         self._losses: dict[torch.Size, dict[int, _Followed]] = {}
         self._sweep_at = SWEPT
 
-    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Write]:
+    def writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Write]:
         """An operator outside of modules is about to write to its operands, or to sum them; one on lists does so for each of their tensors."""
         name = schema_of(func).name.removeprefix("aten::")
         if name.startswith(_ON_LISTS):
@@ -186,7 +186,9 @@ class WriteCheck:
         return [] if write is None else [write]
 
     def _before(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Write | None:
-        if self._losses and name in SUMS:
+        if (
+            self._losses and name in SUMS
+        ):  # Kahan summation keeps what rounding took of a write, and adds it to the next one
             self._notice_kept(args)
         target = args[0] if args else None
         if not isinstance(target, Tensor) or target.dtype not in HALF or not target.numel():
@@ -199,7 +201,7 @@ class WriteCheck:
         followed.writes += 1
         followed.written_again()
         self._forget_loss(target.shape, followed)
-        if not is_checked(followed.writes) or not self._session.readings.affords(target):
+        if not is_checked(followed.writes) or not self.session.readings.affords(target):
             return None
         if _adds_tensor(name, args) and len(self._merges) < MOST_FOLLOWED:
             followed.sums += 1
@@ -213,7 +215,7 @@ class WriteCheck:
             or any(isinstance(v, Tensor) for v in kwargs.values())
         ):
             return None
-        with self._position.mute(), torch.no_grad():
+        with self.position.mute(), torch.no_grad():
             before = target.detach().reshape(-1)[::stride].clone()
             wide, exact = before.float(), before.double()
             func(wide, *operands, **kwargs)
@@ -250,7 +252,7 @@ class WriteCheck:
         losses = self._losses.get(tensors[0].shape) if tensors else None
         if losses is None or tensors[0].data_ptr() in losses:
             return
-        if not all(map(self._session.readings.affords, tensors)):
+        if not all(map(self.session.readings.affords, tensors)):
             for one in losses.values():
                 one.is_kept = True  # it may be: nobody looks
             return
@@ -288,14 +290,14 @@ class WriteCheck:
             followed.last = None
             self._over.append(followed)
 
-    def after(self, writes: Sequence[Write], line: Line | None) -> None:
+    def wrote(self, before: Sequence[Write], line: Line | None) -> None:
         """It has written."""
-        for write in writes:
+        for write in before:
             self._after(write, line)
 
     def _after(self, write: Write, line: Line | None) -> None:
         followed = write.followed
-        with self._position.mute(), torch.no_grad():
+        with self.position.mute(), torch.no_grad():
             now = write.target.detach().reshape(-1)[:: write.stride]
             old = write.before.float()
             wanted = (write.wide != old) & write.wide.isfinite()
@@ -346,7 +348,7 @@ class WriteCheck:
             of_line = [one for one in known if one.line == line]
             worst, source = max(of_line, key=lambda one: one.deviation), "" if line is None else line.source
             at = int((worst.last.double() - worst.start).abs().argmax())
-            self._session.emit(
+            self.session.emit(
                 RoundedUse(
                     use="restored",
                     op="aten.sub_.Tensor",
@@ -362,7 +364,7 @@ class WriteCheck:
             )
 
     def _is_parameter(self, target: Tensor) -> bool:
-        held = (tensor for _, _, tensor, _, is_buffer in self._session.names.tensors() if not is_buffer)
+        held = (tensor for _, _, tensor, _, is_buffer in self.session.names.tensors() if not is_buffer)
         return any(one.shape == target.shape and one.data_ptr() == target.data_ptr() for one in held)
 
     def _tell_of_merges(self, once: list[_Followed]) -> None:
@@ -385,7 +387,7 @@ class WriteCheck:
     def _emit(
         self, line: Line | None, worst: _Followed, stalled: Sequence[_Followed], compared: Sequence[_Followed]
     ) -> None:
-        self._session.emit(
+        self.session.emit(
             LostWrites(
                 source="" if line is None else line.source,
                 dtype=worst.dtype,

@@ -590,8 +590,10 @@ def _unit_of(name: str) -> str:
 
 
 RULES = (
-    Rule(name="mismatch", specs=SPECS, detect=detect_mismatch),
-    Rule(name="kept-weights", specs=(NORM_PROMOTES_TO_FLOAT32,), inspect=check_kept),
-    Rule(name="packed-weights", specs=(QUANT_STATE_DTYPE, OPERAND_DTYPE_MISMATCH), inspect=check_quantized),
-    Rule(name="shard-units", specs=(FSDP_MIXED_DTYPES,), inspect=check_sharding),
+    Rule(name="mismatch", priority=20, specs=SPECS, detect=detect_mismatch),
+    Rule(name="kept-weights", priority=280, specs=(NORM_PROMOTES_TO_FLOAT32,), inspect=check_kept),
+    Rule(
+        name="packed-weights", priority=240, specs=(QUANT_STATE_DTYPE, OPERAND_DTYPE_MISMATCH), inspect=check_quantized
+    ),
+    Rule(name="shard-units", priority=260, specs=(FSDP_MIXED_DTYPES,), inspect=check_sharding),
 )

@@ -77,4 +77,4 @@ def _lost(what: Float8Cast) -> str:
     return f"{percent(what.vanished / what.elements)} of the elements become 0"
 
 
-RULES = (Rule(name="float8-casts", specs=(FLOAT8_RANGE,), detect=detect_float8_casts),)
+RULES = (Rule(name="float8-casts", priority=120, specs=(FLOAT8_RANGE,), detect=detect_float8_casts),)

@@ -321,4 +321,4 @@ def _first_that_matters(trace: Trace) -> Iterator[Finding]:
         return
 
 
-RULES = (Rule(name="non-finite", specs=SPECS, detect=detect_nonfinite),)
+RULES = (Rule(name="non-finite", priority=50, specs=SPECS, detect=detect_nonfinite),)

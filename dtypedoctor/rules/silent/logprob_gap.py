@@ -325,4 +325,4 @@ def _is_off(reported: Mapping[str, float]) -> bool:
     return (ratio is not None and abs(ratio - 1.0) > RATIO_OFF) or (difference is not None and difference > GAP)
 
 
-RULES = (Rule(name="logprob-gap", specs=(SPEC,), detect=detect_gap),)
+RULES = (Rule(name="logprob-gap", priority=180, specs=(SPEC,), detect=detect_gap),)

@@ -119,6 +119,6 @@ def detect_stale_cache(trace: Trace) -> Iterator[Finding]:
 
 
 RULES = (
-    Rule(name="missing-patches", specs=(PATCH_NOT_APPLIED,), detect=detect_missing_patches),
-    Rule(name="stale-autocast-cache", specs=(STALE_AUTOCAST_CACHE,), detect=detect_stale_cache),
+    Rule(name="missing-patches", priority=90, specs=(PATCH_NOT_APPLIED,), detect=detect_missing_patches),
+    Rule(name="stale-autocast-cache", priority=100, specs=(STALE_AUTOCAST_CACHE,), detect=detect_stale_cache),
 )

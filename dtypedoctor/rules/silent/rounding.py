@@ -362,10 +362,10 @@ def _survives_float16(value: float) -> bool:
 
 RULES = (
     Rule(name="rounded-indices", specs=(ROUNDED_INDICES,), detect=detect_rounded_indices),
-    Rule(name="integer-casts", specs=(FLOAT_TO_INT_CAST,), detect=detect_integer_casts),
-    Rule(name="router-flips", specs=(ROUTER_FLIP,), detect=detect_router_flips),
-    Rule(name="rounded-positions", specs=(ROUNDED_ROTARY_BUFFER,), detect=detect_rounded_positions),
+    Rule(name="integer-casts", priority=110, specs=(FLOAT_TO_INT_CAST,), detect=detect_integer_casts),
+    Rule(name="router-flips", priority=170, specs=(ROUTER_FLIP,), detect=detect_router_flips),
+    Rule(name="rounded-positions", priority=190, specs=(ROUNDED_ROTARY_BUFFER,), detect=detect_rounded_positions),
     Rule(name="rounded-angles", specs=(ROUNDED_ROTARY_BUFFER,), detect=detect_rounded_angles),
-    Rule(name="rotary-tables", specs=(ROUNDED_ROTARY_BUFFER,), detect=detect_rotary_tables),
-    Rule(name="rotary-weights", specs=(ROUNDED_ROTARY_BUFFER,), inspect=check_rotary),
+    Rule(name="rotary-tables", priority=210, specs=(ROUNDED_ROTARY_BUFFER,), detect=detect_rotary_tables),
+    Rule(name="rotary-weights", priority=270, specs=(ROUNDED_ROTARY_BUFFER,), inspect=check_rotary),
 )

@@ -136,6 +136,6 @@ def _of_a_group(op: Op, replaced: int, infinities: int, sources: list[str], make
 
 
 RULES = (
-    Rule(name="rescues", specs=(SPEC,), detect=detect_rescues),
-    Rule(name="erased", specs=(SPEC,), detect=detect_erased),
+    Rule(name="rescues", priority=130, specs=(SPEC,), detect=detect_rescues),
+    Rule(name="erased", priority=140, specs=(SPEC,), detect=detect_erased),
 )

@@ -370,9 +370,9 @@ def _overshoot(what: Overshoots, name: str, worst: OvershotParameter) -> Stateme
 
 
 RULES = (
-    Rule(name="gradient-underflow", specs=(GRADIENT_UNDERFLOW,), detect=detect_underflow),
-    Rule(name="update-stall", specs=(UPDATE_STALL,), detect=detect_stall),
-    Rule(name="partial-stall", specs=(UPDATE_STALL,), detect=detect_partial_stall),
+    Rule(name="gradient-underflow", priority=150, specs=(GRADIENT_UNDERFLOW,), detect=detect_underflow),
+    Rule(name="update-stall", priority=160, specs=(UPDATE_STALL,), detect=detect_stall),
+    Rule(name="partial-stall", priority=200, specs=(UPDATE_STALL,), detect=detect_partial_stall),
     Rule(name="lost-writes", specs=(UPDATE_STALL,), detect=detect_lost_writes),
     Rule(name="rounded-sums", specs=(ROUNDED_SUM,), detect=detect_rounded_sums),
     Rule(name="step-overshoots", specs=(OPTIMIZER_EPSILON_UNDERFLOW,), detect=detect_overshoot),

@@ -14,6 +14,7 @@ from dataclasses import MISSING, asdict, fields, is_dataclass
 from keyword import iskeyword
 from typing import Any, Union, cast, get_args, get_origin
 
+from dtypedoctor.plugins import Check, registered
 from dtypedoctor.trace.events import Observation, Observed
 from dtypedoctor.trace.records import execution, models, silent
 
@@ -140,9 +141,17 @@ RECORDS: dict[str, type[Any]] = {
 """Every record by its kind. A class with a ``KIND`` in one of these modules is one."""
 
 
+def _record_of(kind: str) -> type[Any] | None:
+    """The record of this kind, which may be that of a plug-in."""
+    if kind in RECORDS:
+        return RECORDS[kind]
+    records = (record for check in registered(Check).values() for record in check.records)
+    return next((record for record in records if getattr(record, "KIND", None) == kind), None)
+
+
 def from_disk(raw: Observation) -> Observation | Observed[Any]:
     """The typed observation; ``raw`` itself where its kind is unknown, or its values are not those of the kind."""
-    record = RECORDS.get(raw.kind)
+    record = _record_of(raw.kind)
     if record is None:
         return raw
     try:

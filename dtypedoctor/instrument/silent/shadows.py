@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,11 +28,14 @@ from dtypedoctor._torch_private import DisableTorchFunction, memory_key, schema_
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.naming import short_name
 from dtypedoctor.instrument.operators import Arguments, for_wider, leaves_memory_as_it_was, tensors_of, written
-from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.look import Seen
+from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.records.silent import RoundedIndices, RoundedSum, RoundedUse
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.checks import Checks
 
 NARROW = {torch.float16: 11, torch.bfloat16: 8}
 """Significant bits of the dtypes whose rounding is followed; what goes through float8 begins anew."""
@@ -130,19 +133,14 @@ class _Call:
         return Origin(str(self.func), self.line, self.results[0].dtype, whole)
 
 
-class Shadows:
-    """Writes a :class:`RoundedUse` or :class:`RoundedIndices` where rounding changes what a program does.
+class Shadows(Observer):
+    """Writes a :class:`RoundedUse` or :class:`RoundedIndices` where rounding changes what a program does."""
 
-    Args:
-        session: where the records go.
+    priority = 10
 
-    Attributes:
-        accumulates: whether a call that was looked at has written to small memory in half precision that it has not made: a buffer, whose values depend on all calls.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._position = session.position
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
+        session = checks.session
         self._looking = session.guard.keeping("values that half precision rounds")
         self._reads = session.readings.reads
         self._memories: OrderedDict[int, _Memory] = OrderedDict()
@@ -153,7 +151,6 @@ class Shadows:
         self._counts: dict[str, RoundedSum] = {}
         self._additions: Counter[int] = Counter()
         self._made: dict[int, StorageWeakRef] = {}
-        self.accumulates = False
 
     def saw(self, seen: Seen) -> None:
         """An operator has run inside of a module that is looked at."""
@@ -164,15 +161,18 @@ class Shadows:
             return
         overwritten = {_key(tensor) for tensor in written(seen.func, seen.given)}
         is_state = not overwritten <= self._made.keys()
-        self.accumulates |= is_state
+        if is_state:  # what is in memory that the call has not made depends on all calls
+            self.checks.look.accumulating = [self.saw]
         self._ran(seen.func, seen.arguments, seen.given, results, line, is_state=is_state)
         self._made.update((_key(tensor), StorageWeakRef(tensor.untyped_storage())) for tensor in results)
 
-    def end(self) -> None:
+    def look_ended(self) -> None:
         """The call that was looked at is over; its values may be used later."""
         self._made.clear()
 
-    def ran(self, func: Any, kept: Arguments, given: Arguments, results: Sequence[Tensor], line: Line | None) -> None:
+    def ran_outside(
+        self, func: Any, kept: Arguments, given: Arguments, results: Sequence[Tensor], line: Line | None
+    ) -> None:
         """An operator has run outside of modules.
 
         Args:
@@ -183,7 +183,7 @@ class Shadows:
             line: the line that called it.
         """
         if self._takes_part(func, tensors_of(given), results) and self._is_turn(func, line):
-            with self._looking, self._position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+            with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
                 self._ran(func, kept, given, results, line)
 
     def rounded(self, tensor: Tensor) -> tuple[Tensor, Origin] | None:
@@ -194,7 +194,7 @@ class Shadows:
     def stop(self) -> None:
         """The program is over: tells what the uses have come to."""
         for record in (*(use for use in self._uses.values() if use.changed), *self._counts.values()):
-            self._session.emit(record)
+            self.session.emit(record)
         self._uses.clear()
         self._counts.clear()
         self._memories.clear()
@@ -341,7 +341,7 @@ class Shadows:
                 after=int(real.flatten()[first]),
                 counted="_to_copy" not in origin.op,
             )
-            self._session.once(told, told.source)
+            self.session.once(told, told.source)
 
     def _judge_count(self, call: _Call) -> None:
         """Whole numbers that are added to a count in half precision, which no longer has every whole number."""
