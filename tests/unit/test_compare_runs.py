@@ -63,21 +63,6 @@ def test_a_drift_within_the_tolerance_is_equal_and_still_told() -> None:
     assert found.modules[1].max_error == pytest.approx(0.01 / 1.01)
 
 
-def test_nan_equals_nan() -> None:
-    """Equal numbers of NaN and inf are equal, whatever the comparison of NaN itself says."""
-    found = compared(three_modules(nan=3, inf=2).build(), three_modules(nan=3, inf=2).build(), 0.0)
-    assert found.verdict is Verdict.EQUAL
-    assert found.modules[1].nonfinite_a == found.modules[1].nonfinite_b == 1
-
-
-def test_inf_in_one_run_only_is_a_divergence_of_its_own() -> None:
-    """The magnitudes over finite elements agree; the eight inf do not."""
-    found = compared(three_modules(inf=8).build(), three_modules().build())
-    assert found.first is not None
-    assert found.first.difference is Difference.NONFINITE
-    assert found.first == found.first_nonfinite
-
-
 def test_the_first_inf_is_named_beside_an_earlier_drift() -> None:
     """A drift comes first, and the inf that only one run has is not hidden behind it."""
     a = TraceBuilder().sample("one", 1.0).sample("two", 2.0, inf=1).build()
@@ -86,19 +71,6 @@ def test_the_first_inf_is_named_beside_an_earlier_drift() -> None:
     assert found.first is not None
     assert found.first_nonfinite is not None
     assert (found.first.fqn, found.first_nonfinite.fqn) == ("one", "two")
-
-
-def test_other_shapes_are_a_divergence_even_where_magnitudes_agree() -> None:
-    """Statistics over tensors of different size are not comparable."""
-    found = compared(three_modules(shape=[2, 8]).build(), three_modules(shape=[2, 9]).build())
-    assert found.first is not None
-    assert found.first.difference is Difference.SHAPE
-
-
-def test_a_varying_shape_is_equal_to_any_of_the_same_rank() -> None:
-    """-1 stands for a size that was not kept."""
-    found = compared(three_modules(shape=[2, -1]).build(), three_modules(shape=[2, 9]).build())
-    assert found.verdict is Verdict.EQUAL
 
 
 def test_another_dtype_is_listed_and_no_divergence() -> None:
@@ -123,29 +95,6 @@ def trained(*, error: float, step: int = 1, bias: float = 1e-9) -> TraceBuilder:
         trace.sample(f"layers.{number}", 2.0, dtype="float32", shape=[2, 64, 256], step=step)
     trace.sample("k.weight", 0.25 * (1 + error), dtype="float32", kind="grad", phase="backward", step=step)
     return trace.sample("k.bias", bias, dtype="float32", kind="grad", phase="backward", step=step)
-
-
-@pytest.mark.parametrize(
-    ("error", "step", "verdict"),
-    [
-        (2e-6, 1, Verdict.EQUAL),
-        (1e-4, 1, Verdict.DIVERGED),
-        (1e-4, 9, Verdict.EQUAL),
-        (1e-2, 9, Verdict.DIVERGED),
-    ],
-)
-def test_what_counts_as_equal_follows_from_sums_modules_and_steps(error: float, step: int, verdict: Verdict) -> None:
-    """Two orders of adding the same numbers are equal on every machine; more than rounding can do is not."""
-    assert (
-        compared(trained(error=0.0, step=step).build(), trained(error=error, step=step).build(), None).verdict
-        is verdict
-    )
-
-
-def test_a_gradient_that_is_all_rounding_is_measured_by_those_of_the_same_module() -> None:
-    """That of the bias of an attention's keys is zero in exact arithmetic, and any two runs have other noise there."""
-    assert compared(trained(error=0.0).build(), trained(error=0.0, bias=3e-9).build(), None).verdict is Verdict.EQUAL
-    assert compared(trained(error=0.0).build(), trained(error=0.0, bias=3e-3).build(), None).verdict is Verdict.DIVERGED
 
 
 def test_a_module_that_only_one_run_has_is_reported_and_prevents_equality() -> None:
@@ -185,57 +134,11 @@ def test_an_additional_call_in_the_middle_is_where_the_runs_part() -> None:
     assert (found.first.pairs_before, found.lone_b) == (1, 1)
 
 
-def test_a_run_that_merely_goes_on_longer_is_incomplete_not_divergent() -> None:
-    """What both have agrees; the rest has nothing to be compared with."""
-    longer = three_modules().sample("layers.0", 2.0, step=2).build()
-    found = compared(three_modules().build(), longer)
-    assert found.verdict is Verdict.INCOMPLETE
-    assert (found.first, found.lone_b, found.missing) == (None, 1, ())
-
-
 def test_what_comes_after_one_run_has_ended_is_marked_so() -> None:
     """The backward pass of the run that lived on is not blamed on the one that died before it."""
     alive = three_modules().sample("layers.1", 1e-3, kind="grad_output", phase="backward").build()
     (one,) = compared(three_modules().build(), alive).missing
     assert (one.lane, one.after_the_end) == ("backward", True)
-
-
-def test_an_empty_trace_never_matches() -> None:
-    """Neither another one that is empty nor one with measurements."""
-    empty = TraceBuilder().build()
-    assert compared(empty, empty).verdict is Verdict.INCOMPLETE
-    assert compared(empty, three_modules().build()).verdict is Verdict.INCOMPLETE
-    assert compared(three_modules().build(), empty).verdict is Verdict.INCOMPLETE
-
-
-def test_a_trace_without_an_end_never_matches() -> None:
-    """It was cut short, so what came after is not known; here the other has an end, so they ended differently."""
-    whole = three_modules().build()
-    cut = replace(whole, records=whole.records[:-1])
-    assert compared(cut, whole).verdict is Verdict.DIVERGED
-    assert compared(cut, cut).verdict is Verdict.INCOMPLETE
-
-
-def test_a_damaged_trace_never_matches() -> None:
-    """Lines that could not be read may have held anything."""
-    trace = three_modules().build()
-    assert compared(replace(trace, damage=("1 unreadable line(s): 7",)), trace).verdict is Verdict.INCOMPLETE
-
-
-def test_runs_that_end_differently_have_diverged() -> None:
-    """Equal measurements up to an exception in one of them."""
-    raised = Raised(n=99, step=1, call=1, phase="forward", type="RuntimeError", message="no", frames=[], modules=[])
-    found = compared(three_modules().add(raised).build(outcome="raised"), three_modules().build())
-    assert found.verdict is Verdict.DIVERGED
-    assert (found.ends_differ, found.first) == (True, None)
-    assert "RuntimeError" in found.a.ended
-
-
-def test_the_same_exception_in_both_runs_is_no_difference() -> None:
-    """Two runs that fail alike are equal."""
-    raised = Raised(n=99, step=1, call=1, phase="forward", type="RuntimeError", message="no", frames=[], modules=[])
-    one = three_modules().add(raised).build(outcome="raised")
-    assert compared(one, one).verdict is Verdict.EQUAL
 
 
 def test_an_unwatched_run_is_compared_by_its_numbers_and_called_incomplete() -> None:
@@ -279,12 +182,6 @@ def test_a_nan_loss_equals_a_nan_loss_and_no_other() -> None:
     assert (loss.beyond, loss.max_error, loss.a, loss.b) == ((1,), 1.0, (None,), (2.0,))
 
 
-def test_losses_that_cancel_to_nothing_are_equal_unless_every_digit_counts() -> None:
-    """1e-8 and 3e-8 are both rounding of a loss whose terms cancel."""
-    assert compared(with_metrics(1e-8), with_metrics(3e-8)).verdict is Verdict.EQUAL
-    assert compared(with_metrics(1e-8), with_metrics(3e-8), 0.0).verdict is Verdict.DIVERGED
-
-
 def test_a_step_that_only_one_run_reports_prevents_equality() -> None:
     """It stands beside a gap, and the gap is told."""
     found = compared(with_metrics(2.0), with_metrics(2.0, 1.0))
@@ -306,26 +203,6 @@ def test_values_are_compared_where_both_runs_kept_them() -> None:
     assert probe.error == pytest.approx(1 / 5)
 
 
-def test_a_token_without_a_finite_value_is_equal_to_none_but_its_like() -> None:
-    """None stands for a value that was not finite."""
-    assert compared(with_logprobs(-1.0, None), with_logprobs(-1.0, None)).verdict is Verdict.EQUAL
-    found = compared(with_logprobs(-1.0, None), with_logprobs(-1.0, -2.0))
-    assert found.logprobs[0].unmatched == 1
-    assert found.verdict is Verdict.DIVERGED
-
-
-def test_parameters_that_differ_by_a_bit_are_found_at_tolerance_zero() -> None:
-    """Statistics may hide a bit; the checksum does not."""
-
-    def ended(checksum: str) -> Trace:
-        return three_modules().add(Resources(seconds=1.0, peak_memory=0, device="cpu", checksum=checksum)).build()
-
-    assert compared(ended("aa"), ended("ab"), 0.0).verdict is Verdict.DIVERGED
-    assert compared(ended("aa"), ended("ab")).parameters_equal is False
-    assert compared(ended("aa"), ended("aa"), 0.0).parameters_equal is True
-    assert compared(ended("aa"), three_modules().build()).parameters_equal is None
-
-
 def test_differing_versions_devices_and_settings_are_listed() -> None:
     """What explains a divergence stands beside it; the scenario's name does not change a run."""
     a = three_modules().add(Environment(values={"device": "cpu", "versions": {"torch": "2.11"}})).build()
@@ -342,14 +219,6 @@ def test_differing_versions_devices_and_settings_are_listed() -> None:
         ("versions.triton", None, "3"),
     ]
     assert [(s.name, s.a, s.b) for s in found.settings] == [("steps.0.model.dtype", "float16", "bfloat16")]
-
-
-def test_two_models_in_one_process_are_kept_apart() -> None:
-    """The same name under another outermost module is another module."""
-    a = TraceBuilder().sample("head", 1.0, root=0).sample("head", 5.0, root=1).build()
-    assert compared(a, a, 0.0).verdict is Verdict.EQUAL
-    b = TraceBuilder().sample("head", 1.0, root=0).sample("head", 1.0, root=1).build()
-    assert [(m.root, m.beyond) for m in compared(a, b).modules] == [(0, 0), (1, 1)]
 
 
 def test_a_killed_run_and_one_that_was_stopped_ended_differently() -> None:
@@ -434,3 +303,65 @@ def test_two_runs_that_share_less_than_half_of_the_digits_do_not_agree_after_man
     comparison = compared(trained(error=0.0, step=999).build(), trained(error=1e-3, step=999).build(), None)
     assert comparison.verdict is Verdict.DIVERGED
     assert comparison.tolerance_at(10**6) == pytest.approx(2.0**-11.5)
+
+
+def ended(checksum: str = "", *, raised: bool = False) -> TraceBuilder:
+    """A run with a checksum of its parameters, or that an exception has ended."""
+    trace = three_modules()
+    if raised:
+        trace.add(
+            Raised(n=99, step=1, call=1, phase="forward", type="RuntimeError", message="no", frames=[], modules=[])
+        )
+    return trace.add(Resources(seconds=1.0, peak_memory=0, device="cpu", checksum=checksum))
+
+
+def cut(trace: Trace) -> Trace:
+    """Without its end."""
+    return replace(trace, records=trace.records[:-1])
+
+
+WHOLE, EMPTY, RAISED = three_modules().build(), TraceBuilder().build(), ended(raised=True).build(outcome="raised")
+DAMAGED = replace(WHOLE, damage=("1 unreadable line(s): 7",))
+LONGER = three_modules().sample("layers.0", 2.0, step=2).build()
+TWO_MODELS, ALIKE = (
+    TraceBuilder().sample("head", 1.0, root=0).sample("head", second, root=1).build() for second in (5.0, 1.0)
+)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "tolerance", "verdict"),
+    [
+        pytest.param(three_modules(nan=3, inf=2).build(), three_modules(nan=3, inf=2).build(), 0.0, "EQUAL", id="as many NaN and inf"),
+        pytest.param(three_modules(shape=[2, -1]).build(), three_modules(shape=[2, 9]).build(), 0.01, "EQUAL", id="a size that was not kept"),
+        pytest.param(three_modules(shape=[2, 8]).build(), three_modules(shape=[2, 9]).build(), 0.01, "DIVERGED", id="other shapes of one magnitude"),
+        pytest.param(three_modules(inf=8).build(), WHOLE, 0.01, "DIVERGED", id="inf in one run only"),
+        pytest.param(TWO_MODELS, TWO_MODELS, 0.0, "EQUAL", id="two models with modules of one name"),
+        pytest.param(TWO_MODELS, ALIKE, 0.01, "DIVERGED", id="the second of two models differs"),
+        pytest.param(trained(error=0.0).build(), trained(error=2e-6).build(), None, "EQUAL", id="sums in another order"),
+        pytest.param(trained(error=0.0).build(), trained(error=1e-4).build(), None, "DIVERGED", id="more than rounding can do in a step"),
+        pytest.param(trained(error=0.0, step=9).build(), trained(error=1e-4, step=9).build(), None, "EQUAL", id="rounding of nine steps"),
+        pytest.param(trained(error=0.0, step=9).build(), trained(error=1e-2, step=9).build(), None, "DIVERGED", id="more than rounding in nine steps"),
+        pytest.param(trained(error=0.0).build(), trained(error=0.0, bias=3e-9).build(), None, "EQUAL", id="a gradient that is all rounding"),
+        pytest.param(trained(error=0.0).build(), trained(error=0.0, bias=3e-3).build(), None, "DIVERGED", id="a small gradient that differs"),
+        pytest.param(with_metrics(1e-8), with_metrics(3e-8), 0.01, "EQUAL", id="losses that cancel to nothing"),
+        pytest.param(with_metrics(1e-8), with_metrics(3e-8), 0.0, "DIVERGED", id="losses that cancel and every digit counts"),
+        pytest.param(with_metrics(None), with_metrics(None), 0.01, "EQUAL", id="both losses are NaN"),
+        pytest.param(with_logprobs(-1.0, None), with_logprobs(-1.0, None), 0.01, "EQUAL", id="a token without a finite value in both"),
+        pytest.param(with_logprobs(-1.0, None), with_logprobs(-1.0, -2.0), 0.01, "DIVERGED", id="a token without a finite value in one"),
+        pytest.param(ended("aa").build(), ended("ab").build(), 0.0, "DIVERGED", id="parameters that differ by a bit"),
+        pytest.param(ended("aa").build(), ended("aa").build(), 0.0, "EQUAL", id="the same parameters"),
+        pytest.param(EMPTY, EMPTY, 0.01, "INCOMPLETE", id="two empty traces"),
+        pytest.param(EMPTY, WHOLE, 0.01, "INCOMPLETE", id="one empty trace"),
+        pytest.param(cut(WHOLE), cut(WHOLE), 0.01, "INCOMPLETE", id="two traces without an end"),
+        pytest.param(DAMAGED, WHOLE, 0.01, "INCOMPLETE", id="lines that could not be read"),
+        pytest.param(WHOLE, LONGER, 0.01, "INCOMPLETE", id="one run goes on longer"),
+        pytest.param(RAISED, RAISED, 0.01, "EQUAL", id="two runs that fail alike"),
+        pytest.param(RAISED, WHOLE, 0.01, "DIVERGED", id="an exception in one run only"),
+        pytest.param(cut(WHOLE), WHOLE, 0.01, "DIVERGED", id="one run was cut short"),
+    ],
+)  # fmt: skip
+def test_two_runs_are_equal_diverged_or_not_to_be_compared(
+    a: Trace, b: Trace, tolerance: float | None, verdict: str
+) -> None:
+    """The verdict does not depend on which of them comes first."""
+    assert compared(a, b, tolerance).verdict is compared(b, a, tolerance).verdict is Verdict[verdict]
