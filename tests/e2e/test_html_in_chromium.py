@@ -1,7 +1,6 @@
 """The HTML report in a real browser, opened from disk as a maintainer would."""
 
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from run_directories import (
     ORIGIN,
     PROMOTES,
     REJECTS,
-    SOURCE,
     Shape,
     failing_run,
     large_run,
@@ -97,11 +95,6 @@ def selected(browser: webdriver.Chrome) -> WebElement:
 def detail(browser: webdriver.Chrome) -> str:
     """The text about the chosen module."""
     return browser.find_element(By.CSS_SELECTOR, ".detail").text
-
-
-def background(browser: webdriver.Chrome) -> str:
-    """The colour behind the page."""
-    return browser.find_element(By.TAG_NAME, "body").value_of_css_property("background-color")
 
 
 def test_the_origin_is_in_view_at_once(opened: webdriver.Chrome) -> None:
@@ -188,29 +181,6 @@ def test_the_table_can_be_used_with_keys_alone(opened: webdriver.Chrome) -> None
     assert len([row for row in rows(opened) if row.get_attribute("tabindex") == "0"]) == 1
 
 
-@pytest.mark.release
-def test_lanes_and_runs_can_be_changed(opened: webdriver.Chrome) -> None:
-    """The backward pass has magnitudes of its own, and the runs can change sides."""
-    button(opened, "Backward").click()
-    button(opened, "Go to the origin").click()
-    assert not selected(opened).find_elements(By.CSS_SELECTOR, ".inf")
-    opened.find_element(By.CSS_SELECTOR, "#run-right option[value='-1']").click()
-    assert len(selected(opened).find_elements(By.CSS_SELECTOR, ".heat")) == 1
-    opened.find_element(By.CSS_SELECTOR, "#run-left option[value='1']").click()
-    assert "bf16" in selected(opened).text
-
-
-@pytest.mark.release
-def test_pointing_at_a_cell_tells_its_numbers(opened: webdriver.Chrome) -> None:
-    """The tip and the chosen step follow the mouse and the click."""
-    before = selected(opened).find_element(By.CSS_SELECTOR, ".heat svg")
-    action = webdriver.ActionChains(opened)
-    action.move_to_element_with_offset(before, 2 - before.size["width"] // 2, 0).click().perform()
-    tip = opened.find_element(By.CSS_SELECTOR, ".tip")
-    assert tip.text.split("\n") == [ORIGIN, "baseline, step 1", "absmax 8 in float16, 0.012% of float16 max, 65,504"]
-    assert opened.find_element(By.CSS_SELECTOR, ".tools strong").text == "1"
-
-
 def test_hostile_names_are_texts(opened: webdriver.Chrome) -> None:
     """A module named like markup is shown letter by letter and makes no element."""
     assert not opened.find_elements(By.CSS_SELECTOR, ".rows img, .detail img, .row b > *")
@@ -220,19 +190,6 @@ def test_hostile_names_are_texts(opened: webdriver.Chrome) -> None:
     shown.click()
     assert detail(opened).startswith(HOSTILE.replace("\u202e", "\\u202e"))
     assert not opened.find_elements(By.CSS_SELECTOR, ".detail img, .detail b")
-
-
-@pytest.mark.release
-def test_light_and_dark(opened: webdriver.Chrome) -> None:
-    """The page follows the system's colours, and its own button overrules them."""
-    for scheme in ("light", "dark"):
-        opened.execute_cdp_cmd(
-            "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        )
-        assert (background(opened) == "rgba(244, 246, 248, 1)") is (scheme == "light")
-    button(opened, "Light / dark").click()
-    assert background(opened) == "rgba(244, 246, 248, 1)"
-    opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 FAINT = (Path(__file__).parent / "faint_texts.js").read_text(encoding="utf-8")
@@ -252,59 +209,6 @@ def test_every_text_can_be_read(opened: webdriver.Chrome, scheme: str, typed: st
     opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     assert measured["texts"] > 100
     assert measured["faint"] == []
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_focus_and_what_is_not_finite_stand_out(opened: webdriver.Chrome, scheme: str) -> None:
-    """WCAG 2.2 asks for 3:1 beside what is no text."""
-    opened.execute_cdp_cmd(
-        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    )
-    colours = {
-        "inf": (".hatch-inf-back", "fill"),
-        "nan": (".hatch-nan-back", "fill"),
-        "focus": (".row[aria-selected='true']", "outline-color"),
-    }
-    selected(opened).send_keys(Keys.ARROW_RIGHT)
-    card = opened.find_element(By.CSS_SELECTOR, "#map").value_of_css_property("background-color")
-    found = {
-        name: contrast(opened.find_element(By.CSS_SELECTOR, where).value_of_css_property(what), card)
-        for name, (where, what) in colours.items()
-    }
-    opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-    assert all(ratio >= 3 for ratio in found.values()), found
-
-
-def contrast(one: str, other: str) -> float:
-    """The contrast of two colours as WCAG defines it, from ``rgb(…)``."""
-
-    def luminance(colour: str) -> float:
-        channels = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
-
-
-@pytest.mark.release
-def test_a_phone_needs_no_sideways_scrolling(opened: webdriver.Chrome) -> None:
-    """At 360 pixels nothing sticks out of the page, and the heat map is still there."""
-    phone = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
-    opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
-    opened.refresh()
-    assert opened.execute_script("return document.documentElement.scrollWidth") <= 360  # type: ignore[no-untyped-call]
-    assert selected(opened).find_element(By.CSS_SELECTOR, ".heat svg").size["width"] > 60
-    opened.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-@pytest.mark.release
-def test_what_is_folded_is_printed(opened: webdriver.Chrome) -> None:
-    """A printed report has every part of it."""
-    opened.execute_script("dispatchEvent(new Event('beforeprint'))")  # type: ignore[no-untyped-call]
-    assert not opened.find_elements(By.CSS_SELECTOR, "details:not([open])")
-    opened.execute_script("dispatchEvent(new Event('afterprint'))")  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.release
@@ -433,72 +337,6 @@ def test_the_origin_is_in_the_model_that_failed(browser: webdriver.Chrome, tmp_p
     browser.execute_script("scrollTo(0, 0)")  # type: ignore[no-untyped-call]
     browser.find_element(By.CSS_SELECTOR, "#verdict .goto").click()
     assert selected(browser).get_attribute("id") == f"module-1:{PROMOTES}"
-
-
-@pytest.mark.release
-def test_a_phone_breaks_names_at_their_joints(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    """A long path goes on in the next line behind a slash or dot; what is copied is whole."""
-    with emulated(browser, 390, "light"):
-        browser.get(render(mismatched_run(tmp_path / "run")).as_uri())
-        source = browser.find_element(By.XPATH, "//dt[.='source']/following-sibling::dd[1]/code")
-        assert browser.execute_script("return arguments[0].textContent", source) == SOURCE  # type: ignore[no-untyped-call]
-        lines = browser.execute_script(LINES, source)  # type: ignore[no-untyped-call]
-        assert len(lines) > 1
-        assert all(line.endswith(("/", "_", ".")) for line in lines[:-1]), lines
-
-
-@pytest.mark.release
-def test_what_is_copied_has_no_breaks(opened: webdriver.Chrome) -> None:
-    """The command is shown in parts and copied whole, and on a phone the button covers nothing of it."""
-    with emulated(opened, 390, "light"):
-        code = opened.find_element(By.CSS_SELECTOR, "#reproduce pre code")
-        assert opened.execute_script("return arguments[0].textContent", code) == "dtypedoctor run climbing.yaml"  # type: ignore[no-untyped-call]
-        for part in opened.find_elements(By.CSS_SELECTOR, ".copyable"):
-            button_of, text = part.find_element(By.TAG_NAME, "button").rect, part.find_element(By.TAG_NAME, "pre").rect
-            assert button_of["y"] + button_of["height"] <= text["y"]
-
-
-@pytest.mark.release
-def test_a_number_is_not_broken_at_its_hyphen(opened: webdriver.Chrome) -> None:
-    """In the panel of a module, where lines are short."""
-    button(opened, "Backward").click()
-    whole = [part.text for part in opened.find_elements(By.CSS_SELECTOR, ".detail .whole")]
-    assert "3e-41%" in whole
-
-
-LINES = """
-const lines = new Map(), range = document.createRange();
-for (const text of [...arguments[0].childNodes].filter((node) => node.nodeType === Node.TEXT_NODE)) {
-  for (let at = 0; at < text.length; at++) {
-    range.setStart(text, at);
-    range.setEnd(text, at + 1);
-    const { bottom } = range.getBoundingClientRect();
-    lines.set(bottom, (lines.get(bottom) || "") + text.data[at]);
-  }
-}
-return [...lines.values()];
-"""
-"""The lines in which the text of an element is shown."""
-
-
-@pytest.mark.release
-def test_a_red_cell_says_that_it_is_finite(opened: webdriver.Chrome) -> None:
-    """In the legend, and in the tip of the cell."""
-    assert "near the max, finite" in opened.find_element(By.CSS_SELECTOR, ".scale").text
-    red = selected(opened).find_element(By.CSS_SELECTOR, ".heat .l9")
-    webdriver.ActionChains(opened).move_to_element(red).perform()
-    assert "near the max, finite" in opened.find_element(By.CSS_SELECTOR, ".tip").text
-
-
-@pytest.mark.release
-def test_a_healthy_run_shows_magnitudes_first(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    """Of its dtypes a note stands only where they differ, and no lost updates are offered where none were recorded."""
-    browser.get(render(large_run(tmp_path / "run", Shape(modules=20, steps=3))).as_uri())
-    assert button(browser, "Forward").get_attribute("aria-pressed") == "true"
-    button(browser, "Dtypes").click()
-    notes = {row.get_attribute("id"): row.find_element(By.CSS_SELECTOR, ".value").text for row in rows(browser)}
-    assert {name: note for name, note in notes.items() if note} == {f"module-0:{ORIGIN}": "differ"}
-    assert not browser.find_elements(By.XPATH, "//button[normalize-space()='Lost updates']")
 
 
 @pytest.mark.release

@@ -16,17 +16,6 @@ def script(folder: Path, **keys: str) -> Path:
     return path
 
 
-def test_a_list_means_any_of_these_and_a_missing_key_means_anything(tmp_path: Path) -> None:
-    """`op` has two accepted values, `phase` none that is asked for, `fqn` is outside of all modules."""
-    case = read_case(script(tmp_path, **GOOD, op="[aten.mul.Tensor, aten.mm.default]", fqn="null"))
-    assert case.ops == ("aten.mul.Tensor", "aten.mm.default")
-    assert case.phases is None
-    assert case.fqns == (None,)
-    assert case.raises is None
-    assert not case.healthy
-    assert case.source == "\nprint(1)"
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -44,12 +33,6 @@ def test_a_header_that_says_something_impossible_is_refused(change: dict[str, st
     with pytest.raises(ValueError, match=words) as error:
         read_case(script(tmp_path, **(GOOD | change)))
     assert "one.py" in str(error.value)
-
-
-def test_a_header_without_a_required_key_is_refused(tmp_path: Path) -> None:
-    """Each script says why it is there."""
-    with pytest.raises(ValueError, match="missing keys"):
-        read_case(script(tmp_path, id="null", raises="null", family="healthy"))
 
 
 def test_module_names_match_from_the_right_at_a_dot() -> None:
