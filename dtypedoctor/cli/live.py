@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from dtypedoctor.report.text import counted, duration, number, one_line
+from dtypedoctor.text import counted, duration, number, one_line
 from dtypedoctor.trace.reader import Follower
 from dtypedoctor.trials.bisection.questions import Measured
 from dtypedoctor.trials.bisection.symptoms import part_in_words

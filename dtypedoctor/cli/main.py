@@ -18,7 +18,7 @@ from dtypedoctor.cli.output import current_name, lost_output, standard_streams
 from dtypedoctor.errors import INTERRUPTED, DoctorError, ExitCode
 from dtypedoctor.foreign_files import working_directory
 from dtypedoctor.interruptions import HEARD
-from dtypedoctor.report.text import paragraphs
+from dtypedoctor.text import paragraphs
 
 _PLACED = re.compile(r"\S+:\d+:\d+: ")
 """How a message begins that says its own place; editors jump to it."""

@@ -35,11 +35,11 @@ from dtypedoctor.report.matrix import (
     row_of,
 )
 from dtypedoctor.report.model import Report
-from dtypedoctor.report.text import counted
 from dtypedoctor.runner.directories import clear, new_directory, remove_unmeasured
 from dtypedoctor.runner.executors import Ended, Job, Where, machines, run_jobs
 from dtypedoctor.runner.process import ending_by_interrupt
 from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.text import counted
 from dtypedoctor.trials.plan import Plan
 
 JOURNAL = "scenarios.jsonl"

@@ -211,7 +211,7 @@ def scenarios(
 def _check(files: list[Path]) -> int:
     """Prints the mistakes of all files, each with its line."""
     from dtypedoctor.cli.scenario_files import load_checked
-    from dtypedoctor.report.text import counted, paragraphs
+    from dtypedoctor.text import counted, paragraphs
 
     wrong = 0
     for file in files:

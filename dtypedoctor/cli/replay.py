@@ -86,7 +86,7 @@ def replay(
 def _print_script(capsule: "Capsule") -> None:
     from dtypedoctor.replay.capsule import AGAIN, CAPSULE_TENSORS
     from dtypedoctor.replay.script import TENSORS, CannotBeWrittenError, capsule_script
-    from dtypedoctor.report.text import one_line
+    from dtypedoctor.text import one_line
 
     try:
         text = capsule_script(capsule, inline=True)

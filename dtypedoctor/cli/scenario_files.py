@@ -17,10 +17,10 @@ from dtypedoctor.errors import UsageError, require_installed
 from dtypedoctor.interruptions import say
 from dtypedoctor.plugins import Correction, Model, Workload, known, registered
 from dtypedoctor.replay.capsule import ALLOW_CODE, MODEL, Capsule
-from dtypedoctor.report.text import one_line
 from dtypedoctor.scenario.loading import BUILTIN, is_shipped, load_scenario
 from dtypedoctor.scenario.model import Plugin, Scenario, ScenarioStep, Script
 from dtypedoctor.scenario.problems import did_you_mean
+from dtypedoctor.text import one_line
 from dtypedoctor.trials.remedies import remedies
 
 _YES = ("y", "yes")

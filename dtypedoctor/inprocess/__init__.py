@@ -30,12 +30,12 @@ from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report, write
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.run_document import public_run
 from dtypedoctor.report.run_facts import replay_command
-from dtypedoctor.report.text import one_line, paragraphs
 from dtypedoctor.report.to_html import render_html
 from dtypedoctor.report.to_terminal import print_document
 from dtypedoctor.runner.directories import RecordFolder, job_directory, new_record, scenario_name
 from dtypedoctor.runner.run import BEFORE, WorkerExit, collect
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
+from dtypedoctor.text import one_line, paragraphs
 from dtypedoctor.trace.ranks import member, rank_directory
 from dtypedoctor.trials.treatment import examine
 from dtypedoctor.worker.process_watch import ProcessWatch

@@ -15,8 +15,8 @@ from dtypedoctor.diagnosis.wording import class_of, listed, short, shown_line
 from dtypedoctor.errors import DoctorError
 from dtypedoctor.foreign_files import working_directory
 from dtypedoctor.report.document import Block, Code, Heading, Paragraph
-from dtypedoctor.report.text import counted, memory
 from dtypedoctor.scenario.model import Script
+from dtypedoctor.text import counted, memory
 from dtypedoctor.trace.events import ParameterNote
 from dtypedoctor.trace.records.silent import Updates
 from dtypedoctor.trials.results import Treatment

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from dtypedoctor.report.document import Block, Fold, Line, Look, Paragraph, Section, Table, Words
 from dtypedoctor.report.model import Outcome, Parity, Report, RunSummary, Trial
 from dtypedoctor.report.run_facts import ended_with, outcome_look, outcome_words
-from dtypedoctor.report.text import ABSENT, count, counted, duration, memory, number, ratio, span
 from dtypedoctor.scenario.model import Reference
+from dtypedoctor.text import ABSENT, count, counted, duration, memory, number, ratio, span
 from dtypedoctor.trials.results import WRONG_OUTPUT
 
 _MOST_BESIDE, _MOST_RUNS = 4, 12

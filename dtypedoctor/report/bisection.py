@@ -8,7 +8,7 @@ from typing import Any
 from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.model import Report, Status
-from dtypedoctor.report.text import counted, number
+from dtypedoctor.text import counted, number
 from dtypedoctor.trials.bisection.results import Answer, Bisection, End, Kind, Symptom, Verdict
 from dtypedoctor.trials.bisection.symptoms import part_in_words
 from dtypedoctor.trials.results import Outcome

@@ -19,8 +19,8 @@ from dtypedoctor.report.document import (
     Table,
     named,
 )
-from dtypedoctor.report.text import ABSENT, count, counted, number, series
 from dtypedoctor.report.to_json import plain
+from dtypedoctor.text import ABSENT, count, counted, number, series
 from dtypedoctor.trials.comparison import (
     Difference,
     Divergence,

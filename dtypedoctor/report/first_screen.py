@@ -37,8 +37,8 @@ from dtypedoctor.report.run_facts import (
     proven_means,
     where_facts,
 )
-from dtypedoctor.report.text import clipped, one_line
 from dtypedoctor.report.to_terminal import print_document
+from dtypedoctor.text import clipped, one_line
 
 MOST_LINES, WIDTH = 40, 100
 """Lines of a screen, counted where the console has so many columns or more."""

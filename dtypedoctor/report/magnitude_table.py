@@ -10,7 +10,7 @@ from dtypedoctor.diagnosis.wording import class_of, module_name
 from dtypedoctor.dtypes import headroom, short_name
 from dtypedoctor.report.document import Bar, Line, Look, Paragraph, Section, Table, Words, named
 from dtypedoctor.report.model import Report, StripRow
-from dtypedoctor.report.text import ABSENT, count, fill, limit, number
+from dtypedoctor.text import ABSENT, count, fill, limit, number
 from dtypedoctor.trace.events import Op, Sample, Site
 from dtypedoctor.trace.model import Trace
 

@@ -27,7 +27,7 @@ from dtypedoctor.report.document import (
 from dtypedoctor.report.model import Outcome, Report, Status
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.run_facts import ended_with, place
-from dtypedoctor.report.text import ABSENT, counted, duration, number
+from dtypedoctor.text import ABSENT, counted, duration, number
 
 SCHEMA = 1
 

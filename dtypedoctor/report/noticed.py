@@ -2,7 +2,7 @@
 
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.diagnosis.wording import own_frame, shown_line
-from dtypedoctor.report.text import one_line
+from dtypedoctor.text import one_line
 from dtypedoctor.trace.events import Metric, Raised, Sample, ScalerState
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import NonfiniteReached

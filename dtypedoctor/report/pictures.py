@@ -16,7 +16,7 @@ from dtypedoctor.diagnosis.wording import module_of
 from dtypedoctor.dtypes import DTYPES, short_name
 from dtypedoctor.report.document import Map
 from dtypedoctor.report.model import Picture
-from dtypedoctor.report.text import number, one_line
+from dtypedoctor.text import number, one_line
 from dtypedoctor.trace.events import (
     Correction,
     Flow,

@@ -53,8 +53,8 @@ from dtypedoctor.report.run_facts import (
     title,
 )
 from dtypedoctor.report.surveys import environment_rows, environment_table
-from dtypedoctor.report.text import ABSENT, counted, duration, memory, number, one_line, ratio
 from dtypedoctor.report.to_json import report_data
+from dtypedoctor.text import ABSENT, counted, duration, memory, number, one_line, ratio
 
 _AS_EXPECTED = {True: "As expected: ", False: "UNEXPECTED: ", None: "Expectation not judged: "}
 _MOST_IN_FULL = 12

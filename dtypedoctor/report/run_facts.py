@@ -25,9 +25,9 @@ from dtypedoctor.report.document import (
 )
 from dtypedoctor.report.document import Outcome as Gate
 from dtypedoctor.report.model import Observer, Outcome, Report, RunSummary, Status, Trial
-from dtypedoctor.report.text import ABSENT, counted, one_line
 from dtypedoctor.report.to_json import plain
 from dtypedoctor.scenario.model import Scenario, ScenarioStep
+from dtypedoctor.text import ABSENT, counted, one_line
 from dtypedoctor.trials.remedies import remedies, remedy_named
 from dtypedoctor.trials.results import Bearing
 

@@ -35,7 +35,7 @@ from dtypedoctor.report.document import (
     parts_of,
 )
 from dtypedoctor.report.pictures import map_data
-from dtypedoctor.report.text import ABSENT, one_line, paragraphs
+from dtypedoctor.text import ABSENT, one_line, paragraphs
 
 
 class Html(str):

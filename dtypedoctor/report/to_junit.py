@@ -4,7 +4,7 @@ from xml.etree import ElementTree as ET
 
 from dtypedoctor.plugins import Format
 from dtypedoctor.report.document import Check, Document, Outcome
-from dtypedoctor.report.text import one_line, paragraphs
+from dtypedoctor.text import one_line, paragraphs
 
 _TAGS = {
     Outcome.PASSED: "system-out",

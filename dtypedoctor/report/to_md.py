@@ -31,7 +31,7 @@ from dtypedoctor.report.document import (
     parts_of,
     shares,
 )
-from dtypedoctor.report.text import ABSENT, TEXT_LIMIT, one_line, paragraphs
+from dtypedoctor.text import ABSENT, TEXT_LIMIT, one_line, paragraphs
 
 _Thing = TypeVar("_Thing")
 

@@ -13,7 +13,7 @@ from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.errors import DoctorError
 from dtypedoctor.plugins import Format
 from dtypedoctor.report.document import Document
-from dtypedoctor.report.text import one_line
+from dtypedoctor.text import one_line
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}

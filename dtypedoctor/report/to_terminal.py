@@ -29,7 +29,7 @@ from dtypedoctor.report.document import (
     parts_of,
     shares,
 )
-from dtypedoctor.report.text import ABSENT, ascii_only, breaks, one_line, paragraphs, words
+from dtypedoctor.text import ABSENT, ascii_only, breaks, one_line, paragraphs, words
 
 _STYLES = {
     Look.STRONG: "bold",

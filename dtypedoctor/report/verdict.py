@@ -16,8 +16,8 @@ from dtypedoctor.diagnosis.window import doubt_in_words
 from dtypedoctor.diagnosis.wording import indexed
 from dtypedoctor.report.model import Status
 from dtypedoctor.report.run_facts import MEASURED, NO_END, cured_sentence, measured_share
-from dtypedoctor.report.text import counted, one_line
 from dtypedoctor.runner.run import Run
+from dtypedoctor.text import counted, one_line
 from dtypedoctor.trace.cursor import Stopped
 from dtypedoctor.trace.events import (
     FAILED_THERE,

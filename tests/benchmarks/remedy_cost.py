@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from dtypedoctor.report.text import counted
 from dtypedoctor.scenario.loading import load_scenario
+from dtypedoctor.text import counted
 from dtypedoctor.trials.remedies import remedies
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"

@@ -19,10 +19,10 @@ Lint = Callable[[dict[str, str]], str]
 
 CROSSINGS = {
     "instrument/session.py": "from dtypedoctor.diagnosis import wording",
-    "corrections/contract.py": "import dtypedoctor.report.text",
+    "corrections/contract.py": "import dtypedoctor.text",
     "worker/boot.py": "from dtypedoctor.runner import launch",
     "models/builtin.py": "from dtypedoctor.trials import remedies",
-    "report/text.py": "from dtypedoctor.instrument import operators",
+    "text.py": "from dtypedoctor.instrument import operators",
     "scenario/model.py": "from dtypedoctor.corrections import contract",
     "diagnosis/ops.py": "import torch",
     "trace/events.py": "from dtypedoctor.diagnosis import wording",

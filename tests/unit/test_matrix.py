@@ -23,11 +23,11 @@ from dtypedoctor.report.matrix import (
     row_of,
 )
 from dtypedoctor.report.model import Report, Status
-from dtypedoctor.report.text import counted
 from dtypedoctor.report.to_terminal import print_document
 from dtypedoctor.runner.executors import Where
 from dtypedoctor.scenario.loading import load_scenario
 from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.text import counted
 
 
 def rows() -> list[MatrixRow]:

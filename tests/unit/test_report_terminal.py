@@ -11,8 +11,8 @@ from rich.console import Console
 
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.run_document import run_document
-from dtypedoctor.report.text import words
 from dtypedoctor.report.to_terminal import print_document
+from dtypedoctor.text import words
 
 
 def shown(

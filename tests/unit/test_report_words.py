@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dtypedoctor.report.document import Bar, Line, Table, Words, parts_of
 from dtypedoctor.report.magnitude_table import magnitude_section
 from dtypedoctor.report.model import Report, Status, StripRow
-from dtypedoctor.report.text import (
+from dtypedoctor.text import (
     ascii_only,
     breaks,
     clipped,
