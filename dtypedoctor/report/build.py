@@ -14,7 +14,7 @@ from dtypedoctor.plugins import left_out
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.replay.capsule import MODEL, Capsule, NoCapsule, read_capsule
 from dtypedoctor.replay.script import TENSORS, CannotBeWrittenError, capsule_script
-from dtypedoctor.report.advice import PATCH, advice_on, diff_of, excerpts_of
+from dtypedoctor.report.advice import PATCH, diff_of
 from dtypedoctor.report.magnitude_table import origin_strip
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.noticed import noticed_in
@@ -37,9 +37,7 @@ REPORT_JSON = "report.json"
 REPORT_MD = "report.md"
 
 
-def build_report(
-    treatment: Treatment, *, command: str, files: dict[str, str], next_command: str, own_files: bool = True
-) -> Report:
+def build_report(treatment: Treatment, *, command: str, files: dict[str, str], next_command: str) -> Report:
     """Everything that is said about a treated scenario.
 
     Args:
@@ -47,12 +45,9 @@ def build_report(
         command: the command line that led here.
         files: where things lie in the run directory, by name.
         next_command: what to type next.
-        own_files: whether the program's source may be read: not where the trace is somebody else's, who could name any file in it.
     """
-    treatment = replace(
-        treatment, findings=tuple(named_in(treatment.diagnosed, finding) for finding in treatment.findings)
-    )
-    scenario = treatment.scenario
+    findings = tuple(named_in(treatment.diagnosed, finding) for finding in treatment.findings)
+    treatment, scenario = replace(treatment, findings=findings), treatment.scenario
     expect = expectation_on(scenario.expect, str(treatment.before.trace.environment.get("device", "")))
     met, sentence = _judged(expect, treatment)
     primary = treatment.findings[0] if treatment.findings else None
@@ -62,9 +57,9 @@ def build_report(
         name=scenario.name,
         status=status,
         headline=headline,
-        findings=treatment.findings,
-        do_this=tuple(advice_on(treatment, own_files=own_files)),
-        excerpts=excerpts_of(treatment, own_files=own_files),
+        findings=findings,
+        do_this=treatment.advice,
+        excerpts=treatment.excerpts,
         noticed=noticed_in(treatment) if treatment.findings else "",
         trials=treatment.trials,
         before=treatment.before_summary,

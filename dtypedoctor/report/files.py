@@ -119,7 +119,7 @@ def report_of_machines(places: Sequence[Path], *, own_files: bool = False) -> Re
 
     Args:
         places: where the ranks lie.
-        own_files: see :func:`dtypedoctor.report.build.build_report`.
+        own_files: see :func:`dtypedoctor.trials.treatment.examine`.
 
     Raises:
         UsageError: there are none, they cannot be read, or they are not of one job.
@@ -152,11 +152,10 @@ def report_of(place: Path) -> Report:
 def _examined(saved: SavedRun, place: Path, *more: Path, own_files: bool = False) -> Report:
     places = shlex.join(map(str, (place, *more)))
     return build_report(
-        examine(_scenario(saved, place), saved.run),
+        examine(_scenario(saved, place), saved.run, own_files=own_files),
         command=shlex.join(without_process_secrets(["dtypedoctor", *sys.argv[1:]])),
         files={"before": BEFORE} if (place / BEFORE).is_dir() else {},
         next_command=_replay_of(saved.run) or f"dtypedoctor report {places} --format md",
-        own_files=own_files,
     )
 
 

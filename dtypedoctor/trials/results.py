@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dtypedoctor.diagnosis.rule import Finding
+    from dtypedoctor.diagnosis.rule import Advice, Excerpt, Finding
     from dtypedoctor.replay.capsule import Capsule, NoCapsule
     from dtypedoctor.runner.run import Run
     from dtypedoctor.scenario.model import Scenario
@@ -173,6 +173,8 @@ class Treatment:
         closer: the run, or the replay of a part of it, that shows the same failure with the op trace on, if there was anything to look at.
         no_closer: why there is none, where there is none.
         diagnosed: the trace that the findings come from (the closer look's where there is one).
+        advice: what to do about each finding, in their order.
+        excerpts: the lines of source at which the first finding shows: the program's own, then that of the library where it raised.
         complete: whether remedies were to be tried, so that the scenario's expectation can be judged.
         replayed: of a second look that is a replay of a part of the run, how it was compared with it.
         capsule: the failing call, kept beside the run, or why it is not; None where nothing failed.
@@ -189,6 +191,8 @@ class Treatment:
     no_closer: str
     diagnosed: "Trace"
     findings: "tuple[Finding, ...]"
+    advice: "tuple[Advice, ...]"
+    excerpts: "tuple[Excerpt, ...]"
     observer: Observer
     reference: "Run | None"
     reference_summary: RunSummary | None

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from dtypedoctor.analysis import analysis_of, ending_of, said_of_caught, with_caught
 from dtypedoctor.diagnosis import preflight
+from dtypedoctor.diagnosis.advice import advise
 from dtypedoctor.diagnosis.checkpoint import Intent, Subject, cached, is_checkpoint, noted, read_checkpoint
 from dtypedoctor.diagnosis.distributed import across_ranks
-from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.wording import class_of_named
+from dtypedoctor.diagnosis.rule import Advice, Confidence, Excerpt, Finding, Severity
+from dtypedoctor.diagnosis.wording import class_of_named, named_in
 from dtypedoctor.errors import UsageError, WorkerDiedError
 from dtypedoctor.foreign_files import reason
 from dtypedoctor.runner.run import Run
@@ -105,6 +106,7 @@ def treat(
     if inside is not None and inside.trial is not None:
         trials += (inside.trial,)
     explained = look.cap_confidence(apply_ablations(confirm_by_trials(findings, trials), trials))
+    advice, excerpts = _advised(explained, look.seen.trace, scenario, before)
     return Treatment(
         scenario=scenario,
         before=before,
@@ -116,6 +118,8 @@ def treat(
         capsule=capsule,
         diagnosed=look.seen.trace,
         findings=explained,
+        advice=advice,
+        excerpts=excerpts,
         observer=observer,
         reference=references.healthy,
         reference_summary=baselines.reference[0] if baselines.reference is not None else None,
@@ -174,13 +178,14 @@ def _uninstrumented(scenario: Scenario) -> Request:
     return Request(scenario=scenario, watch=False, repeats="before" if of_script else None, witness=of_script)
 
 
-def examine(scenario: Scenario, run: Run, *, replay: bool = False) -> Treatment:
+def examine(scenario: Scenario, run: Run, *, replay: bool = False, own_files: bool = True) -> Treatment:
     """Diagnoses a run that is over and cannot be done again from here.
 
     Args:
         scenario: stands for the program that was watched.
         run: what was watched of it.
         replay: the run has made what failed again; the failing call is kept as a capsule.
+        own_files: whether the program's source may be read: not where the trace is somebody else's, who could name any file in it.
     """
     run = with_caught(run)
     look = in_place(run)
@@ -188,6 +193,7 @@ def examine(scenario: Scenario, run: Run, *, replay: bool = False) -> Treatment:
     found = across_ranks(said_of_caught(analysis_of(seen).findings, seen), ranks_of(run), rank_of(run))
     capsule = caught_in(run, found) if replay else None
     findings = look.cap_confidence(found)
+    advice, excerpts = _advised(findings, seen, scenario, run, own_files=own_files)
     return Treatment(
         scenario=scenario,
         before=run,
@@ -198,12 +204,24 @@ def examine(scenario: Scenario, run: Run, *, replay: bool = False) -> Treatment:
         capsule=capsule,
         diagnosed=seen,
         findings=findings,
+        advice=advice,
+        excerpts=excerpts,
         observer=Observer(bitwise_equal=None, reason=WATCHED_LIVE),
         reference=None,
         reference_summary=None,
         trials=tuple(not_tried(remedy, WATCHED_LIVE) for remedy in _proposed(scenario, findings, run.trace)),
         complete=False,
     )
+
+
+def _advised(
+    findings: tuple[Finding, ...], trace: Trace, scenario: Scenario, before: Run, *, own_files: bool = True
+) -> tuple[tuple[Advice, ...], tuple[Excerpt, ...]]:
+    """Say what to do about findings: whatever a report shows of the program's files is read here."""
+    named = [named_in(trace, finding) for finding in findings]
+    workload, header = scenario.steps[0].workload, before.trace.header
+    script = workload.path if isinstance(workload, Script) else None
+    return advise(named, trace, script, began=header.created if header is not None else 0.0, own_files=own_files)
 
 
 def _found_in(run: Run, before: Run, static: tuple[Finding, ...]) -> tuple[Finding, ...]:

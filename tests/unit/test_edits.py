@@ -3,18 +3,15 @@
 import os
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from traces import TraceBuilder, tensor
 
+from dtypedoctor.diagnosis.advice import _covers, _scaler_left, advise
 from dtypedoctor.diagnosis.edits import MAKERS, edits_for
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Link, Severity
 from dtypedoctor.diagnosis.scene import Scene, masked_line, safe_line
-from dtypedoctor.report.advice import _covers, _scaler_left, advice_on
-from dtypedoctor.scenario.model import Script
 from dtypedoctor.trace.events import Raised
 
 FINDING = Finding(
@@ -271,12 +268,7 @@ def test_the_edit_for_a_milder_finding_waits_for_the_one_that_ends_the_run(tmp_p
                 Raised(n=1, step=1, call=1, phase="forward", type="RuntimeError", message="", frames=[], modules=[])
             )
         run = trace.build()
-        workload = Script(kind="script", path=str(script))
-        examined: Any = SimpleNamespace(
-            findings=found, diagnosed=run, before=SimpleNamespace(trace=SimpleNamespace(header=None)),
-            scenario=SimpleNamespace(steps=[SimpleNamespace(workload=workload)]),
-        )  # fmt: skip
-        first, second = advice_on(examined, own_files=True)
+        (first, second), _ = advise(found, run, str(script), began=0.0, own_files=True)
         assert not first.edits
         assert bool(second.edits) is shown
         assert second.text.startswith("First fix operand-dtype-mismatch, which ends the run") is raised

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from traces import TraceBuilder, tensor
 
+from dtypedoctor.diagnosis.advice import _text
 from dtypedoctor.diagnosis.edits import INSTEAD, edits_for
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Link, Severity
 from dtypedoctor.diagnosis.scene import Scene
-from dtypedoctor.report.advice import _text, diff_of
+from dtypedoctor.report.advice import diff_of
 from dtypedoctor.trace.events import Flow, Observed, ParameterNote, Raised
 from dtypedoctor.trace.records.execution import Unscaled
 
