@@ -27,16 +27,7 @@ from dtypedoctor.report.document import (
 )
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.run_document import expectation_line, run_document
-from dtypedoctor.report.run_facts import (
-    CONFIDENCE,
-    EDIT_ABOVE,
-    NO_FIX,
-    measured_sentence,
-    observer_sentence,
-    outcome_facts,
-    proven_means,
-    where_facts,
-)
+from dtypedoctor.report.run_facts import measured_sentence, observer_sentence, proven_means, ranked_facts
 from dtypedoctor.report.to_terminal import print_document
 from dtypedoctor.text import clipped, one_line
 
@@ -127,9 +118,8 @@ def first_screen(report: Report, where_the_rest_is: str, room: Room = ROOMS[0], 
 def _about_finding(report: Report, finding: Finding, room: Room, patch: str) -> Iterator[tuple[Block, ...]]:
     """Where, what to do, why, and what else was found."""
     advice = report.do_this[0] if report.do_this else None
-    what = ("what", (named(finding.id), f": {finding.severity}, {CONFIDENCE[finding.confidence]}"))
-    facts = (*where_facts(report), what, *_outcome(report))
-    yield (Facts(tuple((label, _short(line, room.longest)) for label, line in facts)),)
+    facts = (fact for fact in ranked_facts(report) if fact.on_screen)
+    yield (Facts(tuple((fact.label, _short(fact.line, room.longest)) for fact in facts)),)
     if advice is not None and report.status is Status.HEALTHY:
         yield (Paragraph("It may stay as it is; the full report shows how to change it."),)
     elif advice is not None:
@@ -141,13 +131,6 @@ def _about_finding(report: Report, finding: Finding, room: Room, patch: str) -> 
         yield _also_found(others, room.longest // 2, _MOST_OTHERS if room.evidence else 0)
 
 
-def _outcome(report: Report) -> list[tuple[str, Line]]:
-    """What came of fixes; where the screen shows an edit, that none is proposed needs no line, and where it shows none nothing refers to one."""
-    if not report.asks_for_edit:
-        return [fact for fact in outcome_facts(report) if fact != EDIT_ABOVE]
-    return [fact for fact in outcome_facts(report) if fact[0] not in _PROPOSED and fact != NO_FIX]
-
-
 def _also_found(others: Sequence[Finding], longest: int, most: int) -> tuple[Block, ...]:
     """The first ones with their summaries, of the rest how many there are."""
     shown = [(named(other.id), f": {clipped(other.summary, longest)}") for other in others[:most]]
@@ -155,10 +138,6 @@ def _also_found(others: Sequence[Finding], longest: int, most: int) -> tuple[Blo
     if not shown:
         return (Paragraph(f"Also found: {rest}."),)
     return (Heading("also found"), Items((*shown, *([rest] if len(others) > most else []))))
-
-
-_PROPOSED = ("suggested fix", "or")
-"""Labels of fixes that nothing was tried of: where an edit is shown, it is what to do."""
 
 
 def _why(report: Report, finding: Finding, room: Room) -> Iterator[Block]:

@@ -43,14 +43,15 @@ from dtypedoctor.report.run_facts import (
     observer_sentence,
     place,
     proven_means,
+    ranked_facts,
     raw_sentence,
     replay_command,
     replay_title,
     run_title,
     seconds_of,
     status_word,
-    summary_facts,
     title,
+    what,
 )
 from dtypedoctor.report.surveys import environment_rows, environment_table
 from dtypedoctor.report.to_json import report_data
@@ -135,7 +136,10 @@ def _verdict(report: Report) -> Section:
     if not report.findings:
         return Section("", (), anchor="verdict")
     meaning = proven_means(report)
-    facts: tuple[Block, ...] = (Facts(summary_facts(report)), *([Paragraph(meaning, Look.DIM)] if meaning else []))
+    facts: tuple[Block, ...] = (
+        Facts(tuple((fact.label, fact.line) for fact in ranked_facts(report))),
+        *([Paragraph(meaning, Look.DIM)] if meaning else []),
+    )
     advice = _advice_on(report, 0)
     others = report.findings[1:]
     folds = [
@@ -156,9 +160,7 @@ def _advice_on(report: Report, position: int) -> tuple[Block, ...]:
 
 
 def _folded(finding: Finding, position: str, advice: tuple[Block, ...]) -> Fold:
-    sure = f"{finding.severity}, {CONFIDENCE[finding.confidence]}"
-    facts: list[tuple[str, Line]] = [("what", (named(finding.id), f": {sure}", finding_anchor(finding)))]
-    facts += [(label, named(value)) for label, value in place(finding)]
+    facts = [("what", what(finding)), *((label, named(value)) for label, value in place(finding))]
     head = (f"Finding {position}: ", named(finding.id), f" {title(finding)}")
     return Fold(head, (*advice, Beside((Facts(tuple(facts)),), _story(finding))))
 

@@ -92,34 +92,36 @@ class RemedyLine:
 
 def fixes_part(report: Report) -> Section:
     """All fixes, each with what came of it and what it changes, and which to prefer."""
-    on_the_call = list(_on_the_call(report))
+    on_the_call = _on_the_call(report)
     passing = {str(fix["fix"]) for fix in _call_fixes(report) if fix["outcome"] != Outcome.NOT_TRIED.value}
     lines = [line for line in remedy_lines(report) if line.outcome != "not tried" or line.id not in passing]
     tried = any(trial.outcome is not Outcome.NOT_TRIED for trial in report.trials)
-    title = "Fixes tried" if tried else "Suggested fixes"
-    if not lines and not on_the_call:
-        return Section(title, ())
-    rows: list[tuple[Line, ...]] = []
-    for line in lines:
-        outcome = Words(line.outcome, outcome_look(line.outcome))
-        name = (named(line.id), anchored(f"fix-{line.id}"))
-        rows.append((name, line.change, (outcome, f": {line.reason}") if line.reason else outcome))
-    blocks: list[Block] = [Table(("fix", "what it changes", "outcome"), tuple(rows))] if rows else []
-    if unsafe := legend(lines):
-        blocks.append(Paragraph(unsafe, Look.DIM))
+    blocks = list(_table(lines, "fix"))
+    if any(line.change.endswith(_MARK) for line in lines):
+        blocks.append(Paragraph(_UNSAFE, Look.DIM))
     if inside := _inside(report):
         blocks.append(Paragraph(inside))
     if report.replay is not None and cures(report):
         blocks.append(Paragraph(_FIXED_HERE, Look.DIM))
     if on_the_call:
-        title = "Fixes tried"
-        blocks += [Heading("on the failing call alone"), *on_the_call]
-    elif not tried and report.capsule and "directory" in report.capsule:
+        blocks += [Heading("on the failing call alone"), *_table(on_the_call, "fix-on-the-call")]
+        blocks += [Paragraph(_FIXED_HERE, Look.DIM)] if any(line.cures for line in on_the_call) else []
+    elif blocks and not tried and report.capsule and "directory" in report.capsule:
         blocks.append(Paragraph(f"Try them on the failing call, without running the script: {replay_command(report)}"))
-    choice = tuple((named(remedy), f" if {when}") for remedy, when in which_one(report))
-    if choice:
-        blocks += [Heading("which to prefer"), Items(choice)]
-    return Section(title, tuple(blocks), "remedies", "Fixes")
+    if choice := which_one(report):
+        blocks += [Heading("which to prefer"), Items(tuple((named(fix), f" if {when}") for fix, when in choice))]
+    return Section("Fixes tried" if tried or on_the_call else "Suggested fixes", tuple(blocks), "remedies", "Fixes")
+
+
+def _table(lines: Sequence[RemedyLine], anchor: str) -> Iterator[Block]:
+    """Lay out fixes, each under an anchor of its own."""
+    rows: list[tuple[Line, ...]] = []
+    for line in lines:
+        outcome = Words(line.outcome, outcome_look(line.outcome))
+        name = (named(line.id), anchored(f"{anchor}-{line.id}"))
+        rows.append((name, line.change, (outcome, f": {line.reason}") if line.reason else outcome))
+    if rows:
+        yield Table(("fix", "what it changes", "outcome"), tuple(rows))
 
 
 def _inside(report: Report) -> str:
@@ -141,22 +143,21 @@ def _part(name: str) -> str:
     return f"{module}'s own operators" if name.endswith("::self") else module
 
 
-def _on_the_call(report: Report) -> Iterator[Block]:
-    """What became of the fixes that were tried on the failing call when it was kept."""
-    fixes = _call_fixes(report)
-    if not fixes:
-        return
-    rows: list[tuple[Line, ...]] = []
-    for fix in fixes:
-        words = _WORDS_HERE.get(str(fix["outcome"]), str(fix["outcome"]))
-        outcome = Words(words, outcome_look(words))
-        tried = _as_tried(str(fix["fix"]), report)
-        name = (named(tried), anchored(f"fix-on-the-call-{tried}"))
-        summary = _summary_of(tried, report.capsule or {})
-        rows.append((name, summary, (outcome, f": {fix['reason']}") if fix["reason"] else outcome))
-    yield Table(("fix", "what it changes", "outcome"), tuple(rows))
-    if any(fix["outcome"] == Outcome.FIXED.value for fix in fixes):
-        yield Paragraph(_FIXED_HERE, Look.DIM)
+def _on_the_call(report: Report) -> list[RemedyLine]:
+    """Say what became of the fixes that were tried on the failing call when it was kept."""
+    lines = []
+    for fix in _call_fixes(report):
+        tried, outcome = _as_tried(str(fix["fix"]), report), str(fix["outcome"])
+        lines.append(
+            RemedyLine(
+                id=tried,
+                change=_summary_of(tried, report.capsule or {}),
+                outcome=_WORDS_HERE.get(outcome, outcome),
+                reason=str(fix["reason"]),
+                cures=outcome == Outcome.FIXED.value,
+            )
+        )
+    return lines
 
 
 def _call_fixes(report: Report) -> Sequence[Mapping[str, Any]]:
@@ -237,11 +238,6 @@ def outcome_words(trial: Trial, *, here: bool = False) -> str:
     if trial.as_intended:
         return "raises, as intended"
     return "never reached" if trial.never_reached else _WORDS[trial.outcome]
-
-
-def legend(lines: Sequence[RemedyLine]) -> str:
-    """What the word *unsafe* means; empty where no fix is."""
-    return _UNSAFE if any(line.change.endswith(_MARK) for line in lines) else ""
 
 
 def cures(report: Report) -> list[RemedyLine]:
@@ -555,77 +551,73 @@ def _parts(step: ScenarioStep) -> Iterator[str]:
 
 
 _MOST = 6
-"""Fixes that are listed here."""
+"""Fixes that are listed among the facts."""
 
 
-_Fact = tuple[str, Line]
-NO_FIX: _Fact = ("fixed by", "no automatic fix")
-EDIT_ABOVE: _Fact = ("suggested fix", "the edit above, in your own source")
-"""Where the advice with its edit stands in front of the facts."""
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A labelled value about the most important finding.
+
+    Attributes:
+        on_screen: whether it is among those that the first screen has room for; a whole report has all.
+    """
+
+    label: str
+    line: Line
+    on_screen: bool = True
 
 
-def summary_facts(report: Report) -> tuple[_Fact, ...]:
-    """Labelled facts about the most important finding, in the order of a reader's questions."""
-    return tuple(_facts(report))
-
-
-def _facts(report: Report) -> Iterator[_Fact]:
+def ranked_facts(report: Report) -> Iterator[Fact]:
+    """Give the facts about the most important finding, in the order of a reader's questions: where, what, what helps."""
     finding = report.findings[0]
-    yield from where_facts(report)
-    sure = f": {finding.severity}, {CONFIDENCE[finding.confidence]}"
-    yield "what", (named(finding.id), sure, finding_anchor(finding))
-    for label, value in place(finding):
-        if label == "module":
-            name, _, cls = value.partition(" (")
-            yield label, (Words(name, Look.MODULE, finding.fqn or ""), f" ({cls}" if cls else "")
-        else:
-            yield label, named(value)
-    yield from (_surface(other) for other in report.findings[1:] if other.consequence_of == finding.id)
-    yield from outcome_facts(report)
-
-
-def where_facts(report: Report) -> Iterator[_Fact]:
-    """Where the most important finding originates, and where the program noticed it."""
-    for position, words in enumerate(origins(report.findings[0])):
-        yield "and" if position else "origin", named(one_line(words))
+    for position, words in enumerate(origins(finding)):
+        yield Fact("and" if position else "origin", named(one_line(words)))
     if noticed := report.noticed or ended_with(report):
-        yield "noticed", named(one_line(noticed, 400))
+        yield Fact("noticed", named(one_line(noticed, 400)))
     if report.status is Status.WORKER_DIED and report.before is not None:  # the headline is about the finding
-        yield "ended", named(one_line(report.before.ended.removeprefix("was "), 400))
-
-
-def outcome_facts(report: Report) -> Iterator[_Fact]:
-    """What became of fixes, ablations and the run without instrumentation."""
-    yield from _fixed_by(report)
-    yield from _diagnoses(report)
+        yield Fact("ended", named(one_line(report.before.ended.removeprefix("was "), 400)))
+    yield Fact("what", what(finding))
+    for label, value in place(finding):
+        name, _, cls = value.partition(" (")
+        module = (Words(name, Look.MODULE, finding.fqn or ""), f" ({cls}" if cls else "")
+        yield Fact(label, module if label == "module" else named(value), on_screen=False)
+    for other in report.findings[1:]:
+        if other.consequence_of == finding.id:  # a root cause that is no operation shows first there
+            told = dict(place(other))
+            where = [told[label] for label in ("op", "module", "source") if label in told]
+            yield Fact("surfaces at", named(", ".join(where)), on_screen=False)
+    yield from _what_fixes(report)
+    for trial in report.trials:
+        if trial.diagnostic is not None and trial.diagnostic.bearing is not None:
+            ablated = f": the run {outcome_words(trial)} (diagnostic only, not a fix)"
+            yield Fact("ablation", (named(trial.remedy), ablated))
     if same := watched_and_not(report.observer):
-        yield "uninstrumented", same
+        yield Fact("uninstrumented", same)
 
 
-def _surface(consequence: Finding) -> _Fact:
-    """Where a root cause that is no operation shows first."""
-    told = dict(place(consequence))
-    where = [told[label] for label in ("op", "module", "source") if label in told]
-    return "surfaces at", named(", ".join(where))
+def what(finding: Finding) -> Line:
+    """Name a finding, with how severe and how sure it is, under an anchor."""
+    return (named(finding.id), f": {finding.severity}, {CONFIDENCE[finding.confidence]}", finding_anchor(finding))
 
 
-def _fixed_by(report: Report) -> Iterator[_Fact]:
-    fixes = cures(report)[:_MOST]
-    if fixes:
-        yield from _labelled("fixed by" if report.replay is None else "on this call, fixed by", "or by", fixes)
-        return
-    if any(trial.outcome is not Outcome.NOT_TRIED and trial.diagnostic is None for trial in report.trials):
-        yield "fixed by", f"none of the fixes tried; `dtypedoctor explain {report.findings[0].id}` lists others"
-        return
-    untried = list(_suggested(report))[:_MOST]
-    if untried:
-        yield from _labelled("suggested fix", "or", untried)
+def _what_fixes(report: Report) -> Iterator[Fact]:
+    """Name the fixes that work, or that could be tried. Where the first screen shows an edit, that is what to do: it proposes nothing else."""
+    edit = report.asks_for_edit
+    if fixes := cures(report):
+        first = "fixed by" if report.replay is None else "on this call, fixed by"
+        yield from _labelled(first, "or by", fixes[:_MOST], on_screen=True)
+    elif any(trial.outcome is not Outcome.NOT_TRIED and trial.diagnostic is None for trial in report.trials):
+        yield Fact("fixed by", f"none of the fixes tried; `dtypedoctor explain {report.findings[0].id}` lists others")
+    elif untried := list(_suggested(report)):
+        yield from _labelled("suggested fix", "or", untried[:_MOST], on_screen=not edit)
+    elif report.do_this and report.do_this[0].text and report.do_this[0].edits:
+        yield Fact("suggested fix", "the edit above, in your own source", on_screen=False)
     else:
-        yield _without_fix(report)
+        yield Fact("fixed by", "no automatic fix", on_screen=not edit)
 
 
 def _suggested(report: Report) -> Iterator[RemedyLine]:
-    """Fixes that no run was made with, except those that do not fix the failing call alone."""
+    """List fixes that no run was made with, except those that do not fix the failing call alone."""
     on_the_call = {str(fix["fix"]): fix["outcome"] for fix in _call_fixes(report)}
     for line in (line for line in remedy_lines(report) if line.outcome == "not tried"):
         outcome = on_the_call.get(line.id, Outcome.NOT_TRIED.value)
@@ -633,25 +625,8 @@ def _suggested(report: Report) -> Iterator[RemedyLine]:
             yield replace(line, result=_PASSES) if outcome == Outcome.FIXED.value else line
 
 
-def _without_fix(report: Report) -> _Fact:
-    """Where nothing can be switched on from outside: the edit that is shown, if there is one."""
-    if report.do_this and report.do_this[0].text and report.do_this[0].edits:
-        return EDIT_ABOVE
-    return NO_FIX
-
-
-def _labelled(first: str, others: str, lines: Sequence[RemedyLine]) -> Iterator[_Fact]:
-    """A fact for each fix, the first with a label of its own."""
-    yield from (_remedy(others if position else first, line) for position, line in enumerate(lines))
-
-
-def _diagnoses(report: Report) -> Iterator[_Fact]:
-    """What ablations say of the failure."""
-    for trial in report.trials:
-        if trial.diagnostic is not None and trial.diagnostic.bearing is not None:
-            yield "ablation", (named(trial.remedy), f": the run {outcome_words(trial)} (diagnostic only, not a fix)")
-
-
-def _remedy(label: str, line: RemedyLine) -> _Fact:
-    told = " ".join(filter(None, (line.change.rstrip("."), f"({line.result})" if line.result else "")))
-    return label, (named(line.id), f": {told}") if told else named(line.id)
+def _labelled(first: str, others: str, lines: Sequence[RemedyLine], *, on_screen: bool) -> Iterator[Fact]:
+    """Give a fact for each fix, the first with a label of its own."""
+    for position, line in enumerate(lines):
+        told = " ".join(filter(None, (line.change.rstrip("."), f"({line.result})" if line.result else "")))
+        yield Fact(others if position else first, (named(line.id), f": {told}") if told else named(line.id), on_screen)

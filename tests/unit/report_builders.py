@@ -3,6 +3,7 @@
 from dtypedoctor.diagnosis.rule import Advice, Confidence, Edit, Finding, Link, Severity
 from dtypedoctor.report.document import Bar, Line, Words, parts_of
 from dtypedoctor.report.model import Observer, Outcome, Parity, Report, RunSummary, Status, StripRow, Trial
+from dtypedoctor.report.run_facts import ranked_facts
 
 ENVIRONMENT = {
     "python": "3.11.7",
@@ -277,3 +278,8 @@ def plain_text(line: Line) -> str:
     """The texts of a line without their looks."""
     texts = (part.text if isinstance(part, Words) else part for part in parts_of(line) if not isinstance(part, Bar))
     return "".join(texts)
+
+
+def facts_of(report: Report) -> list[tuple[str, Line]]:
+    """The labelled facts about the most important finding."""
+    return [(fact.label, fact.line) for fact in ranked_facts(report)]

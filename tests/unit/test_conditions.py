@@ -5,14 +5,14 @@ from typing import Any, get_args
 
 import pytest
 from nonfinite_examples import overflow
-from report_builders import plain_text
+from report_builders import facts_of, plain_text
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis import TIE_BREAKERS, diagnose, with_tie_breakers
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.report.model import Report, Status
-from dtypedoctor.report.run_facts import cured_sentence, cures, remedy_lines, summary_facts
+from dtypedoctor.report.run_facts import cured_sentence, cures, remedy_lines
 from dtypedoctor.scenario.model import ConditionName, Scenario
 from dtypedoctor.trace.events import Condition, Observation, Raised, ScalerState
 from dtypedoctor.trials.judge import apply_ablations, diagnostic, not_tried, without_effect
@@ -195,7 +195,7 @@ def test_a_run_that_passes_under_another_condition_is_not_called_a_cure() -> Non
     report = Report(
         name="case", status=Status.FINDINGS, headline="", findings=(FOUND,), trials=(trial(Bearing.NEEDED), untried)
     )
-    facts = [(label, plain_text(line)) for label, line in summary_facts(report)]
+    facts = [(label, plain_text(line)) for label, line in facts_of(report)]
     assert ("ablation", "autocast-off: the run passes (diagnostic only, not a fix)") in facts
     ((label, told),) = [fact for fact in facts if fact[0] in ("fixed by", "suggested fix")]
     assert label == "suggested fix"

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from report_builders import hostile, mismatch, overflow, plain_text
+from report_builders import facts_of, hostile, mismatch, overflow, plain_text
 
 from dtypedoctor.cli.reported import _next_of_script
 from dtypedoctor.diagnosis.rule import Advice, Edit
@@ -16,10 +16,9 @@ from dtypedoctor.report.run_facts import (
     cured_sentence,
     cures,
     ended_with,
-    legend,
+    ranked_facts,
     raw_sentence,
     remedy_lines,
-    summary_facts,
     which_one,
 )
 from dtypedoctor.report.surveys import environment_rows
@@ -55,8 +54,6 @@ def test_remedies_that_cure_come_first_each_with_what_it_changes() -> None:
     ]
     assert lines[2].change == "Cast nothing: raise."
     assert lines[3].change == "Clamps the product. Unsafe."
-    assert "may hide the failure" in legend(lines)
-    assert legend(lines[:3]) == ""
     assert [line.result for line in cures(with_a_failed_first_trial())] == ["8/8 steps; 1/8 without it"] * 2
 
 
@@ -144,7 +141,7 @@ def test_a_fix_that_works_on_the_call_of_a_capsule_is_fixed_here() -> None:
     assert "dtypedoctor exec --try FIX SCRIPT" in text
     assert "replay of the call of layers.0.mlp (Gemma4TextMLP) from capsule runs/first/capsule, float16" in text
     assert REPLAY["verdict"] in text
-    assert "on this call, fixed by" in dict(summary_facts(report))
+    assert "on this call, fixed by" in {fact.label for fact in ranked_facts(report)}
     assert "on this call" not in render_markdown(run_document(overflow()))
     assert cured_sentence([report.trials[1]], here=True) == " On this call, fixed by bfloat16."
 
@@ -178,7 +175,7 @@ def test_remedies_that_could_not_be_tried_are_not_said_to_fail() -> None:
     refused, failed = report.trials[2], replace(report.trials[0], outcome=Outcome.NOT_FIXED)
 
     def told(*trials: Trial) -> list[tuple[str, str]]:
-        facts = summary_facts(replace(report, trials=trials, findings=(replace(report.findings[0], remedies=()),)))
+        facts = facts_of(replace(report, trials=trials, findings=(replace(report.findings[0], remedies=()),)))
         return [
             (label, plain_text(parts_of(line)[0])) for label, line in facts if label in ("fixed by", "suggested fix")
         ]
@@ -207,7 +204,7 @@ def test_no_fix_is_suggested_that_does_not_fix_the_failing_call(outcome: str, su
     trials = tuple(replace(t, summary=words) for t, words in zip(untried, ("Multiplies.", "Clamps."), strict=True))
     finding = replace(overflow().findings[0], remedies=())
     capsule = {"directory": "capsule", "fixes": [{"fix": trials[0].remedy, "outcome": outcome, "reason": "inf"}]}
-    facts = summary_facts(replace(overflow(), trials=trials, findings=(finding,), capsule=capsule))
+    facts = facts_of(replace(overflow(), trials=trials, findings=(finding,), capsule=capsule))
     assert next(plain_text(line) for label, line in facts if label == "suggested fix") == suggested
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from report_builders import mismatch, overflow, plain_text
+from report_builders import facts_of, mismatch, overflow, plain_text
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.rule import Confidence, Link
@@ -15,8 +15,8 @@ from dtypedoctor.report.run_facts import (
     observer_sentence,
     place,
     proven_means,
+    ranked_facts,
     run_title,
-    summary_facts,
     title,
     watched_and_not,
 )
@@ -120,9 +120,9 @@ def test_a_root_cause_that_is_no_operation_is_told_with_where_it_surfaces() -> N
     surface = mismatch().findings[0]
     root = replace(surface, id="autocast-contradicts-model", fqn=None, op=None, source=None)
     report = replace(mismatch(), findings=(root, replace(surface, consequence_of=root.id)))
-    told = {label: plain_text(line) for label, line in summary_facts(report)}
+    told = {label: plain_text(line) for label, line in facts_of(report)}
     assert told["surfaces at"] == "aten.mul.Tensor, model.layers.3.input_layernorm, modeling_llama.py:67"
-    assert "surfaces at" not in dict(summary_facts(mismatch()))
+    assert "surfaces at" not in {fact.label for fact in ranked_facts(mismatch())}
 
 
 def test_what_is_proven_is_said_of_the_finding_that_is() -> None:
