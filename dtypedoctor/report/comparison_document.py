@@ -194,25 +194,6 @@ def _numbers(found: TraceComparison) -> Section:
     )
 
 
-def _logprobs(found: TraceComparison) -> Section:
-    rows = [
-        (
-            f"{probe.step}" + (" (untrained)" if probe.untrained else ""),
-            count(probe.tokens),
-            number(probe.error),
-            number(probe.max_difference),
-            count(probe.unmatched),
-        )
-        for probe in found.logprobs
-    ]
-    return _section(
-        "Token log-probabilities on the probe batch, after each step",
-        header=("step", "tokens", "drift", "largest difference (nats)", "finite in one only"),
-        rows=tuple(rows[:_MOST_ROWS]),
-        notes=_rest(rows, "steps"),
-    )
-
-
 def _missing(found: TraceComparison) -> Section:
     groups: dict[tuple[str, bool, str, bool], list[Missing]] = {}
     for one in found.missing:
@@ -454,27 +435,6 @@ def _findings(found: TraceComparison) -> Section:
     return _section("Findings", header=("run", "finding", "summary"), rows=tuple(rows))
 
 
-def _ends(found: TraceComparison) -> Section:
-    """How far training has moved the parameters, those first that it moves in one run only."""
-    rows = sorted(found.parameters, key=lambda one: (not one.stands_still, not one.beyond, one.fqn))
-    rows = [one for one in rows if one.beyond] or rows
-    return _section(
-        "Parameters at the end, of some elements of each",
-        header=("parameter", "moved in A", "in B", "distance in A", "in B"),
-        rows=tuple(
-            (
-                module_name(one.fqn),
-                percent(one.a.moved),
-                percent(one.b.moved),
-                number(one.a.distance),
-                number(one.b.distance),
-            )
-            for one in rows[:_MOST_ROWS]
-        ),
-        notes=_rest(rows, "parameters"),
-    )
-
-
 _SECTIONS: tuple[Callable[[TraceComparison], Section], ...] = (
     _runs,
     _why,
@@ -482,9 +442,7 @@ _SECTIONS: tuple[Callable[[TraceComparison], Section], ...] = (
     _first,
     _first_nonfinite,
     _drift,
-    _ends,
     _numbers,
-    _logprobs,
     _missing,
     _dtype_changes,
     _settings,

@@ -33,7 +33,6 @@ from dtypedoctor.trace.events import (
     NotWatched,
     Op,
     ParameterNote,
-    Sample,
     ScalerState,
     Site,
 )
@@ -231,7 +230,13 @@ def missing_end(run: Run) -> str:
         if trace.samples
         else "no measurement"
     )
-    return f"{NO_END}{_why(run)}; {there} could be read{_at_most(trace)}{_first_nonfinite(trace)}"
+    where = _where(trace)
+    last = (
+        f"the module entered last was {where}: its work and what followed may be missing"
+        if where
+        else "no module had been entered"
+    )
+    return f"{NO_END}{_why(run)}; {there} could be read; {last}{_first_nonfinite(trace)}"
 
 
 def _where(trace: Trace) -> str:
@@ -251,40 +256,6 @@ def _why(run: Run) -> str:
     if run.foreign and not run.died:
         return "the script ended without Python's shutdown (os._exit or exec)"
     return "the process ended without writing an end record"
-
-
-def _at_most(trace: Trace) -> str:
-    where = _where(trace)
-    if any(site.device == "cuda" for site in trace.sites.values()):
-        return ", and at most the work that the device had not finished is missing" + (
-            f"; last entered was {where}" if where else ""
-        )
-    last = max(trace.samples, key=lambda sample: sample.n, default=None)
-    if trace.cursor is None or last is None or last.n < trace.cursor.n:
-        return f", and at most the work of {where} is missing" if where else ", and no module had been entered"
-    untaken = (
-        ", and gradients of parameters, which are measured when an optimizer takes them" if _untaken(trace) else ""
-    )
-    entered = f"; the module entered last was {where}, which may have returned" if where else ""
-    return f", the last of them {_measured_at(trace, last)}; at most what followed it is missing{untaken}{entered}"
-
-
-def _measured_at(trace: Trace, sample: Sample) -> str:
-    """A measurement in words, with its step and phase."""
-    site = trace.sites[sample.site]
-    name = "" if site.kind == "loss" else f" {one_line(indexed(site.fqn) or site.cls)}"
-    return f"{_KINDS.get(site.kind, 'the output of')}{name} in {trace.moment(sample.step)} ({site.phase})"
-
-
-def _untaken(trace: Trace) -> bool:
-    """Whether a backward pass was measured after the last step of an optimizer."""
-    ends = {"backward": -1, "optimizer": -1}
-    for sample in trace.samples:
-        kind = trace.sites[sample.site].kind
-        moment = "backward" if kind in ("grad_output", "loss") else "optimizer" if kind in ("grad", "param") else ""
-        if moment:
-            ends[moment] = max(ends[moment], sample.n)
-    return ends["backward"] > ends["optimizer"]
 
 
 def _dtypes(trace: Trace, site: Site) -> str:
