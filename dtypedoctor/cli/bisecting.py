@@ -3,15 +3,14 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dtypedoctor.analysis import ending_of
 from dtypedoctor.cli.live import IMPORTS, LiveView
 from dtypedoctor.cli.output import kept
-from dtypedoctor.cli.scenario_files import allow_directory, load_checked, require_at_hand, resume_command, why_no_cuda
+from dtypedoctor.cli.scenario_files import allow_directory, load_checked, require_at_hand, resume_command
 from dtypedoctor.diagnosis.checkpoint import cached
 from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import say
@@ -21,13 +20,12 @@ from dtypedoctor.report.bisection import bisection_report
 from dtypedoctor.report.build import REPORT_JSON, REPORT_MD
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.directories import clear, new_directory, remove_unused
-from dtypedoctor.runner.launch import Launcher, WarmServer, may_share_process
+from dtypedoctor.runner.launch import Launcher, Resident
 from dtypedoctor.runner.process import ending_by_interrupt
-from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.loading import BUILTIN, case_of, override, resolve
-from dtypedoctor.scenario.model import Request, Scenario
+from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trials.bisection.bisect import Progress, bisect
-from dtypedoctor.trials.bisection.probe_runner import JOURNAL, Apart, Asked, Journal, ProbeRunner
+from dtypedoctor.trials.bisection.probe_runner import JOURNAL, Asked, Journal, ProbeRunner
 from dtypedoctor.trials.bisection.questions import Measured
 from dtypedoctor.trials.bisection.results import Bisection, End
 
@@ -91,9 +89,7 @@ def resumed_case(directory: Path, beside: Options) -> Case:
             may not run code.
     """
     if replace(beside, allow_code=False) != Options():
-        raise UsageError(
-            "--resume continues with the original options", "Pass it alone, or with --jobs and --allow-code."
-        )
+        raise UsageError("--resume continues with the original options", "Pass it alone, or with --allow-code.")
     asked = Journal(directory).asked()
     allow_directory(directory, allowed=beside.allow_code)
     return Case(asked=asked, directory=directory, resumed=True)
@@ -133,28 +129,20 @@ def _require_weights(model: str) -> None:
         )
 
 
-_ONE_PROCESS = (
-    "--jobs {jobs} has no effect: the process that has loaded the model makes one probe after the other; "
-    "with --fresh-workers {jobs} processes run at a time, each with a model of its own"
-)
-MOST_JOBS = 4
-"""Runs at a time where nobody says: each holds a model of its own."""
-
-
-def bisect_case(case: Case, jobs: int | None, *, resident: bool | None = None) -> Report:
-    """Bisects ``case``, ``jobs`` probes at a time, and leaves the report in its directory; ``resident`` as in :class:`WarmServer`, for scenarios of one process.
+def bisect_case(case: Case) -> Report:
+    """Bisects ``case``, and leaves the report in its directory.
 
     Raises:
         UsageError: it cannot be run at all; a new directory is not left behind.
         WorkerDiedError: the worker died before there was a model.
     """
+    journal = Journal(case.directory)
     with (
         _kept_only_if_used(case),
         ending_by_interrupt(),
         LiveView(sys.stderr) as view,
-        _probe_runner(case, jobs, view, resident=resident) as runner,
+        _resident(case, view) as resident,
     ):
-        journal = Journal(case.directory)
 
         def probe(measured: Measured) -> None:
             view.probe(measured)
@@ -170,6 +158,7 @@ def bisect_case(case: Case, jobs: int | None, *, resident: bool | None = None) -
                     seconds=round(measured.symptom.seconds, 3),
                 )
 
+        runner = ProbeRunner(case.directory, resident.run, journal)
         progress = Progress(stage=view.begin, probe=probe)
         found = bisect(case.asked.scenario, runner, progress, case.asked.tolerance)
     return _reported(found, case.directory)
@@ -189,59 +178,15 @@ def _kept_only_if_used(case: Case) -> Iterator[None]:
 
 
 @contextmanager
-def _probe_runner(case: Case, jobs: int | None, view: LiveView, *, resident: bool | None) -> Iterator[ProbeRunner]:
-    """Runs requests where the models are built already: in forks of a server, or on a GPU in the server itself, one after the other.
-
-    Workers that build their models themselves get a GPU each.
-    """
-    gpus = _visible_gpus()
-    with _server(case, view, resident=resident) as warm:
-        on_gpu = (
-            not why_no_cuda() if resident is False else warm.device == "cuda"
-        ) and case.asked.scenario.device != "cpu"
-        if any(step.model is not None and step.model.device_map for step in case.asked.scenario.steps):
-            gpus = gpus[:1]  # each run takes all of them
-        width = jobs or (max(1, len(gpus)) if on_gpu else min(len(os.sched_getaffinity(0)), MOST_JOBS))
-        if warm.runs_in_place:
-            if (jobs or 1) > 1:
-                view.say(_ONE_PROCESS.format(jobs=jobs))
-            width = 1
-        yield ProbeRunner(
-            case.directory,
-            lambda request, place, slot: warm.start(request, place, _gpu_environment(slot, gpus) if on_gpu else {}),
-            width,
-            note=_noting(Journal(case.directory)),
-            apart=Apart(needs=lambda request: not may_share_process(request.scenario), room=warm.room),
-        )
-
-
-@contextmanager
-def _server(case: Case, view: LiveView, *, resident: bool | None) -> Iterator[WarmServer]:
-    """A server that has imported what runs need and built the scenario's models, if it can."""
-    place = case.directory / "server"
-    clear(place)  # that of an interrupted bisection
+def _resident(case: Case, view: LiveView) -> Iterator[Resident]:
+    """A process that has imported what runs need, and in which the model stays loaded."""
+    for place in case.directory.glob("server*"):
+        clear(place)  # that of an interrupted bisection
     view.begin(IMPORTS)
-    request = Request(scenario=case.asked.scenario)
-    with (
-        Launcher(case.directory / "server.log") as launcher,
-        _ready(launcher, view),
-        WarmServer(launcher, request, place, resident=resident, say=view.say) as warm,
-    ):
-        yield warm
-
-
-def _noting(journal: Journal) -> Callable[[str, Run | UsageError], None]:
-    def note(place: str, run: Run | UsageError) -> None:
-        journal.note("run", place=place, ended=run.message if isinstance(run, UsageError) else ending_of(run).words)
-
-    return note
-
-
-@contextmanager
-def _ready(launcher: Launcher, view: LiveView) -> Iterator[None]:
-    launcher.wait_for_imports()
-    view.begin("building the model")
-    yield
+    with Launcher(case.directory / "server.log") as launcher:
+        launcher.wait_for_imports()
+        with Resident(launcher, case.asked.scenario, case.directory / "server", view.say) as resident:
+            yield resident
 
 
 def _reported(found: Bisection, directory: Path) -> Report:
@@ -263,23 +208,3 @@ def _next_command(found: Bisection, directory: Path) -> str:
     if found.end is End.INTERRUPTED:
         return resume_command(directory)
     return f"dtypedoctor report {shlex.quote(str(directory))} --format md"
-
-
-_DRIVER = Path("/proc/driver/nvidia/gpus")
-_VARIABLE = "CUDA_VISIBLE_DEVICES"
-
-
-def _visible_gpus() -> tuple[str, ...]:
-    """What ``CUDA_VISIBLE_DEVICES`` names, else the numbers of all GPUs that the driver knows."""
-    named = os.environ.get(_VARIABLE)
-    if named is not None:
-        return tuple(part.strip() for part in named.split(",") if part.strip())
-    try:
-        return tuple(str(number) for number, _ in enumerate(_DRIVER.iterdir()))
-    except OSError:
-        return ()
-
-
-def _gpu_environment(slot: int, gpus: tuple[str, ...]) -> dict[str, str]:
-    """The variables by which a worker gets one GPU for itself; none where there is nothing to share out."""
-    return {_VARIABLE: gpus[slot % len(gpus)]} if len(gpus) > 1 else {}

@@ -18,11 +18,7 @@ from dtypedoctor.trials.bisection.symptoms import part_in_words
 IMPORTS = "imports"
 """The part of a run before its first one, in which torch is imported; it has no directory."""
 
-LOADING = "loading"
-"""The part in which a model is loaded that stays loaded for all runs; its directory is called otherwise."""
-
 _LABELS = {
-    LOADING: "loading the model",
     IMPORTS: "importing torch and the trainers",
     "before": "baseline",
     "closer": "op trace",

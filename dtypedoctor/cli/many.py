@@ -61,7 +61,6 @@ class Batch:
         directory: holds a folder for each.
         remedies: whether fixes are tried.
         wheels: folder of unpacked releases.
-        resident: as in :class:`dtypedoctor.runner.launch.WarmServer`.
         resumed: whether the directory is that of an earlier command.
         finished: rows from before an interruption, by scenario.
     """
@@ -70,26 +69,23 @@ class Batch:
     scenarios: tuple[Scenario, ...]
     remedies: bool
     wheels: Path | None
-    resident: bool | None
     resumed: bool = False
     finished: Mapping[str, MatrixRow] = field(default_factory=dict)
 
 
-def new_batch(out: Path | None, scenarios: Sequence[Scenario], *, remedies: bool, wheels: Path | None,
-              resident: bool | None) -> Batch:  # fmt: skip
+def new_batch(out: Path | None, scenarios: Sequence[Scenario], *, remedies: bool, wheels: Path | None) -> Batch:
     """A batch in a new directory.
 
     Raises:
         UsageError: the directory cannot be made.
     """
     directory = new_directory(out, "scenarios")
-    batch = Batch(directory=directory, scenarios=tuple(scenarios), remedies=remedies, wheels=wheels, resident=resident)
+    batch = Batch(directory=directory, scenarios=tuple(scenarios), remedies=remedies, wheels=wheels)
     asked = {
         "schema": SCHEMA,
         "scenarios": [one.model_dump(mode="json", exclude_defaults=True) for one in scenarios],
         "remedies": remedies,
         "wheels": str(wheels.resolve()) if wheels is not None else None,
-        "resident": resident,
     }
     _append(batch, asked)
     return batch
@@ -116,7 +112,6 @@ def resumed_batch(directory: Path, *, allow_code: bool) -> Batch:
             scenarios=tuple(scenarios.values()),
             remedies=bool(asked["remedies"]),
             wheels=Path(asked["wheels"]) if asked["wheels"] else None,
-            resident=asked["resident"],
             resumed=True,
             finished={row.scenario: row for row in rows if (directory / row.scenario / REPORT_JSON).is_file()},
         )
@@ -226,7 +221,6 @@ def _treated(batch: Batch, scenario: Scenario, view: LiveView) -> Done:
         Plan(remedies=batch.remedies),
         view,
         wheels=batch.wheels,
-        resident=batch.resident,
     )
     path, seconds = f"{scenario.name}/{REPORT_JSON}", round(time.monotonic() - began, 2)
     return row_of(redact(report), exit_code=exit_code(report), seconds=seconds, path=path), report
@@ -262,8 +256,6 @@ def _job(batch: Batch, scenario: Scenario) -> Job:
     asked.parent.mkdir(parents=True)
     write_file(asked, json.dumps(scenario.model_dump(mode="json", exclude_defaults=True)))
     options = [] if batch.remedies else ["--no-remedies"]
-    if batch.resident is not None:
-        options.append("--resident-workers" if batch.resident else "--fresh-workers")
     if batch.wheels is not None:
         options += ["--wheels", str(batch.wheels.resolve())]
     out = ["--out", str(place / "run"), "--allow-code", "--format", "json"]

@@ -43,16 +43,6 @@ def register(app: typer.Typer) -> None:
     )
 
 
-ResidentWorkers = Annotated[
-    bool | None,
-    typer.Option(
-        "--resident-workers/--fresh-workers",
-        help="Keep the model loaded for all runs, or load it anew in a new process for each.",
-        show_default="loaded once on a CPU, anew on a GPU",
-    ),
-]
-
-
 Jobs = Annotated[
     int | None,
     typer.Option(
@@ -61,10 +51,6 @@ Jobs = Annotated[
         min=1,
         show_default="1; on Slurm 8; on Ray what fits",
     ),
-]
-ProbeJobs = Annotated[
-    int | None,
-    typer.Option("--jobs", help="Probes at a time.", min=1, show_default="one per core or GPU, at most 4"),
 ]
 ExecutorOption = Annotated[
     str,
@@ -133,7 +119,6 @@ def run(
         ),
     ] = None,
     allow_code: AllowCode = False,
-    resident_workers: ResidentWorkers = None,
     executor: ExecutorOption = "local",
     jobs: Jobs = None,
     address: Address = None,
@@ -163,7 +148,7 @@ def run(
         "watch_every": every_n_steps, "device_map": device_map,
     }  # fmt: skip
     if resume is not None:
-        if no_remedies or any(one is not None for one in (out, wheels, resident_workers, *changes.values())):
+        if no_remedies or any(one is not None for one in (out, wheels, *changes.values())):
             raise UsageError(
                 "--resume continues with the original options",
                 "Pass it alone, or with --allow-code, --jobs and the options of an executor.",
@@ -173,14 +158,13 @@ def run(
     if len(loaded) == 1 and not Path(named[0]).is_dir() and executor == "local":
         if (jobs or 1) > 1:
             raise UsageError("--jobs has no effect with one scenario", "Pass several scenarios, or leave it out.")
-        return _treat_one(loaded[0], out, format, remedies=not no_remedies, wheels=wheels,
-                          resident=resident_workers, open_page=open_page)  # fmt: skip
-    batch = new_batch(out, loaded, remedies=not no_remedies, wheels=wheels, resident=resident_workers)
+        return _treat_one(loaded[0], out, format, remedies=not no_remedies, wheels=wheels, open_page=open_page)
+    batch = new_batch(out, loaded, remedies=not no_remedies, wheels=wheels)
     return _treat_several(batch, where, format, open_page=open_page)
 
 
 def _treat_one(scenario: "Scenario", out: Path | None, format: str, *, remedies: bool, wheels: Path | None,
-               resident: bool | None, open_page: bool) -> int:  # fmt: skip
+               open_page: bool) -> int:  # fmt: skip
     from dtypedoctor.cli.reported import exit_code
     from dtypedoctor.cli.running import treat_scenario
     from dtypedoctor.redaction.redact import redact
@@ -190,7 +174,7 @@ def _treat_one(scenario: "Scenario", out: Path | None, format: str, *, remedies:
     from dtypedoctor.trials.plan import Plan
 
     directory = new_directory(out, scenario.name)
-    report = treat_scenario(scenario, directory, Plan(remedies=remedies), wheels=wheels, resident=resident)
+    report = treat_scenario(scenario, directory, Plan(remedies=remedies), wheels=wheels)
     leave_report_page(directory, report, open_it=open_page)
     if format == TERMINAL:
         print_first_screen(report, console_for(sys.stdout), str(directory), left_in(directory))
@@ -295,8 +279,6 @@ def bisect(
     tolerance: Tolerance = None,
     time_limit: TimeLimit = None,
     allow_code: AllowCode = False,
-    resident_workers: ResidentWorkers = None,
-    jobs: ProbeJobs = None,
     open_page: OpenPage = False,
 ) -> int:
     """Find the smallest set of modules to keep in float32, the corrections needed, and the modes that fail.
@@ -323,7 +305,7 @@ def bisect(
         allow_code=allow_code,
     )
     case = resumed_case(resume, options) if resume is not None else new_case(options)
-    report = bisect_case(case, jobs, resident=resident_workers)
+    report = bisect_case(case)
     show(bisection_document(report), TERMINAL)
     leave_report_page(case.directory, report, open_it=open_page, bisection=True)
     return exit_code(report)

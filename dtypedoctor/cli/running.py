@@ -5,23 +5,25 @@ Of several scenarios each gets a directory of its own, and all of them one matri
 
 import os
 import shlex
+import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
 
 from dtypedoctor.analysis import ending_of
-from dtypedoctor.cli.live import IMPORTS, LOADING, LiveView
+from dtypedoctor.cli.live import IMPORTS, LiveView
 from dtypedoctor.cli.reported import reported
-from dtypedoctor.cli.scenario_files import load_checked, require_at_hand, why_no_cuda
+from dtypedoctor.cli.scenario_files import load_checked, require_at_hand
 from dtypedoctor.cli.scripts import removed_if_refused
 from dtypedoctor.errors import UsageError
 from dtypedoctor.report.model import Report
-from dtypedoctor.runner.ahead import Ahead, OneByOne
-from dtypedoctor.runner.launch import PRELOAD, WORKER, Launcher, WarmServer, may_share_process
+from dtypedoctor.runner.directories import clear
+from dtypedoctor.runner.launch import PRELOAD, WORKER, Launcher, Resident
 from dtypedoctor.runner.process import (
     ending_by_interrupt,
     run_launched,
@@ -30,13 +32,10 @@ from dtypedoctor.runner.process import (
     unless_interrupted,
 )
 from dtypedoctor.runner.run import Run
-from dtypedoctor.scenario.loading import BUILTIN, resolve, shipped_beside
+from dtypedoctor.scenario.loading import resolve, shipped_beside
 from dtypedoctor.scenario.model import Request, Scenario, Script
 from dtypedoctor.trials.plan import Plan
 from dtypedoctor.trials.treatment import treat
-
-MOST_AT_ONCE = 4
-"""Runs of a tiny model that may go on at a time, on as many processors."""
 
 
 def treat_scenario(
@@ -46,14 +45,11 @@ def treat_scenario(
     view: LiveView | None = None,
     preload: Sequence[str] | None = None,
     wheels: Path | None = None,
-    *,
-    resident: bool | None = None,
 ) -> Report:
     """Treats a scenario in ``directory``, which is new, and leaves its report there.
 
     Progress goes to ``view``, which shows it on stderr if left out. ``preload`` names the modules that its workers are forked with, beside
     those that every worker needs; if left out, all that a scenario may need. What the scenario requires is taken from ``wheels``, if given.
-    ``resident`` as in :class:`WarmServer`.
 
     Raises:
         UsageError: the scenario cannot be run, or the directory cannot be used. It is gone then, unless something else lies in it.
@@ -67,16 +63,16 @@ def treat_scenario(
         removed_if_refused(directory),
         _with_releases(scenario, wheels),
         view,
-        _starter(scenario, directory, view, preload, resident=resident) as start,
+        _runner(scenario, directory, view, preload) as run,
     ):
 
         def launch(label: str, request: Request) -> Run:
             view.begin(label)
-            finished = start.run(request, label)
+            finished = run(request, directory / label)
             view.end(ending_of(finished).words)
             return finished
 
-        return reported(treat(scenario, launch, plan, expect=start.expect), directory)
+        return reported(treat(scenario, launch, plan), directory)
 
 
 @contextmanager
@@ -122,24 +118,17 @@ def _installed(name: str) -> str | None:
 
 
 @contextmanager
-def _starter(
-    scenario: Scenario, directory: Path, view: LiveView, preload: Sequence[str] | None, *, resident: bool | None
-) -> Iterator[OneByOne | Ahead]:
-    """What runs a scenario: a fresh interpreter for a script, else forks of a warm server; torchrun where its processes cannot be such.
-
-    Where the model takes long to load, the server has loaded it.
-    """
+def _runner(
+    scenario: Scenario, directory: Path, view: LiveView, preload: Sequence[str] | None
+) -> Iterator[Callable[[Request, Path], Run]]:
+    """What makes the runs of a scenario: a fresh interpreter for a script, torchrun for several processes, else workers, one of which keeps the model loaded."""
     workload = scenario.steps[0].workload
-
     if scenario.distributed is not None:
-        yield OneByOne(
-            lambda request, place: unless_interrupted(run_ranks(request, place, live=False, progress=view.progress)),
-            directory,
-        )
+        yield lambda request, place: unless_interrupted(run_ranks(request, place, live=False, progress=view.progress))
         return
     if isinstance(workload, Script):
         run = run_launched if workload.launcher else run_script
-        yield OneByOne(lambda request, place: unless_interrupted(run(request, place, live=False)), directory)
+        yield lambda request, place: unless_interrupted(run(request, place, live=False))
         return
     imported = (PRELOAD,) if preload is None else (WORKER, *preload)
     with Launcher(directory / "server.log", preload=imported) as launcher:
@@ -147,26 +136,30 @@ def _starter(
             view.begin(IMPORTS)
             launcher.wait_for_imports()
             view.end("")
-        if resident is False or not may_share_process(scenario):
-            with Ahead(launcher.start, directory, _at_once(scenario), view.progress) as ahead:
-                yield ahead
-            return
-        view.begin(LOADING)
-        with WarmServer(
-            launcher, Request(scenario=scenario), directory / "server", resident=resident, say=view.say
-        ) as warm:
-            view.end("")
-            with Ahead(warm.start, directory, _at_once(scenario), view.progress) as ahead:
-                yield ahead
+        with Resident(launcher, scenario, directory / "server", view.say) as resident:
+            yield _Once(lambda request, place: resident.run(request, place, view.progress)).run
 
 
-def _at_once(scenario: Scenario) -> int:
-    """How many runs of a scenario may go on at a time: of builtin models on a CPU, which are tiny and compute with one thread, one for each
-    processor and one more, because the last of them would leave the others idle. A single processor would only be kept from what is waited for."""
-    is_tiny = all(step.model is None or step.model.name.startswith(BUILTIN) for step in scenario.steps)
-    on_cpu = is_tiny and (scenario.device == "cpu" or bool(why_no_cuda()))
-    processors = len(os.sched_getaffinity(0))
-    return min(MOST_AT_ONCE, processors + 1) if on_cpu and processors > 1 else 1
+class _Once:
+    """Makes each run once: a scenario that dtypedoctor runs itself is seeded, so a fix that is the healthy reference, say, is the same run."""
+
+    def __init__(self, run: Callable[[Request, Path], Run]) -> None:
+        self._run = run
+        self._made: list[tuple[Request, Run]] = []
+
+    def run(self, request: Request, place: Path) -> Run:
+        """The run of ``request`` in ``place``: one that came to its own end is copied there."""
+        earlier = next((run for made, run in self._made if made == request), None)
+        if earlier is not None and not place.exists():
+            try:
+                shutil.copytree(earlier.directory, place, symlinks=True)
+                return replace(earlier, directory=place)
+            except OSError:  # no room for a copy
+                clear(place)
+        made = self._run(request, place)
+        if not made.died and not made.exit.asked_to_end:
+            self._made.append((request, made))
+        return made
 
 
 def load_all(texts: Sequence[str], *, allow_code: bool) -> list[Scenario]:

@@ -1,20 +1,20 @@
-"""Starts workers, each a process of its own, and collects what they left.
+"""Makes runs in worker processes, one after the other, and collects what they left.
 
 Workers are forked from a server (the standard library's forkserver with torch and the trainers imported), so that
-a run starts in milliseconds instead of seconds. The server never touches CUDA. A :class:`WarmServer` is one more between
-them, which has also built the models.
+a run starts in milliseconds instead of seconds. The server never touches CUDA. A :class:`Launcher` forks one for each run;
+a :class:`Resident` keeps one, which has built the models, for all runs that change nothing else.
 
 What a worker does first (:func:`begin`) stands here too: both sides import this module, and it imports no torch.
 """
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from multiprocessing import forkserver, parent_process, resource_tracker, util
@@ -27,10 +27,12 @@ from typing import Any, ClassVar, Self
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import append_file
 from dtypedoctor.interruptions import noticing
+from dtypedoctor.plugins import KEEP_FLOAT32
+from dtypedoctor.replay.capsule import MODEL as CAPSULE
 from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.runner.process import Guardian
 from dtypedoctor.runner.run import STDERR, STDOUT, Run, WorkerExit, collect, write_request
-from dtypedoctor.scenario.model import Request, Scenario, ScenarioStep
+from dtypedoctor.scenario.model import Request, Scenario
 
 _SAFE_PATH = "PYTHONSAFEPATH"
 POLL_SECONDS = 0.05
@@ -38,75 +40,54 @@ POLL_SECONDS = 0.05
 WORKER = "dtypedoctor.worker.main"
 """The module on the other side of the border; it is imported by name, and only in worker processes."""
 
-WARM = "dtypedoctor.worker.warm"
-"""The same for a server that builds models and forks workers."""
-
 PRELOAD = "dtypedoctor.worker.preload"
-"""What the warm server imports before it forks workers."""
+"""What the server imports before it forks workers."""
 
-IN_PLACE = "DTYPEDOCTOR_RESIDENT_IN_PLACE"
-"""Variable that has a server make its runs itself on a CPU, too; see ``worker/warm.py``."""
-
-NO_ANSWER = 1
-"""Exit status of a worker whose server has died with it."""
+FAILED = 1
+"""Exit status of a worker that has ended without one."""
 
 Progress = Callable[[Path], None]
 """Called now and then with the directory of the run that is going on."""
 
 
-class StartedWorker:
-    """A worker that may still be running.
+def _no_progress(_: Path) -> None:
+    """Nobody follows the run."""
+
+
+def _to_its_end(
+    directory: Path,
+    time_limit: float,
+    status: Callable[[float], int | None],
+    kill: Callable[[], None],
+    progress: Progress,
+) -> Run:
+    """Waits for a run and collects it; what takes too long, or is not wanted any more, is killed.
 
     Args:
         directory: where it leaves what it leaves.
-        time_limit: seconds after which it is stopped.
+        time_limit: seconds.
         status: its exit status, for which it waits at most so many seconds; None while it runs.
         kill: ends it and everything that it started.
+        progress: called now and then.
+
+    Raises:
+        UsageError: the worker says that the scenario cannot be run at all.
     """
-
-    def __init__(
-        self, directory: Path, time_limit: float, status: Callable[[float], int | None], kill: Callable[[], None]
-    ) -> None:
-        self.directory = directory
-        self._ask_status = status
-        self._kill = kill
-        self._began = time.monotonic()
-        self._deadline = self._began + time_limit
-        self._timed_out = False
-        self._status: int | None = None
-        self._seconds = 0.0
-
-    def wait(self, seconds: float) -> bool:
-        """Waits at most so long; whether it has ended, which it also has when its time limit is over."""
-        if self._status is None:
-            self._look(min(seconds, self._deadline - time.monotonic()))
-        if self._status is None and time.monotonic() > self._deadline:
-            self._timed_out = True
-            self.stop()
-        return self._status is not None
-
-    def stop(self) -> None:
-        """Ends it and everything that it started."""
-        if self._status is None:
-            self._kill()
-            while self._status is None:
-                self._look(1.0)
-
-    def collect(self) -> Run:
-        """What it has left.
-
-        Raises:
-            UsageError: the worker says that the scenario cannot be run at all.
-        """
-        return collect(self.directory, self.ended())
-
-    def ended(self) -> WorkerExit:
-        """How it has ended."""
-        return WorkerExit(code=self._status or 0, timed_out=self._timed_out, seconds=self._seconds)
-
-    def _look(self, seconds: float) -> None:
-        self._status = self._ask_status(max(0.0, seconds))
-        self._seconds = time.monotonic() - self._began
+    began = time.monotonic()
+    timed_out = False
+    code = None
+    try:
+        while (code := status(POLL_SECONDS)) is None:
+            progress(directory)
+            if not timed_out and time.monotonic() - began > time_limit:
+                timed_out = True
+                kill()
+    finally:
+        if code is None:  # Ctrl-C, say
+            kill()
+            while status(1.0) is None:
+                pass
+    return collect(directory, WorkerExit(code=code, timed_out=timed_out, seconds=time.monotonic() - began))
 
 
 def _end_importing(_: KeyboardInterrupt) -> None:
@@ -115,7 +96,7 @@ def _end_importing(_: KeyboardInterrupt) -> None:
     pid = _server_process()
     if Launcher.has_imported or pid is None:
         return
-    with contextlib.suppress(AttributeError, OSError):  # it has ended, or Python calls these otherwise
+    with suppress(AttributeError, OSError):  # it has ended, or Python calls these otherwise
         os.kill(pid, signal.SIGKILL)
         server._stop()
 
@@ -128,25 +109,11 @@ def _leave() -> None:
     """What a process does that is only started to see that processes can be started."""
 
 
-def run_to_end(started: StartedWorker, progress: Progress = lambda _: None) -> Run:
-    """Waits for a worker, and stops it if this is interrupted.
-
-    Raises:
-        UsageError: the worker says that the scenario cannot be run at all.
-    """
-    try:
-        while not started.wait(POLL_SECONDS):
-            progress(started.directory)
-    finally:
-        started.stop()
-    return started.collect()
-
-
 class Launcher:
     """Runs requests in worker processes. Use as a context manager.
 
     Args:
-        log: file for what the warm server prints while it imports.
+        log: file for what the server prints while it imports.
         preload: modules that it imports.
     """
 
@@ -190,54 +157,31 @@ class Launcher:
 
     def wait_for_imports(self) -> None:
         """Waits until the server can fork workers."""
-        process = self._context.Process(target=_leave)
-        with _safe_path():
-            process.start()
-        process.join()
+        self.start(_leave).join()
         Launcher.has_imported = True
 
-    def run(self, request: Request, directory: Path) -> Run:
+    def run(self, request: Request, directory: Path, progress: Progress = _no_progress) -> Run:
         """Runs ``request`` in a new process; everything it leaves lies in ``directory``, which must not exist yet.
 
         Raises:
             UsageError: the directory cannot be written, or the worker says that the scenario cannot be run at all.
         """
-        return run_to_end(self.start(request, directory))
-
-    def start(self, request: Request, directory: Path, environment: Mapping[str, str] | None = None) -> StartedWorker:
-        """Starts a worker and comes back at once; the caller stops and collects it.
-
-        Args:
-            request: what it is to do.
-            directory: where everything that it leaves will lie; must not exist yet.
-            environment: variables that only this worker gets.
-
-        Raises:
-            UsageError: the directory cannot be written.
-        """
         make_directory(directory)
         write_request(directory, request)
-        process = self._context.Process(target=begin, args=(str(directory), dict(environment or {})), daemon=False)
+        process = self.start(begin, str(directory))
+        status, kill = partial(_status, process), partial(_kill, process)
+        return _to_its_end(directory, request.scenario.time_limit, status, kill, progress)
+
+    def start(self, function: Callable[..., None], *args: Any) -> ForkServerProcess:
+        """Starts a process that calls ``function``."""
+        process = self._context.Process(target=function, args=args, daemon=False)
         with _safe_path():
             process.start()
-        return StartedWorker(directory, request.scenario.time_limit, partial(_status, process), partial(_kill, process))
+        return process
 
-    def start_warm(
-        self, request: Request, directory: Path, *, in_place: bool
-    ) -> "tuple[ForkServerProcess, Connection]":
-        """Starts a server that builds the models of ``request`` in advance and forks workers; see ``worker/warm.py``.
-
-        Raises:
-            UsageError: the directory cannot be written.
-        """
-        make_directory(directory)
-        write_request(directory, request)
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=begin_warm, args=(str(directory), theirs, in_place), daemon=False)
-        with _safe_path():
-            process.start()
-        theirs.close()
-        return process, ours
+    def channel(self) -> tuple[Connection, Connection]:
+        """Both ends of a channel to a process that is going to be started."""
+        return self._context.Pipe()
 
 
 def _status(process: ForkServerProcess, seconds: float) -> int | None:
@@ -249,12 +193,12 @@ def _status(process: ForkServerProcess, seconds: float) -> int | None:
 def _kill(process: ForkServerProcess) -> None:
     """Ends a process, the first of its group, and everything that it started."""
     assert process.pid is not None  # it has been started
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
 
 
-@contextlib.contextmanager
+@contextmanager
 def _safe_path() -> Iterator[None]:
     """Lets interpreters that are started inside import nothing from the working directory: multiprocessing starts them by ``-c``."""
     before = os.environ.get(_SAFE_PATH)
@@ -268,7 +212,7 @@ def _safe_path() -> Iterator[None]:
             os.environ[_SAFE_PATH] = before
 
 
-@contextlib.contextmanager
+@contextmanager
 def _streams_to(path: Path) -> Iterator[None]:
     """Lets a process that is started inside inherit ``path`` as its standard output and error."""
     sys.stdout.flush()
@@ -285,218 +229,132 @@ def _streams_to(path: Path) -> Iterator[None]:
             os.close(original)
 
 
-PLAIN = ("forward", "generate")
+IN_PLACE = ("forward", "generate", "train")
 """Workloads after which a model can be made what it was; trainers change more of a process than anybody knows."""
-KEEP_FLOAT32 = "keep-float32"
-"""The correction that is undone in the model alone; others change classes and functions."""
 
 
 def may_share_process(scenario: Scenario) -> bool:
-    """Whether runs of ``scenario`` may follow each other in one process: nothing in it changes more than the model."""
-    if scenario.distributed is not None or scenario.conditions:
+    """Whether runs of ``scenario`` may follow each other in one process: nothing in it changes more than its model.
+
+    Conditions and most corrections change classes and functions, the compiler keeps what it has compiled, and packed weights have a state beside
+    their tensors. A capsule is built anew for each call, which bounds the memory of its process.
+    """
+    first, *more = scenario.steps
+    others = (scenario.distributed, scenario.conditions, more, first.compile, first.side_stream)
+    if any(others) or first.workload.kind not in IN_PLACE or first.model is None:
         return False
-    if any(one.id != KEEP_FLOAT32 for one in scenario.corrections):
-        return False
-    return all(map(_changes_only_the_model, scenario.steps))
+    is_corrected = any(one.id != KEEP_FLOAT32 for one in scenario.corrections)
+    return not (is_corrected or first.model.quantization or first.model.name.startswith(CAPSULE))
 
 
-def _changes_only_the_model(step: ScenarioStep) -> bool:
-    if step.model is None or step.compile is not None or step.side_stream:
-        return False
-    foreign = ":" in step.model.name  # code of others, and builtin models that carry the faults of their libraries
-    adapted = step.model.lora is not None or step.model.quantization is not None
-    return step.workload.kind in PLAIN and not foreign and not adapted
+class Resident:
+    """Keeps the model of a scenario loaded in one process, which makes one run after the other. Use as a context manager.
 
-
-class WarmServer:
-    """Starts workers in milliseconds, because the models are built already. Use as a context manager.
-
-    On a CPU each run is a fork of the server. On a GPU, whose state does not survive a fork, the server makes one run after the other in
-    place. What must not follow other runs in a process gets one of its own from the launcher, and so does a run with conditions, which
-    have to be there before the model is built, and everything where building the models raised. A server that has died or has retired is
-    replaced at the next run.
+    The process is started for the first run that may be made in it, and again after a run that has ended it or has left the model otherwise than it
+    was built. Any other run gets a process of its own.
 
     Args:
         launcher: started already.
-        request: its scenario names the models to build.
-        directory: for what the server prints; must not exist yet.
-        resident: False builds nothing in advance and starts each run in a new process; True makes runs in place on a GPU, too. None does
-            what is certified: forks on a CPU, new processes on a GPU.
-        say: is called with what the user should know of the server.
+        scenario: names the model that stays loaded.
+        directory: for what the process prints; must not exist yet.
+        say: is called with what the user should know.
     """
 
     def __init__(
-        self,
-        launcher: Launcher,
-        request: Request,
-        directory: Path,
-        *,
-        resident: bool | None = None,
-        say: Callable[[str], None] = lambda _: None,
+        self, launcher: Launcher, scenario: Scenario, directory: Path, say: Callable[[str], None] = lambda _: None
     ) -> None:
         self._launcher = launcher
-        self._request = request
+        self._scenario = scenario
         self._directory = directory
-        self._resident = resident
         self._say = say
         self._process: ForkServerProcess | None = None
         self._channel: Connection | None = None
         self._starts = 0
-        self._ended: dict[str, int] = {}
-        self._in_place = ""
-        """Directory of the run that the server itself is making; empty where there is none."""
-        self.is_warm = False
-        """Whether the models are built."""
-        self.device = "cpu"
-        """Type of the device that the scenario runs on, if models were built."""
-        self.room = 0
-        """Bytes of a GPU that are free beside the models, where runs are made in place."""
 
     def __enter__(self) -> Self:
-        if self._resident is not False:
-            self._begin()
         return self
 
-    def _begin(self) -> bool:
-        """Starts the server, and waits until its models are built; whether they are."""
-        self._starts += 1
-        place = self._directory.with_name(self._directory.name + (f"-{self._starts}" if self._starts > 1 else ""))
-        self._process, self._channel = self._launcher.start_warm(self._request, place, in_place=bool(self._resident))
-        with noticing(lambda _: self.__exit__(None, None, None)):  # Ctrl-C, say: nobody else ends the server then
-            try:
-                _, self.is_warm, self.device, self.room = self._channel.recv()
-            except EOFError:  # the server has died while building: a worker will tell of what
-                self.is_warm = False
-        return self.is_warm
+    def __exit__(self, *_: object) -> None:
+        self._end()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._channel is not None:
-            self._channel.close()
-        if self._process is not None:
-            self._process.join(1.0)
-            if self._process.exitcode is None:
-                _kill(self._process)
-            self._process.join()
-        self._process = None
-
-    @property
-    def runs_in_place(self) -> bool:
-        """Whether the server makes runs itself, one after the other."""
-        if not self.is_warm:
-            return False
-        return self.device != "cpu" or os.environ.get(IN_PLACE) == "1"  # on a GPU it is warm in no other way
-
-    def start(self, request: Request, directory: Path, environment: Mapping[str, str] | None = None) -> StartedWorker:
-        """Starts a worker and comes back at once; the caller stops and collects it.
-
-        Args:
-            request: what it is to do.
-            directory: where everything that it leaves will lie; must not exist yet.
-            environment: variables for it alone; a worker that is forked from a warm server has that one's.
+    def run(self, request: Request, directory: Path, progress: Progress = _no_progress) -> Run:
+        """Runs ``request``; everything it leaves lies in ``directory``, which must not exist yet.
 
         Raises:
-            UsageError: the directory cannot be written.
+            UsageError: the directory cannot be written, or the worker says that the scenario cannot be run at all.
         """
-        if not self.is_warm or request.scenario.conditions:  # eager attention is chosen when a model is built
-            return self._launcher.start(request, directory, environment)
-        if not self.runs_in_place:
-            make_directory(directory)
-            write_request(directory, request)
-            self._send("run", directory)
-            status, kill = partial(self.status_of, directory), partial(self.kill, directory)
-            return StartedWorker(directory, request.scenario.time_limit, status, kill)
-        if self._in_place or not may_share_process(request.scenario):
-            return self._launcher.start(request, directory, environment)
-        if self._process is None and not self._begin():
-            return self._launcher.start(request, directory, environment)
+        if not may_share_process(request.scenario):
+            if self._scenario.device != "cpu":
+                self._end()  # a GPU may have no room for a second model
+            return self._launcher.run(request, directory, progress)
+        channel = self._ready_channel()
         make_directory(directory)
         write_request(directory, request)
-        self._in_place = str(directory)
-        self._send("run", directory)
-        status = partial(self._status_in_place, directory)
-        return StartedWorker(directory, request.scenario.time_limit, status, self._kill_in_place)
+        with suppress(BrokenPipeError, ConnectionError):  # it has died: its status says so
+            channel.send(str(directory))
+        return _to_its_end(directory, request.scenario.time_limit, self._status, self._kill, progress)
 
-    def _status_in_place(self, directory: Path, seconds: float) -> int | None:
-        """The exit status of the run that the server makes; where it has ended with it, the server's own."""
+    def _ready_channel(self) -> Connection:
+        """The channel of a process that waits for a run."""
+        if self._process is not None and self._channel is not None:
+            try:
+                why = self._channel.recv()
+            except (EOFError, ConnectionError):
+                why = "their process has died"
+            if not why:
+                return self._channel
+            self._say(f"loading the model again in a new process: {why}")
+            self._end()
+        self._starts += 1
+        home = self._directory.with_name(self._directory.name + (f"-{self._starts}" if self._starts > 1 else ""))
+        make_directory(home)
+        write_request(home, Request(scenario=self._scenario))
+        self._channel, theirs = self._launcher.channel()
+        self._process = self._launcher.start(begin_resident, str(home), theirs)
+        theirs.close()
+        return self._channel
+
+    def _status(self, seconds: float) -> int | None:
+        """The exit status of the run that is going on; where its process has ended with it, that one's. None while it runs."""
         process, channel = self._process, self._channel
         assert process is not None
         assert channel is not None
-        if not wait([channel, process.sentinel], max(0.0, seconds)):
+        if not wait([channel, process.sentinel], seconds):
             return None
-        try:
-            what, where, status = channel.recv() if channel.poll() else ("died", "", NO_ANSWER)
-        except (EOFError, ConnectionError):
-            what, where, status = "died", "", NO_ANSWER
-        if what == "ended":
-            self._in_place = ""
-            return int(status)
+        with suppress(EOFError, ConnectionError):
+            if channel.poll():
+                return int(channel.recv())
         process.join()
-        self.__exit__(None, None, None)
-        has_begun, is_wanted = (directory / STDOUT).exists(), self._in_place != ""
-        if has_begun or not is_wanted:
-            self._in_place = ""
-            return process.exitcode or NO_ANSWER
-        self._say(f"the models are loaded again in a new process: {where or 'theirs has died'}")
-        if not self._begin():
-            self._in_place = ""
-            return NO_ANSWER
-        self._send("run", directory)
-        return None
+        self._end()
+        return process.exitcode or FAILED
 
-    def _kill_in_place(self) -> None:
-        """Ends the run that the server makes or is about to make, and the server with it; the next run finds another one."""
-        self._in_place = ""
+    def _kill(self) -> None:
         if self._process is not None:
             _kill(self._process)
 
-    def kill(self, directory: Path) -> None:
-        """Ends the worker of ``directory`` and everything that it has started."""
-        self._send("stop", directory)
-
-    def status_of(self, directory: Path, seconds: float) -> int | None:
-        """The exit status of the worker of ``directory``, for which it waits at most so long; None while it runs."""
-        assert self._channel is not None  # it has been started
-        deadline = time.monotonic() + seconds
-        while str(directory) not in self._ended:
-            if not wait([self._channel], max(0.0, deadline - time.monotonic())):
-                return None
-            try:
-                _, where, status = self._channel.recv()
-            except (EOFError, ConnectionError):
-                where, status = str(directory), NO_ANSWER
-            self._ended[where] = status
-        return self._ended[str(directory)]
-
-    def _send(self, verb: str, directory: Path) -> None:
-        assert self._channel is not None  # it has been started
-        try:
-            self._channel.send((verb, str(directory)))
-        except (BrokenPipeError, ConnectionError):
-            self._ended[str(directory)] = NO_ANSWER
+    def _end(self) -> None:
+        """Ends the process, if there is one: it waits for a run, or has ended."""
+        process, channel, self._process, self._channel = self._process, self._channel, None, None
+        if channel is not None:
+            channel.close()
+        if process is not None:
+            process.join(1.0)
+            if process.exitcode is None:
+                _kill(process)
+            process.join()
 
 
-def begin(directory: str, environment: Mapping[str, str] | None = None) -> None:
-    """Cuts the process loose from the doctor's streams and session, then serves the request in ``directory``.
-
-    Args:
-        directory: holds the request.
-        environment: variables to set before anything is imported.
-    """
+def begin(directory: str) -> None:
+    """Cuts the process loose from the doctor's streams and session, then serves the request in ``directory``."""
     place = _set_apart(directory)
-    os.environ.update(environment or {})
-    _leave_with_the_doctor()
-    _serve(place)
-
-
-def _serve(place: Path) -> None:
     worker = import_module(WORKER)
     worker.leave(worker.serve(place))
 
 
-def begin_warm(directory: str, channel: Connection, in_place: bool) -> None:
-    """The same for a server of workers, which ends when the doctor closes ``channel``."""
+def begin_resident(directory: str, channel: Connection) -> None:
+    """The same for a process that makes one run after the other, until the doctor closes ``channel``."""
     place = _set_apart(directory)
-    import_module(WARM).serve_warm(place, channel, redirect, _leave_with_the_doctor, in_place=in_place)
+    import_module(WORKER).serve_each(place, channel, redirect)
     os._exit(0)
 
 
@@ -504,6 +362,7 @@ def _set_apart(directory: str) -> Path:
     os.setsid()  # so that the doctor can stop the process together with everything that it starts
     place = Path(directory)
     redirect(place)
+    _leave_with_the_doctor()
     return place
 
 

@@ -1,32 +1,109 @@
-"""Reduces a set of treatments to a smallest one that keeps a run healthy, given only a test. It knows nothing of processes.
+"""Reduces a set of treatments to a smallest one that keeps a run healthy, given only a test. It knows nothing of runs.
 
-The candidates are treatments: modules to keep in float32, or corrections to switch on. ``test(treated)`` runs with exactly
-these treated. :func:`reduce` calls the test itself, one set after the other; :class:`Reduction` hands out the sets, so
-that a caller can run several at a time, log each outcome as it arrives, and go on from such a log later.
+The candidates are treatments: modules to keep in float32, or corrections to switch on. ``test(treated)`` runs with exactly these treated. There are
+three stages:
+
+* **narrow**, top-down. The candidates of one level stand in order of likelihood. Treating all of them passes and
+  treating none does not, so somewhere a prefix passes while the one shorter by one candidate does not; bisection finds
+  such a place, the last candidate of that prefix is required, and the search goes on among those before it with the
+  required ones treated, until these alone pass. Each candidate found is then replaced by its children.
+  One culprit costs at most ceil(log2(candidates)) + 1 probes where all are equally likely.
+* **confirm**. Every set with one culprit left out is tried. Where treating more never hurts, none passes and that is
+  the proof of 1-minimality. Where one passes, some treatment breaks something, and delta debugging takes over:
+  leave out ever smaller chunks until no single treatment can be left out (ddmin's reduction to complements,
+  Zeller and Hildebrandt 2002, https://doi.org/10.1109/32.988498).
+* **repeat**. The two outcomes that everything rests on (nothing treated fails, the culprits treated pass) are taken again.
+
+An unresolved outcome counts as not passing, never as a pass, so it can cost probes but cannot make the answer wrong.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate, pairwise
 
-from dtypedoctor.trials.search import BaselineError, Node, Outcome, Round, Stage, leaves_of, require_usable, search
+from dtypedoctor.errors import UsageError
 
-__all__ = [
-    "BaselineError",
-    "Disagreement",
-    "Interrupted",
-    "Node",
-    "Options",
-    "Outcome",
-    "Probe",
-    "Reduction",
-    "Result",
-    "Stage",
-    "Test",
-    "reduce",
-]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A candidate. To treat a node is to treat every leaf below it.
+
+    Only leaves are treated by themselves. Where an inner node does arithmetic of its own (a residual addition in a
+    block), give that arithmetic a leaf under the node.
+
+    Attributes:
+        id: unique in the whole forest, e.g. a module's dotted name or the id of a correction.
+        children: parts that it can be refined into; none for a leaf.
+        weight: how likely a culprit is in it, relative to its siblings: finite and not negative, in any unit. None
+            means 1 for a leaf, and the sum over the children otherwise.
+    """
+
+    id: str
+    children: tuple["Node", ...] = ()
+    weight: float | None = None
+
+    def walk(self) -> Iterator["Node"]:
+        """This node and all below it, parents before children."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+    def leaves(self) -> tuple["Node", ...]:
+        """The leaves below it, in order; itself for a leaf."""
+        return tuple(node for node in self.walk() if not node.children)
+
+    def likelihood(self) -> float:
+        """Its weight, with the defaults filled in."""
+        if self.weight is not None:
+            return self.weight
+        return sum(child.likelihood() for child in self.children) if self.children else 1.0
+
+
+def leaves_of(nodes: Sequence[Node]) -> frozenset[str]:
+    """Ids of all leaves below the nodes: what is treated when the nodes are."""
+    return frozenset(leaf.id for node in nodes for leaf in node.leaves())
+
+
+def by_likelihood(nodes: Sequence[Node]) -> list[Node]:
+    """The nodes, most likely first; equally likely ones keep their order."""
+    return sorted(nodes, key=lambda node: -node.likelihood())
+
+
+def cover(roots: Sequence[Node], treated: frozenset[str]) -> tuple[str, ...]:
+    """The fewest node ids that together stand for exactly the treated leaves, in the order of the forest."""
+    ids: list[str] = []
+    for node in roots:
+        if leaves_of([node]) <= treated:
+            ids.append(node.id)
+        else:
+            ids.extend(cover(node.children, treated))
+    return tuple(ids)
+
+
+class Outcome(StrEnum):
+    """What a run with some candidates treated came to."""
+
+    PASS = "pass"
+    """Healthy."""
+    FAIL = "fail"
+    """The failure that is being looked for."""
+    UNRESOLVED = "unresolved"
+    """It failed otherwise, so it says nothing about that failure."""
+
+
+class Stage(StrEnum):
+    """What a probe is for."""
+
+    BASELINE = "baseline"
+    NARROW = "narrow"
+    CONFIRM = "confirm"
+    REPEAT = "repeat"
 
 
 Test = Callable[[frozenset[str]], Outcome]
+NOTHING: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,20 +111,14 @@ class Probe:
     """One answer that the search was given.
 
     Attributes:
-        number: probes run so far, this one included; an answer out of the cache does not count.
         treated: ids of the leaves that were treated, and no others.
         cached: the answer was known (from the log, or from earlier in this reduction), nothing was run.
-        suspects: ids of the nodes among which a culprit was being looked for when the probe was asked for.
-        attempt: 0, or the how-manieth repetition it is.
     """
 
-    number: int
     treated: frozenset[str]
     outcome: Outcome
     cached: bool
     stage: Stage
-    suspects: tuple[str, ...]
-    attempt: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +126,14 @@ class Options:
     """How a reduction goes about it.
 
     Attributes:
-        width: most sets handed out at a time (at least 1). Above 1 there are fewer rounds and more probes.
         repeat: how often the two key outcomes, nothing treated and the culprits treated, are taken again.
-        known: outcomes of earlier runs, in the order in which they were logged. They are believed and not run again; later
-            outcomes of the same set stand for its repetitions.
+        known: outcomes of earlier runs, in order. They are believed and not run again; later outcomes of the same set stand for its repetitions.
         on_probe: called with each answer, as it is recorded or found in the cache.
     """
 
-    width: int = 1
     repeat: int = 0
     known: Iterable[tuple[frozenset[str], Outcome]] = ()
-    on_probe: Callable[[Probe], None] | None = None
+    on_probe: Callable[[Probe], None] = lambda probe: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +149,10 @@ class Result:
     """What a reduction found.
 
     Attributes:
-        culprits: ids of the leaves that must be treated for the run to be healthy, most likely first.
+        culprits: ids of the leaves that must be treated for the run to be healthy, most likely first; equally likely ones in the order of the forest.
         without: for each culprit, the outcome of the probe that treated all the others but not it.
         probes: how many probes were run.
-        replayed: how many outcomes were taken from the log instead.
-        unresolved: how many of both were unresolved.
+        unresolved: how many outcomes, those of the log included, were unresolved.
         monotone: no passing set was seen to stop passing when more was treated.
         disagreements: sets whose outcome changed when they were run again.
     """
@@ -93,7 +160,6 @@ class Result:
     culprits: tuple[str, ...]
     without: Mapping[str, Outcome]
     probes: int
-    replayed: int
     unresolved: int
     monotone: bool
     disagreements: tuple[Disagreement, ...]
@@ -109,8 +175,25 @@ class Result:
         return bool(self.disagreements)
 
 
+class BaselineError(Exception):
+    """There is nothing to reduce: it must fail with nothing treated, and pass with everything treated.
+
+    Attributes:
+        nothing: outcome with nothing treated.
+        everything: outcome with everything treated; None where it was not tried because ``nothing`` did not fail.
+    """
+
+    def __init__(self, nothing: Outcome, everything: Outcome | None) -> None:
+        treated, outcome, wanted = ("nothing", nothing, Outcome.FAIL)
+        if everything is not None:
+            treated, outcome, wanted = ("everything", everything, Outcome.PASS)
+        super().__init__(f"with {treated} treated the outcome is {outcome}, it must be {wanted}")
+        self.nothing = nothing
+        self.everything = everything
+
+
 class Interrupted(Exception):  # noqa: N818 - an ending that still carries an answer, not an error
-    """A reduction ended early, because the test raised or Ctrl-C was pressed; the cause is chained.
+    """A reduction ended early, because no run could be made or Ctrl-C was pressed; the cause is chained.
 
     Attributes:
         best: the smallest set known to pass, or None where none is known yet. It need not be 1-minimal.
@@ -124,137 +207,6 @@ class Interrupted(Exception):  # noqa: N818 - an ending that still carries an an
         self.probes = probes
 
 
-class Reduction:
-    """A reduction that hands out sets and is told their outcomes.
-
-    Until :meth:`step` returns nothing, run the sets that it returns, in any order or all at once, and :meth:`record` each
-    outcome. It is not thread-safe: record from one thread.
-
-    Args:
-        roots: the forest of candidates; a flat one for corrections, blocks over submodules over ops for a model.
-        options: see :class:`Options`.
-
-    Raises:
-        ValueError: the forest is empty, an id occurs twice, a weight or an option is out of range, or a known outcome is
-            about leaves that are not in the forest.
-    """
-
-    def __init__(self, roots: Sequence[Node], options: Options | None = None) -> None:
-        options = options or Options()
-        require_usable(roots)
-        if options.width < 1 or options.repeat < 0:
-            raise ValueError(f"width is {options.width}, it must be at least 1; repeat is {options.repeat}, at least 0")
-        self._on_probe = options.on_probe
-        self._runs: dict[frozenset[str], list[Outcome]] = {}
-        """Every known outcome of a set, in order; the first one is what the search goes by."""
-        self._load(options.known, leaves_of(roots))
-        self._answers: dict[tuple[frozenset[str], int], Outcome] = {}
-        """What the search was told, by set and attempt."""
-        self._waiting: dict[frozenset[str], None] = {}
-        """Sets of the present round that still need a run; a dict because it keeps their order."""
-        self._probes = 0
-        self._culprits: tuple[Node, ...] | None = None
-        self._search = search(roots, options.width, options.repeat)
-        self._round: Round | None = None
-
-    @property
-    def probes(self) -> int:
-        """How many outcomes were recorded."""
-        return self._probes
-
-    @property
-    def best(self) -> frozenset[str] | None:
-        """The smallest set known to pass whenever it was run, or None."""
-        passing = (treated for treated, runs in self._runs.items() if set(runs) == {Outcome.PASS})
-        return min(passing, key=len, default=None)
-
-    def step(self) -> tuple[frozenset[str], ...]:
-        """The sets that are waiting to be run, all independent of each other; none when the reduction is finished.
-
-        Raises:
-            BaselineError: nothing treated does not fail, or everything treated does not pass.
-        """
-        while not self._waiting and self._culprits is None:
-            self._advance()
-        return tuple(self._waiting)
-
-    def record(self, treated: frozenset[str], outcome: Outcome) -> None:
-        """Takes the outcome of one of the sets that :meth:`step` returned.
-
-        Raises:
-            ValueError: the set is not waiting to be run.
-        """
-        if self._round is None or treated not in self._waiting:
-            raise ValueError(f"no outcome is awaited for {sorted(treated)}")
-        del self._waiting[treated]
-        self._runs.setdefault(treated, []).append(outcome)
-        self._probes += 1
-        self._answer(self._round, treated, cached=False)
-
-    def result(self) -> Result:
-        """What was found.
-
-        Raises:
-            RuntimeError: the reduction is not finished.
-        """
-        if self._culprits is None:
-            raise RuntimeError("the reduction is not finished")
-        culprits = tuple(leaf.id for leaf in self._culprits)
-        return Result(
-            culprits=culprits,
-            without={culprit: self._runs[frozenset(culprits) - {culprit}][0] for culprit in culprits},
-            probes=self._probes,
-            replayed=len(self._answers) - self._probes,
-            unresolved=sum(outcome is Outcome.UNRESOLVED for outcome in self._answers.values()),
-            monotone=_is_monotone({treated: runs[0] for treated, runs in self._runs.items()}),
-            disagreements=tuple(
-                Disagreement(treated=treated, outcomes=tuple(runs))
-                for treated, runs in self._runs.items()
-                if len(set(runs)) > 1
-            ),
-        )
-
-    def _load(self, known: Iterable[tuple[frozenset[str], Outcome]], leaves: frozenset[str]) -> None:
-        for treated, outcome in known:
-            if strangers := sorted(treated - leaves):
-                raise ValueError(f"a known outcome is about {', '.join(strangers)}, not among the candidates")
-            self._runs.setdefault(treated, []).append(outcome)
-
-    def _advance(self) -> None:
-        """Goes on to the next round, or to the end, with the outcomes of this one."""
-        try:
-            if self._round is None:
-                asked = next(self._search)
-            else:
-                attempt = self._round.attempt
-                asked = self._search.send(tuple(self._runs[treated][attempt] for treated in self._round.sets))
-        except StopIteration as stop:
-            self._culprits = stop.value
-            return
-        self._round = asked
-        # everything that needs a run waits before the first callback, which may raise
-        known = [treated for treated in asked.sets if len(self._runs.get(treated, ())) > asked.attempt]
-        self._waiting = {treated: None for treated in asked.sets if treated not in known}
-        for treated in known:
-            self._answer(asked, treated, cached=True)
-
-    def _answer(self, asked: Round, treated: frozenset[str], *, cached: bool) -> None:
-        outcome = self._runs[treated][asked.attempt]
-        self._answers[treated, asked.attempt] = outcome
-        if self._on_probe is not None:
-            self._on_probe(
-                Probe(
-                    number=self._probes,
-                    treated=treated,
-                    outcome=outcome,
-                    cached=cached,
-                    stage=asked.stage,
-                    suspects=asked.suspects,
-                    attempt=asked.attempt,
-                )
-            )
-
-
 def reduce(test: Test, roots: Sequence[Node], options: Options | None = None) -> Result:
     """Finds a 1-minimal set of leaves that passes, calling the test for one set after the other.
 
@@ -263,24 +215,179 @@ def reduce(test: Test, roots: Sequence[Node], options: Options | None = None) ->
 
     Args:
         test: runs with exactly these leaves treated.
-        roots: the forest of candidates.
+        roots: the forest of candidates; a flat one for corrections, blocks over submodules over own arithmetic for a model.
         options: see :class:`Options`.
 
     Raises:
         BaselineError: nothing treated does not fail, or everything treated does not pass.
-        Interrupted: the test or ``on_probe`` raised, or Ctrl-C was pressed.
-        ValueError: as :class:`Reduction`.
+        Interrupted: the test or ``on_probe`` raised UsageError, or Ctrl-C was pressed.
+        ValueError: the forest is empty, an id occurs twice, or a weight is negative or not finite.
     """
-    reduction = Reduction(roots, options)
+    _require_usable(roots)
+    reducing = _Reducing(test, options or Options())
     try:
-        while batch := reduction.step():
-            for treated in batch:
-                reduction.record(treated, test(treated))
-    except BaselineError:
-        raise
-    except (Exception, KeyboardInterrupt) as error:  # whatever the test raised: what is known by then is not lost
-        raise Interrupted(reduction.best, reduction.probes) from error
-    return reduction.result()
+        return reducing.result(roots)
+    except (UsageError, KeyboardInterrupt) as error:
+        raise Interrupted(reducing.best, reducing.probes) from error
+
+
+def _require_usable(roots: Sequence[Node]) -> None:
+    if not roots:
+        raise ValueError("no candidates to choose from")
+    seen: set[str] = set()
+    for node in (node for root in roots for node in root.walk()):
+        if node.id in seen:
+            raise ValueError(f"candidate {node.id!r} occurs twice")
+        weight = node.likelihood()
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"candidate {node.id!r} has the weight {weight}")
+        seen.add(node.id)
+
+
+class _Reducing:
+    """One reduction: what it has asked, and how it goes on."""
+
+    def __init__(self, test: Test, options: Options) -> None:
+        self._test = test
+        self._repeat = options.repeat
+        self._on_probe = options.on_probe
+        self._runs: dict[frozenset[str], list[Outcome]] = {}
+        """Every known outcome of a set, in order; the first one is what the search goes by."""
+        for treated, outcome in options.known:
+            self._runs.setdefault(treated, []).append(outcome)
+        self.probes = 0
+
+    @property
+    def best(self) -> frozenset[str] | None:
+        """The smallest set known to pass whenever it was run, or None."""
+        passing = (treated for treated, runs in self._runs.items() if set(runs) == {Outcome.PASS})
+        return min(passing, key=len, default=None)
+
+    def result(self, roots: Sequence[Node]) -> Result:
+        """Searches, and says what was found."""
+        culprits = [leaf.id for leaf in self._culprits(roots)]
+        first = {treated: runs[0] for treated, runs in self._runs.items()}
+        return Result(
+            culprits=tuple(culprits),
+            without={culprit: first[frozenset(culprits) - {culprit}] for culprit in culprits},
+            probes=self.probes,
+            unresolved=sum(runs.count(Outcome.UNRESOLVED) for runs in self._runs.values()),
+            monotone=_is_monotone(first),
+            disagreements=tuple(
+                Disagreement(treated=treated, outcomes=tuple(runs))
+                for treated, runs in self._runs.items()
+                if len(set(runs)) > 1
+            ),
+        )
+
+    def _ask(self, treated: frozenset[str], stage: Stage, attempt: int = 0) -> Outcome:
+        """What a set came to, out of the log or by a run; ``attempt`` n is its n-th repetition."""
+        cached = len(self._runs.get(treated, ())) > attempt
+        if not cached:
+            outcome = self._test(treated)
+            self._runs.setdefault(treated, []).append(outcome)
+            self.probes += 1
+        outcome = self._runs[treated][attempt]
+        self._on_probe(Probe(treated=treated, outcome=outcome, cached=cached, stage=stage))
+        return outcome
+
+    def _culprits(self, roots: Sequence[Node]) -> list[Node]:
+        nothing = self._ask(NOTHING, Stage.BASELINE)
+        if nothing is not Outcome.FAIL:
+            raise BaselineError(nothing, None)
+        everything = self._ask(leaves_of(roots), Stage.BASELINE)
+        if everything is not Outcome.PASS:
+            raise BaselineError(nothing, everything)
+        self._ask_again(NOTHING)
+        narrowed = leaves_of(self._narrowed(roots))
+        leaves = by_likelihood([leaf for root in roots for leaf in root.leaves() if leaf.id in narrowed])
+        smaller = self._without_a_chunk(leaves, len(leaves))
+        culprits = leaves if smaller is None else self._ddmin(smaller)
+        self._ask_again(leaves_of(culprits))
+        return culprits
+
+    def _ask_again(self, treated: frozenset[str]) -> None:
+        for attempt in range(1, self._repeat + 1):
+            self._ask(treated, Stage.REPEAT, attempt)
+
+    def _narrowed(self, roots: Sequence[Node]) -> list[Node]:
+        """Leaves that pass together, found level by level."""
+        required = self._required(NOTHING, roots)
+        while any(node.children for node in required):
+            refined: list[Node] = []
+            for position, node in enumerate(required):
+                others = leaves_of([*refined, *required[position + 1 :]])
+                refined += self._required(others, node.children) if node.children else [node]
+            required = refined
+        return required
+
+    def _required(self, base: frozenset[str], nodes: Sequence[Node]) -> list[Node]:
+        """Nodes that pass when treated on top of ``base``, few of them; all ``nodes`` together are known to pass.
+
+        That ``base`` alone does not pass is taken for granted, which saves a probe per node refined: it can be wrong only
+        where treating more hurts, and then confirming finds it out.
+        """
+        required: list[Node] = []
+        remaining = by_likelihood(nodes)
+        while remaining:
+            treated = base | leaves_of(required)
+            if required and self._ask(treated, Stage.NARROW) is Outcome.PASS:
+                break
+            length = self._passing_prefix(treated, remaining)
+            required.append(remaining[length - 1])
+            remaining = remaining[: length - 1]
+        return required
+
+    def _passing_prefix(self, base: frozenset[str], nodes: Sequence[Node]) -> int:
+        """Length of a prefix of ``nodes`` that passes on top of ``base`` while the next shorter one does not."""
+        masses = _masses(nodes)
+        failing, passing = 0, len(nodes)
+        while passing - failing > 1:
+            length = _middle(masses, failing, passing)
+            if self._ask(base | leaves_of(nodes[:length]), Stage.NARROW) is Outcome.PASS:
+                passing = length
+            else:
+                failing = length
+        return passing
+
+    def _ddmin(self, leaves: list[Node]) -> list[Node]:
+        """A 1-minimal subset of the leaves, which are known to pass."""
+        chunks = 2
+        while True:
+            chunks = min(chunks, len(leaves))
+            smaller = self._without_a_chunk(leaves, chunks)
+            if smaller is not None:
+                leaves, chunks = smaller, max(chunks - 1, 2)
+            elif chunks == len(leaves):
+                return leaves
+            else:
+                chunks *= 2
+
+    def _without_a_chunk(self, leaves: Sequence[Node], chunks: int) -> list[Node] | None:
+        """The leaves less one of so many chunks of equal size, the least likely that can be spared; None if none can."""
+        bounds = [len(leaves) * number // chunks for number in range(chunks + 1)]
+        for start, end in reversed(list(pairwise(bounds))):
+            rest = [*leaves[:start], *leaves[end:]]
+            if self._ask(leaves_of(rest), Stage.CONFIRM) is Outcome.PASS:
+                return rest
+        return None
+
+
+def _masses(nodes: Sequence[Node]) -> list[float]:
+    """Probability of each node to end the prefix that is looked for, up to a factor.
+
+    Half of it is spread evenly, so that a culprit among the unlikely ones costs no more than about two probes extra.
+    """
+    weights = [node.likelihood() for node in nodes]
+    total = sum(weights) or 1.0
+    return [weight / total + 1 / len(nodes) for weight in weights]
+
+
+def _middle(masses: Sequence[float], low: int, high: int) -> int:
+    """The length strictly between ``low`` and ``high`` that divides the probability mass most evenly."""
+    cumulative = list(accumulate(masses[low:high]))
+    nearest = min(range(len(cumulative) - 1), key=lambda index: abs(cumulative[index] - cumulative[-1] / 2))
+    return low + 1 + nearest
 
 
 def _is_monotone(outcomes: Mapping[frozenset[str], Outcome]) -> bool:

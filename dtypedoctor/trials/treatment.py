@@ -1,7 +1,7 @@
 """Everything that is tried on a scenario: static checks of its files, the baseline, the op trace of what failed, trials, reference."""
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,6 @@ from dtypedoctor.trials.runs import (
     rank_of,
     ranks_of,
     said_of_spawned,
-    was_asked_to_end,
 )
 from dtypedoctor.trials.second_run import CloserLook, in_place, look_closer
 from dtypedoctor.trials.summary import compare_unwatched, summarise
@@ -65,7 +64,6 @@ def treat(
     plan: Plan | None = None,
     *,
     loads_checkpoints: bool = True,
-    expect: Callable[[Iterable[tuple[str, Request]]], None] = lambda requests: None,
 ) -> Treatment:
     """Runs ``scenario``, explains it, tries what may cure it and compares with the reference.
 
@@ -82,21 +80,13 @@ def treat(
     plan = plan or Plan()
     static = check_checkpoints(scenario) if loads_checkpoints else ()
     run = led_by_spawned(led(_judging_caught(run)))
-    if plan.remedies:
-        expect(_references(scenario))  # only a failure is compared with them, but most scenarios have one
     before = first_run(run, scenario, plan)
     require_within_limits(scenario, before)
     later = LaterRuns(run, before)
-    unwatched = [("unwatched", _uninstrumented(scenario))] if plan.certify and not before.exit.timed_out else []
-    if not was_asked_to_end(before):
-        expect(unwatched)
-        expect(_likely_fixes(scenario, before, static, plan))
     look = look_closer(scenario, before, later, may_rerun=plan.closer)
     findings = _found_in(look.seen, before, static)
     capsule = caught_in(before, findings, plan.capsule_limit) if is_script(scenario) else None
     failed = _has_failed(before, findings)
-    if not was_asked_to_end(before):
-        expect(_fixes(scenario, findings, before, plan))
     not_compared = CALL_NOT_COMPARED if is_replay(scenario) else NOT_COMPARED
     observer = _certificate(scenario, before, later) if plan.certify else not_compared
     references = _run_references(scenario, later) if plan.remedies and failed else _Compared()
@@ -164,18 +154,15 @@ def _judging_caught(run: RunRequest) -> RunRequest:
 def _certificate(scenario: Scenario, before: Run, run: LaterRuns) -> Observer:
     if before.exit.timed_out:
         return Observer(bitwise_equal=None, reason="the run was stopped at its time limit, so it was not run again")
-    unwatched = run("unwatched", _uninstrumented(scenario))
+    of_script = is_script(scenario)
+    request = Request(scenario=scenario, watch=False, repeats="before" if of_script else None, witness=of_script)
+    unwatched = run("unwatched", request)
     if unwatched is None:
         why = "was stopped before its end" if run.refusals[-1].endswith(INTERRUPTED) else "could not start"
         return Observer(bitwise_equal=None, reason=f"the uninstrumented run {why}")
     if unwatched.exit.timed_out:
         return Observer(bitwise_equal=None, reason="the uninstrumented run was stopped before its end")
     return compare_unwatched(before, unwatched)
-
-
-def _uninstrumented(scenario: Scenario) -> Request:
-    of_script = is_script(scenario)
-    return Request(scenario=scenario, watch=False, repeats="before" if of_script else None, witness=of_script)
 
 
 def examine(scenario: Scenario, run: Run, *, replay: bool = False, own_files: bool = True) -> Treatment:
@@ -244,15 +231,14 @@ class _Compared:
     twin: Trace | None = None
 
 
-def _references(scenario: Scenario) -> Iterator[tuple[str, Request]]:
-    """Labels and requests of the runs that a failing one is compared with."""
-    for label, reference in (("reference", healthy_reference(scenario)), ("float32-twin", float32_twin(scenario))):
-        if reference is not None:
-            yield label, Request(scenario=reference)
-
-
 def _run_references(scenario: Scenario, later: LaterRuns) -> _Compared:
-    made = {label: later(label, request) for label, request in _references(scenario)}
+    """Runs what a failing run is compared with."""
+    references = {"reference": healthy_reference(scenario), "float32-twin": float32_twin(scenario)}
+    made = {
+        label: later(label, Request(scenario=reference))
+        for label, reference in references.items()
+        if reference is not None
+    }
     twin = made.get("float32-twin")
     return _Compared(healthy=made.get("reference"), twin=twin.trace if twin is not None else None)
 
@@ -304,32 +290,11 @@ def _try(remedy: Remedy, scenario: Scenario, run: LaterRuns, baselines: Baseline
     condition = changed.conditions != scenario.conditions
     if reason:
         return not_tried(remedy, reason, condition=condition)
-    tried = run.attempt(*_fix(remedy, changed))
+    request = Request(scenario=changed, repeats="before" if is_script(changed) else None)
+    tried = run.attempt(run_of_fix(remedy.id), request)
     if isinstance(tried, str):  # what can be run untreated may still not be possible with the remedy
         return not_tried(remedy, tried, condition=condition)
     return judge(remedy, changed, tried, baselines)
-
-
-def _fix(remedy: Remedy, changed: Scenario) -> tuple[str, Request]:
-    """Label and request of the run with a remedy."""
-    return run_of_fix(remedy.id), Request(scenario=changed, repeats="before" if is_script(changed) else None)
-
-
-def _fixes(scenario: Scenario, findings: tuple[Finding, ...], before: Run, plan: Plan) -> Iterator[tuple[str, Request]]:
-    """Those of the remedies that will be tried where a run has come to ``findings``."""
-    if not plan.remedies or not _has_failed(before, findings):
-        return
-    for remedy in _proposed(scenario, findings, before.trace):
-        changed = remedy.change(scenario)
-        if not _why_not(remedy, scenario, changed, plan):
-            yield _fix(remedy, changed)
-
-
-def _likely_fixes(
-    scenario: Scenario, before: Run, static: tuple[Finding, ...], plan: Plan
-) -> Iterator[tuple[str, Request]]:
-    """Those that will be tried unless a closer look finds something else. Nothing is diagnosed until somebody asks."""
-    yield from _fixes(scenario, _found_in(before, before, static), before, plan)
 
 
 def _may_try(remedy: str, plan: Plan) -> bool:

@@ -140,6 +140,11 @@ def peak_resident() -> int:
     return _status("VmHWM")
 
 
+def available_memory() -> int:
+    """Bytes of the host's memory that could be had without swapping; 0 where the system does not say."""
+    return _status("MemAvailable", "/proc/meminfo")
+
+
 def _reset_peak() -> None:
     try:
         Path("/proc/self/clear_refs").write_text("5")
@@ -147,9 +152,9 @@ def _reset_peak() -> None:
         return
 
 
-def _status(field: str) -> int:
+def _status(field: str, file: str = "/proc/self/status") -> int:
     try:
-        lines = read_text("/proc/self/status").splitlines()
+        lines = read_text(file).splitlines()
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)

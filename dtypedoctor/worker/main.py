@@ -5,7 +5,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.budget import budget_of
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.optrace import OpWindow
+from dtypedoctor.interruptions import contained
 from dtypedoctor.models.build import BUILTIN, set_seed
 from dtypedoctor.models.limits import is_out_of_memory, limit_memory, over_limit
 from dtypedoctor.plugins import Workload, known, registered, resolve
@@ -66,6 +68,42 @@ def serve(directory: Path, stock: Stock | None = None) -> int:
     return 0 if ended_by is None else 1
 
 
+def serve_each(home: Path, channel: Connection, redirect: Callable[[Path], None]) -> None:
+    """Builds the model that ``HOME/request.json`` names, then makes a run for each directory that comes through ``channel``.
+
+    After each run sends its status, then, once the model is what it was, an empty text. Where it cannot be made so, the text says why, and this
+    ends. It also ends when the other side closes the channel.
+
+    Args:
+        home: where what is printed between runs goes.
+        channel: to the doctor.
+        redirect: has this process write its standard streams into files of a directory.
+    """
+    scenario = Request.model_validate_json(read_request(home)).scenario
+    stock = Stock()
+    with contained() as refused:
+        device = choose_device(scenario.device)
+        prepare_process(scenario, device)
+        stock.fill(scenario, device)
+    if refused.error is not None:  # each run meets the reason again and reports it
+        print(f"not built in advance: {type(refused.error).__name__}: {refused.error}", file=sys.stderr, flush=True)
+    with suppress(EOFError, ConnectionError):
+        while True:
+            directory = Path(channel.recv())
+            redirect(directory)
+            status = serve(directory, stock)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            redirect(home)
+            channel.send(status)
+            with contained() as failed:  # a device that no longer answers, for example
+                stock.put_back()
+            why = "" if failed.error is None else f"{type(failed.error).__name__}: {failed.error}"
+            channel.send(why)
+            if why:
+                return
+
+
 def leave(status: int) -> NoReturn:
     """Ends this process, the first of its group, and what it has started: a daemon of ``multiprocessing`` is ended by exit handlers.
 
@@ -115,12 +153,10 @@ class _Run:
         self._device = choose_device(self._scenario.device)
         take_device(self._device)
         self._writer.write(Environment(values=describe_environment(self._device)))
-        prepare_process(self._scenario)
+        prepare_process(self._scenario, self._device)
         model = self._scenario.steps[0].model
         if model is not None and is_limited(model) and self._device.type == "cpu":
             limit_memory(read_capsule(Path(model.name.removeprefix(MODEL))))
-        if self._device.type == "cpu" and all(_is_builtin(stage) for stage in self._scenario.steps):
-            torch.set_num_threads(1)  # tiny models gain nothing from more, and sums then do not depend on the machine
         self._meter = MemoryMeter(self._device)
         for index, stage in enumerate(self._scenario.steps):
             self._stage(index, stage)
@@ -230,8 +266,10 @@ def _workload(stage: ScenarioStep) -> Callable[[Context], None]:
     return run
 
 
-def prepare_process(scenario: Scenario) -> None:
+def prepare_process(scenario: Scenario, device: torch.device) -> None:
     """Settings of the whole process, made before a model is built."""
+    if device.type == "cpu" and all(_is_builtin(stage) for stage in scenario.steps):
+        torch.set_num_threads(1)  # tiny models gain nothing from more, and sums then do not depend on the machine
     if scenario.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(scenario.deterministic, warn_only=True)

@@ -1,4 +1,4 @@
-"""What the warm server imports before it forks workers.
+"""What the server of workers imports before it forks them.
 
 A process that has initialised CUDA cannot fork usable workers, and importing bitsandbytes (so also peft and trl)
 initialises CUDA where there is a device: measured with bitsandbytes 0.50.2 and peft on an H200. There the server stops

@@ -1,6 +1,4 @@
-"""Models that are built already: for one run of a forked process, or for all runs of a process in which they stay loaded.
-
-Where they stay, each run gets them as they were built, bit for bit, or a process that can no longer promise that ends.
+"""Models that stay loaded for several runs of a process: each gets them as they were built, bit for bit, or the process ends.
 
 What a run may have changed is put back (parameters, buffers, gradients, modes of training), then everything is compared with what was
 noted when the model was built. Nothing else is repaired: where a module has another class, method, hook or tensor than before, the model is
@@ -8,6 +6,7 @@ given up, and the next run is made in a new process.
 """
 
 import gc
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from dtypedoctor._torch_private import buffers_of, parameters_of
 from dtypedoctor.models.build import Built, build
 from dtypedoctor.scenario.model import Model, Scenario
-from dtypedoctor.worker.environment import tensor_digests
+from dtypedoctor.worker.environment import available_memory, tensor_digests
 
 _WITH_COPY, _WITHOUT_COPY = 4.0, 2.5
 """How often the weights have to fit into what is free beside them, for a copy of them to be kept there, and for the model to stay at all: a
@@ -101,30 +100,28 @@ class Pristine:
 
 
 class Stock:
-    """Built models, each to be taken once.
-
-    A forked worker has a stock of its own, so what it does to a model never reaches the next worker.
-    """
+    """The models of a process: those that were built in advance stay for all of its runs, others go after theirs."""
 
     def __init__(self) -> None:
-        self._built: dict[str, Built] = {}
+        self._built: dict[str, tuple[Built, Pristine]] = {}
         self.taken_bytes = 0
-        """Memory of the models that were taken out of the stock: a run that builds them itself measures it as its own."""
+        """Memory of the models that a run took out of the stock: a run that builds them itself measures it as its own."""
 
     def fill(self, scenario: Scenario, device: torch.device) -> None:
-        """Builds the scenario's models, the first of each kind where a scenario builds several alike.
+        """Builds the scenario's models, which stay where a device has room for those of other runs beside them.
 
         Raises:
             UsageError: a model cannot be built.
         """
-        for step in scenario.steps:
-            if step.model is not None:
-                self._fill(step.model, device, scenario.seed)
-
-    def _fill(self, spec: Model, device: torch.device, seed: int) -> None:
-        key = self.key(spec, device, seed)
-        if key not in self._built:
-            self._built[key] = build(spec, device, seed)
+        for spec in (step.model for step in scenario.steps if step.model is not None):
+            built = build(spec, device, scenario.seed)
+            pristine = Pristine(built.model)
+            if pristine.may_stay:
+                self._built[_key(spec, device, scenario.seed)] = built, pristine
+            else:
+                print("the model is loaded for each run: it takes too much memory to stay", file=sys.stderr, flush=True)
+        gc.collect()
+        gc.freeze()  # what stays need not be searched for garbage before each run
 
     def take(self, spec: Model, device: torch.device, seed: int, *, on_host: bool = False) -> Built:
         """The model that ``spec`` asks for, out of the stock or built now; ``on_host`` as in :func:`dtypedoctor.models.build.build`.
@@ -132,46 +129,12 @@ class Stock:
         Raises:
             UsageError: it cannot be built.
         """
-        found = self._found(self.key(spec, device, seed))
-        if found is None:
+        key = _key(spec, device, seed)
+        if key not in self._built:
             return build(spec, device, seed, on_host=on_host)
-        if device.type == "cpu" or not on_host:
-            self.taken_bytes += sum(t.numel() * t.element_size() for t in found.model.state_dict().values())
-        return found
-
-    def _found(self, key: str) -> Built | None:
-        return self._built.pop(key, None)
-
-    @staticmethod
-    def key(spec: Model, device: torch.device, seed: int) -> str:
-        """Says of a model all that its building depends on."""
-        return f"{device} {seed} {spec.model_dump_json()}"
-
-
-class ResidentStock(Stock):
-    """Models that several runs of this process take one after the other; the first scenario's stay, others go after their run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._pristine: dict[str, Pristine] = {}
-
-    def fill(self, scenario: Scenario, device: torch.device) -> None:
-        """Builds the scenario's models, which stay.
-
-        Raises:
-            UsageError: a model cannot be built.
-        """
-        super().fill(scenario, device)
-        self._pristine = {key: Pristine(built.model) for key, built in self._built.items()}
-        gc.collect()
-        gc.freeze()  # what stays need not be searched for garbage before each run
-
-    def may_stay(self) -> bool:
-        """Whether there is room for the models of other runs beside these."""
-        return all(pristine.may_stay for pristine in self._pristine.values())
-
-    def _found(self, key: str) -> Built | None:
-        return self._built.get(key)
+        built, _ = self._built[key]
+        self.taken_bytes += sum(t.numel() * t.element_size() for t in built.model.state_dict().values())
+        return built
 
     def put_back(self) -> None:
         """Makes all models that stay what they were.
@@ -181,10 +144,15 @@ class ResidentStock(Stock):
         """
         self.taken_bytes = 0
         gc.collect()
-        for pristine in self._pristine.values():
+        for _, pristine in self._built.values():
             pristine.put_back()
         if torch.cuda.is_initialized() and _kept_by_allocator() > _WORTH_FREEING:
             torch.cuda.empty_cache()  # whose models and gradients the last run has left; where the next model's parts go depends on what is free
+
+
+def _key(spec: Model, device: torch.device, seed: int) -> str:
+    """Says of a model all that its building depends on."""
+    return f"{device} {seed} {spec.model_dump_json()}"
 
 
 def _with_other_values(places: Sequence[_Place]) -> list[_Place]:
@@ -218,8 +186,8 @@ def _kept_by_allocator() -> int:
 
 
 def _free(device: torch.device) -> int:
-    """Bytes that are free there; few on a CPU, where runs are forked and change nothing here."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 32
+    """Bytes that are free there."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
 
 
 _Shape = dict[str, tuple[Any, ...]]

@@ -199,7 +199,7 @@ def test_a_killed_bisection_goes_on_and_repeats_no_run(tmp_path: Path) -> None:
 def test_a_signal_ends_with_the_best_answer_so_far(tmp_path: Path, by: signal.Signals) -> None:
     """Exit 10, a report that says so, and the command that goes on: after Ctrl-C, and after what ``timeout`` and job schedulers send."""
     directory = tmp_path / "run"
-    process = _killed_after(4, directory, "--model", "bisect_factories:slow", "--jobs", "1", by=by)
+    process = _killed_after(4, directory, "--model", "bisect_factories:slow", by=by)
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 10, err
     assert "Traceback" not in err

@@ -132,7 +132,7 @@ def test_a_run_whose_script_is_gone_is_diagnosed_with_its_replay(small_disk: Pat
 def test_a_bisection_whose_disk_fills_up_keeps_everything_and_goes_on_later(small_disk: Path) -> None:
     """The first run's diagnosis is reported; once there is room again, --resume repeats none of the runs that are whole."""
     subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
-    out, case = small_disk / "run", ["--model", "bisect_factories:slow", "--workload", "forward", "--jobs", "1"]
+    out, case = small_disk / "run", ["--model", "bisect_factories:slow", "--workload", "forward"]
     paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "dtypedoctor", "bisect", *case, "--out", str(out)],

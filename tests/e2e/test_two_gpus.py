@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import dtypedoctor, report_of
-from test_resident import IN_PLACE, MODEL
+from test_resident import MODEL
 
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 CULPRITS = ["model.layers.2.mlp.down_proj", "model.layers.2.mlp::self"]
@@ -26,12 +26,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @TWO
 @pytest.mark.gpu
-@pytest.mark.parametrize("workers", ["--resident-workers", "--fresh-workers"])
-def test_a_model_that_is_spread_over_devices_is_bisected(llama: Path, workers: str, tmp_path: Path) -> None:
+def test_a_model_that_is_spread_over_devices_is_bisected(llama: Path, tmp_path: Path) -> None:
     """Layer 2 lies on the second device; what is kept in float32 stays where it is."""
     out = tmp_path / "run"
     arguments = ["--model", llama, "--dtype", "float16", "--workload", "forward", "--device-map", "auto"]
-    finished = dtypedoctor("bisect", *arguments, "--device", "cuda", workers, "--out", out)
+    finished = dtypedoctor("bisect", *arguments, "--device", "cuda", "--out", out)
     assert finished.code == 10, finished.err
     found = report_of(out)["bisection"]
     assert sorted(found["culprits"]) == ON_CUDA
@@ -67,12 +66,11 @@ def test_a_model_that_is_spread_over_devices_is_run_and_fixed(llama: Path, tmp_p
 
 @pytest.mark.release
 @pytest.mark.slow
-@pytest.mark.parametrize("variables", [{}, IN_PLACE], ids=["forked", "in place"])
-def test_a_map_of_devices_changes_nothing_on_a_cpu(llama: Path, variables: dict[str, str], tmp_path: Path) -> None:
+def test_a_map_of_devices_changes_nothing_on_a_cpu(llama: Path, tmp_path: Path) -> None:
     """There is one device of that kind."""
     out = tmp_path / "run"
     arguments = ["--model", llama, "--dtype", "float16", "--workload", "forward", "--device-map", "auto"]
-    finished = dtypedoctor("bisect", *arguments, "--device", "cpu", "--out", out, **variables)
+    finished = dtypedoctor("bisect", *arguments, "--device", "cpu", "--out", out)
     assert finished.code == 10, finished.err
     assert sorted(report_of(out)["bisection"]["culprits"]) == CULPRITS
 

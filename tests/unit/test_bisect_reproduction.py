@@ -1,7 +1,6 @@
 """A reproduction is kept only if it shows what a narrow dtype does."""
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +29,7 @@ def test_a_script_that_raises_the_same_in_float32_is_none(
     (tmp_path / "capture.safetensors").write_bytes(b"")
     monkeypatch.setattr(reproduction, "script_text", lambda *_, **__: "")
     monkeypatch.setattr(reproduction, "run_clean", lambda *_: (1, f"torch 2.13\n{said}\n", ""))
-    runner: Any = SimpleNamespace(
-        directory=tmp_path, run=lambda _: SimpleNamespace(directory=tmp_path), idle=nullcontext
-    )
+    runner: Any = SimpleNamespace(directory=tmp_path, run=lambda _: SimpleNamespace(directory=tmp_path))
     scenario = case_of("builtin:llama-tiny", "float16", "forward")
     setup: Any = SimpleNamespace(workload=Workload(words="one forward pass", scenario=scenario))
     failure = Symptom(kind=Kind.RAISED, reason="no", call=1)

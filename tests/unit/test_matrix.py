@@ -132,7 +132,7 @@ def test_scenarios_that_ctrl_c_has_left_out_are_not_run(
     monkeypatch.setattr(many, "_treated", treated)
     example = load_scenario(written(tmp_path, HEALTHY))
     scenarios = [example.model_copy(update={"name": f"scenario-{number}"}) for number in range(3)]
-    batch = many.new_batch(directory, scenarios, remedies=True, wheels=None, resident=None)
+    batch = many.new_batch(directory, scenarios, remedies=True, wheels=None)
     if not done:
         with pytest.raises(KeyboardInterrupt):
             many.treat_all(batch, Where())

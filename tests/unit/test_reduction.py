@@ -8,8 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtypedoctor.trials.reduction import BaselineError, Node, Options, Outcome, Probe, Result, Stage, reduce
-from dtypedoctor.trials.search import cover, leaves_of
+from dtypedoctor.trials.reduction import (
+    BaselineError,
+    Node,
+    Options,
+    Outcome,
+    Probe,
+    Result,
+    Stage,
+    cover,
+    leaves_of,
+    reduce,
+)
 
 Oracle = Callable[[frozenset[str]], Outcome]
 
@@ -205,9 +215,9 @@ def forests(names: list[str]) -> st.SearchStrategy[list[Node]]:
 
 
 @settings(max_examples=400, deadline=None)
-@given(data=st.data(), count=st.integers(1, 20), seed=st.integers(0, 2**32), width=st.integers(1, 5))
-def test_any_test_whatever_ends_in_a_one_minimal_set(data: st.DataObject, count: int, seed: int, width: int) -> None:
-    """Even outcomes without rhyme or reason end, after fewer than (n + 3)^2 probes a worker, in a 1-minimal set."""
+@given(data=st.data(), count=st.integers(1, 20), seed=st.integers(0, 2**32))
+def test_any_test_whatever_ends_in_a_one_minimal_set(data: st.DataObject, count: int, seed: int) -> None:
+    """Even outcomes without rhyme or reason end, after fewer than (n + 3)^2 probes, in a 1-minimal set."""
     roots = data.draw(forests(NAMES[:count]))
 
     def oracle(treated: frozenset[str]) -> Outcome:
@@ -217,8 +227,8 @@ def test_any_test_whatever_ends_in_a_one_minimal_set(data: st.DataObject, count:
             return Outcome.PASS
         return list(Outcome)[int(3 * draw_of(seed, treated))]
 
-    result = reduce(oracle, roots, Options(width=width))
-    assert result.probes <= width * (count + 3) ** 2
+    result = reduce(oracle, roots)
+    assert result.probes <= (count + 3) ** 2
     assert_one_minimal(result, oracle)
 
 
@@ -265,14 +275,13 @@ def test_culprits_come_in_order_of_likelihood() -> None:
 
 
 def test_the_search_goes_from_blocks_to_their_parts() -> None:
-    """The suspects of the probes are blocks first, then the modules inside the blocks found."""
-    culprits = {"m9", "m77"}
+    """Whole blocks are treated until the blocks are known, then parts of these."""
     probes: list[Probe] = []
-    reduce(needs(culprits), BLOCKS, Options(on_probe=probes.append))
-    narrowing = [probe.suspects for probe in probes if probe.stage is Stage.NARROW and not probe.cached]
-    levels = ["block" if suspects[0].startswith("block") else "module" for suspects in narrowing]
-    assert levels == sorted(levels)
-    assert {name for suspects in narrowing if suspects[0].startswith("m") for name in suspects} <= set(
+    reduce(needs({"m9", "m77"}), BLOCKS, Options(on_probe=probes.append))
+    narrowing = [probe.treated for probe in probes if probe.stage is Stage.NARROW and not probe.cached]
+    in_parts = [any(0 < len(treated & leaves_of([block])) < 8 for block in BLOCKS) for treated in narrowing]
+    assert in_parts == sorted(in_parts)
+    assert set().union(*(treated for treated, parts in zip(narrowing, in_parts, strict=True) if parts)) <= set(
         NAMES[8:16] + NAMES[72:80]
     )
 

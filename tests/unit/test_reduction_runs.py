@@ -1,12 +1,11 @@
-"""A reduction can be logged, resumed, interrupted, repeated and run several probes at a time."""
-
-import random
+"""A reduction can be logged, resumed, interrupted and repeated."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtypedoctor.trials.reduction import Interrupted, Node, Options, Outcome, Probe, Reduction, Result, reduce
+from dtypedoctor.errors import UsageError
+from dtypedoctor.trials.reduction import Interrupted, Node, Options, Outcome, Probe, reduce
 
 NAMES = [f"m{index}" for index in range(64)]
 BLOCKS = tuple(
@@ -48,23 +47,23 @@ def test_no_set_is_run_twice(culprits: set[str]) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(culprits=plantings, width=st.integers(1, 3), repeat=st.integers(0, 2))
-def test_resuming_from_any_prefix_of_the_log_gives_the_same_answer(culprits: set[str], width: int, repeat: int) -> None:
+@given(culprits=plantings, repeat=st.integers(0, 2))
+def test_resuming_from_any_prefix_of_the_log_gives_the_same_answer(culprits: set[str], repeat: int) -> None:
     """What the log holds is not run again, and the rest of the runs are those that were missing."""
     culprits = culprits - {"m20"} or {"m1"}
     whole = Runs(culprits)
-    expected = reduce(whole, BLOCKS, Options(width=width, repeat=repeat))
+    expected = reduce(whole, BLOCKS, Options(repeat=repeat))
     for length in range(len(whole.log) + 1):
         rest = Runs(culprits)
-        result = reduce(rest, BLOCKS, Options(width=width, repeat=repeat, known=whole.log[:length]))
+        result = reduce(rest, BLOCKS, Options(repeat=repeat, known=whole.log[:length]))
         assert rest.log == whole.log[length:]
         assert (result.culprits, result.without) == (expected.culprits, expected.without)
-        assert (result.probes, result.replayed) == (len(whole.log) - length, length)
+        assert result.probes == len(whole.log) - length
         assert (result.unresolved, result.monotone) == (expected.unresolved, expected.monotone)
 
 
 def test_probes_are_told_as_they_happen() -> None:
-    """Each run is told once with the next number; an answer from the log or the cache keeps the number."""
+    """Each run is told once, and each answer from the log or the cache."""
     runs = Runs({"m3", "m40"})
     reduce(runs, BLOCKS)
     again = Runs({"m3", "m40"})
@@ -72,26 +71,12 @@ def test_probes_are_told_as_they_happen() -> None:
     result = reduce(again, BLOCKS, Options(known=runs.log[:5], on_probe=probes.append))
     ran = [probe for probe in probes if not probe.cached]
     assert [(probe.treated, probe.outcome) for probe in ran] == again.log
-    assert [probe.number for probe in ran] == list(range(1, result.probes + 1))
+    assert len(ran) == result.probes
     cached = [(probe.treated, probe.outcome) for probe in probes if probe.cached]
     assert cached[:5] == runs.log[:5]
-    assert all(probe.number == 0 for probe in probes[:5])
 
 
-def test_a_log_of_something_else_is_refused() -> None:
-    """Outcomes about leaves that are not in the forest name them."""
-    with pytest.raises(ValueError, match="about x, y, not among the candidates"):
-        Reduction(BLOCKS, Options(known=[(frozenset(["y", "m1", "x"]), Outcome.PASS)]))
-
-
-@pytest.mark.parametrize("options", [Options(width=0), Options(repeat=-1)])
-def test_options_out_of_range_are_refused(options: Options) -> None:
-    """No probe at a time, or fewer than no repetitions, make no sense."""
-    with pytest.raises(ValueError, match="width is"):
-        Reduction(BLOCKS, options)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the worker died")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UsageError("the disk is full")])
 def test_an_interruption_at_any_probe_ends_with_the_best_set_so_far(error: BaseException) -> None:
     """The smallest passing set is carried along with the cause, and the log resumes to the same answer."""
     whole = Runs({"m3", "m40"})
@@ -117,7 +102,7 @@ def test_ctrl_c_while_a_probe_is_being_told_is_an_interruption_too() -> None:
     """The outcome that had just arrived still counts towards the best set."""
 
     def press(probe: Probe) -> None:
-        if probe.number == 2:
+        if probe.treated:
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted, match="after 2 probes: 64 treated candidates pass") as caught:
@@ -159,7 +144,7 @@ def test_a_key_outcome_that_changes_when_repeated_is_reported_as_flaky(
         assert result.culprits == ("m5",)
         assert result.flaky
         assert [(entry.treated, entry.outcomes) for entry in result.disagreements] == [(changing, outcomes)]
-    assert (resumed.probes, resumed.replayed) == (0, first.probes)
+    assert resumed.probes == 0
 
 
 def test_a_steady_failure_is_not_called_flaky() -> None:
@@ -171,45 +156,3 @@ def test_a_steady_failure_is_not_called_flaky() -> None:
     assert result.probes == reduce(Runs({"m3"}), BLOCKS).probes + 6
     sets = [treated for treated, _ in steady.log]
     assert sets.count(frozenset()) == sets.count(frozenset(["m3"])) == 4
-
-
-def drive(reduction: Reduction, test: Runs, rng: random.Random) -> tuple[Result, int, int]:
-    """Runs each round in an arbitrary order, as several workers would; also returns the rounds and the widest one."""
-    rounds, widest = 0, 0
-    while batch := list(reduction.step()):
-        rng.shuffle(batch)
-        for treated in batch:
-            reduction.record(treated, test(treated))
-        rounds, widest = rounds + 1, max(widest, len(batch))
-    return reduction.result(), rounds, widest
-
-
-@settings(max_examples=100, deadline=None)
-@given(culprits=plantings, width=st.integers(2, 8), rng=st.randoms(use_true_random=False))
-def test_several_probes_at_a_time_need_fewer_rounds(culprits: set[str], width: int, rng: random.Random) -> None:
-    """Rounds hold independent sets, no more than asked for; the answer is the same and no set is run twice."""
-    culprits = culprits - {"m20"} or {"m1"}
-    serial = reduce(Runs(culprits, poison="none"), BLOCKS)
-    runs = Runs(culprits, poison="none")
-    result, rounds, widest = drive(Reduction(BLOCKS, Options(width=width)), runs, rng)
-    assert set(result.culprits) == culprits
-    assert result.one_minimal
-    assert rounds < serial.probes
-    assert widest <= width
-    sets = [treated for treated, _ in runs.log]
-    assert len(sets) == len(set(sets)) == result.probes
-
-
-def test_a_round_may_be_recorded_piecemeal() -> None:
-    """Until all outcomes of a round are in, the step returns what is still missing, and there is no result."""
-    reduction = Reduction([Node(id=name) for name in "abcdefgh"], Options(width=3))
-    reduction.record(*reduction.step(), Outcome.FAIL)
-    reduction.record(*reduction.step(), Outcome.PASS)
-    first, *others = reduction.step()
-    assert len(others) == 2
-    reduction.record(first, Outcome.FAIL)
-    assert reduction.step() == tuple(others)
-    with pytest.raises(ValueError, match="no outcome is awaited for"):
-        reduction.record(first, Outcome.FAIL)
-    with pytest.raises(RuntimeError, match="not finished"):
-        reduction.result()

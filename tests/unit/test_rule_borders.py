@@ -18,9 +18,7 @@ from dtypedoctor.rules.mismatch.census import _adapts
 from dtypedoctor.rules.nonfinite.undefined import _what_rounds
 from dtypedoctor.trace.events import ParameterNote, ScalerState
 from dtypedoctor.trace.records.execution import RoundedBefore
-from dtypedoctor.trials.reduction import Outcome as Tried
 from dtypedoctor.trials.results import Outcome, Trial
-from dtypedoctor.trials.search import Node, _ddmin
 from dtypedoctor.trials.second_run import CloserLook
 from dtypedoctor.trials.treatment import NOT_REQUESTED, _rerun_advice
 
@@ -124,24 +122,6 @@ def test_one_list_of_modules_stays_float32_for_float16_only(target: str, kept: s
     lists = {"_keep_in_fp32_modules": ("a",), "_keep_in_fp32_modules_strict": ("b",)}
     subject = replace(subject, keep_in_fp32=lists)
     assert {one.name[0] for one in subject.tensors if subject.keeps(one, target)} == kept
-
-
-@pytest.mark.parametrize("needed", [{0}, {3, 4}, {0, 7}, {1, 2, 3, 4, 5}, set(range(8))])
-def test_halving_ends_with_exactly_the_leaves_that_are_needed(needed: set[int]) -> None:
-    """Whatever they are, and in no more attempts than twice the square of their number."""
-    leaves = [Node(id=str(n)) for n in range(8)]
-    asked = _ddmin(leaves, 1)
-    attempts, answer = 0, None
-    try:
-        question = next(asked)
-        while True:
-            attempts += 1
-            passing = (needed <= {int(leaf) for leaf in one} for one in question.sets)
-            question = asked.send(tuple(Tried.PASS if one else Tried.FAIL for one in passing))
-    except StopIteration as end:
-        answer = end.value
-    assert {int(leaf.id) for leaf in answer} == needed
-    assert attempts < 128
 
 
 def trial(remedy: str, option: str) -> Trial:

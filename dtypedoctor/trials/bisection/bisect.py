@@ -1,27 +1,18 @@
-"""The whole bisection: the case, a workload to probe with, modules, corrections, modes, cost, reproduction."""
+"""The whole bisection: the case, a workload to probe with, modules, corrections, reproduction, cost, modes."""
 
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.errors import UsageError, WorkerDiedError
-from dtypedoctor.runner.run import BEFORE, Run
+from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Request, Scenario, Script
-from dtypedoctor.trace.events import Resources, Root
-from dtypedoctor.trials.bisection.measurements import (
-    ReferenceSetup,
-    compiles,
-    generates_code,
-    measure,
-    measure_cost,
-    set_up,
-    slowest_first,
-)
+from dtypedoctor.trace.events import Root
+from dtypedoctor.trials.bisection.measurements import ReferenceSetup, measure, measure_cost, set_up
 from dtypedoctor.trials.bisection.probes import (
     KEEP,
-    Mode,
     Workload,
     cheaper,
     describe,
@@ -47,10 +38,9 @@ from dtypedoctor.trials.bisection.results import Answer, Bisection, End, Kind, S
 from dtypedoctor.trials.bisection.symptoms import symptom_of
 from dtypedoctor.trials.judge import Baselines, judge
 from dtypedoctor.trials.plan import Plan
-from dtypedoctor.trials.reduction import Outcome
+from dtypedoctor.trials.reduction import Node, Outcome
 from dtypedoctor.trials.remedies import Remedy, remedies
 from dtypedoctor.trials.results import Treatment, Trial
-from dtypedoctor.trials.search import Node
 from dtypedoctor.trials.treatment import treat
 
 if TYPE_CHECKING:
@@ -86,10 +76,7 @@ def bisect(scenario: Scenario, runner: "ProbeRunner", progress: Progress, tolera
     """
     if any(isinstance(step.workload, Script) for step in scenario.steps):
         raise UsageError("a script cannot be bisected", "Bisect its model: --model package.module:factory.")
-    try:
-        found = _Bisecting(scenario, runner, progress, tolerance).whole()
-    finally:
-        runner.leave_begun()
+    found = _Bisecting(scenario, runner, progress, tolerance).whole()
     return replace(found, runs=runner.runs)
 
 
@@ -103,7 +90,7 @@ class _Bisecting:
     def whole(self) -> Bisection:
         """From the untreated run to the reproduction."""
         self._progress.stage("reproducing the failure")
-        treatment = treat(self._scenario, self._first_run, Plan(remedies=False))
+        treatment = treat(self._scenario, lambda label, request: self._runner.run(request, label), Plan(remedies=False))
         _require_built(treatment.before)
         try:
             return self._searched(treatment)
@@ -112,15 +99,6 @@ class _Bisecting:
         except KeyboardInterrupt:
             note = "the failure is reproduced; no module had been ruled out yet"
         return Bisection(end=End.INTERRUPTED, treatment=treatment, failure=symptom_of(treatment.before), note=note)
-
-    def _first_run(self, label: str, request: Request) -> Run:
-        """A run of the untreated scenario. As soon as one has failed, code is generated for the workload that is tried first: nothing takes longer."""
-        run = self._runner.run(request, label)
-        failure = symptom_of(run)
-        if label == BEFORE and not failure.healthy and not self._runner.serves_in_place:
-            ladder = cheaper(self._scenario, failure.phase, failure.step)
-            self._begin(filter(generates_code, modes(ladder[0], ladder, layers=layers_in(run.trace))))
-        return run
 
     def _searched(self, treatment: Treatment) -> Bisection:
         """What is found out about the failure of the untreated run."""
@@ -135,7 +113,7 @@ class _Bisecting:
                 continue
             setup = self._set_up(workload)
             found = replace(found, workload=workload.words, tolerance=_first_limit(setup))
-            found = self._on(setup, found, ladder)
+            found = self._on(setup, found)
             if found.end is not End.FOUND or found.confirmed:
                 break  # else the cheap workload has left out a part of the failure
         return self._concluded(found, setup, ladder) if setup is not None else found
@@ -162,17 +140,13 @@ class _Bisecting:
         seen = symptom_of(run) if failure.kind is not Kind.INACCURATE else self._set_up(workload).judge(run)
         return seen.outcome(failure) is Outcome.FAIL and seen.fqn == failure.fqn
 
-    def _on(self, setup: ReferenceSetup, found: Bisection, ladder: Sequence[Workload]) -> Bisection:
+    def _on(self, setup: ReferenceSetup, found: Bisection) -> Bisection:
         """The answers on one workload."""
         if not setup.healthy.healthy:
             return replace(
                 found, end=self._fails_throughout(setup, found), note=f"the float32 reference: {setup.healthy.reason}"
             )
         forest = self._forest(setup, found)
-        took = found.treatment.before.trace.last(Resources)
-        self._runner.make_room(took.peak_memory if took is not None else 0)
-        if self._runner.beside:  # nothing else is kept waiting by them
-            self._begin(filter(compiles, _modes(setup, found, ladder)))
         self._progress.stage(f"narrowing down modules by {setup.workload.words}")
         answer = ask(self._runner, setup, _about_modules(forest, setup, found.failure), self._progress.probe)
         kept = forest.names(frozenset(answer.culprits))
@@ -182,15 +156,10 @@ class _Bisecting:
         if answer.result is None:
             return self._refused(found, answer)
         try:
-            self._begin(filter(compiles, _modes(setup, found, ladder)))
             trial, confirmed = self._try(found, KEEP, with_kept(self._scenario, kept), setup)
         except (KeyboardInterrupt, UsageError):
             return replace(found, end=End.INTERRUPTED, note="the whole scenario was not run with them")
         return replace(found, trials=(trial,), confirmed=confirmed)
-
-    def _begin(self, wanted: Iterable[Mode]) -> None:
-        """Has modes run beside what is asked for until the table asks for them, those that it would wait for longest first."""
-        self._runner.begin([probe_of(mode.scenario) for mode in slowest_first(wanted)])
 
     def _fails_throughout(self, setup: ReferenceSetup, found: Bisection) -> End:
         """What it means that the float32 reference is not healthy either."""
@@ -232,19 +201,18 @@ class _Bisecting:
         return judge(remedy, changed, run, baselines), symptom_of(run, setup.tolerance.of_first_outputs()).healthy
 
     def _concluded(self, found: Bisection, setup: ReferenceSetup, ladder: Sequence[Workload]) -> Bisection:
-        """Corrections, reproduction, modes and cost, where there is a culprit; Ctrl-C, or a run that cannot be made, leaves out the rest."""
+        """Corrections, reproduction, cost and modes, where there is a culprit; Ctrl-C, or a run that cannot be made, leaves out the rest."""
         if found.end is not End.FOUND:
             return found
         try:
-            self._begin(_modes(setup, found, ladder))
             found = self._corrected(found, setup, offered_corrections(self._scenario, found.treatment.findings))
             self._progress.stage("writing a minimal reproduction")
             found = replace(found, reproduction=reproduce(self._runner, setup, found.culprits))
-            self._progress.stage("running other modes")
-            verdicts = measure(self._runner, setup, _modes(setup, found, ladder), found.failure)
-            found = replace(found, verdicts=verdicts)
             self._progress.stage("measuring cost")
-            return replace(found, cost=measure_cost(self._runner, setup.workload, found.culprits))
+            found = replace(found, cost=measure_cost(self._runner, setup.workload, found.culprits))
+            self._progress.stage("running other modes")
+            table = modes(setup.workload, ladder, found.culprits, layers=layers_in(setup.reference))
+            return replace(found, verdicts=measure(self._runner, setup, table, found.failure))
         except (KeyboardInterrupt, UsageError, OSError):
             return replace(found, end=End.INTERRUPTED, note="the modules are known; what follows was not measured")
 
@@ -268,11 +236,6 @@ class _Bisecting:
 
 
 _SUMMARIES = {KEEP: "keep the culprits in float32: parameters, inputs and arithmetic"}
-
-
-def _modes(setup: ReferenceSetup, found: Bisection, ladder: Sequence[Workload]) -> tuple[Mode, ...]:
-    """The rows of the verdict table."""
-    return modes(setup.workload, ladder, found.culprits, layers=layers_in(setup.reference))
 
 
 def _require_built(before: Run) -> None:

@@ -1,6 +1,6 @@
 """What is measured on one workload beside the search: its float32 reference, the verdict table of modes, the cost of a fix."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from statistics import median
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.errors import UsageError
 from dtypedoctor.runner.run import Run
-from dtypedoctor.scenario.model import Forward, Scenario, Train
+from dtypedoctor.scenario.model import Forward, Grpo, Scenario, Sft, Train
 from dtypedoctor.trace.events import Metric, ParameterNote, Resources
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.bisection.probes import (
@@ -57,14 +57,9 @@ def set_up(runner: "ProbeRunner", workload: Workload, given: float | None) -> Re
         UsageError: the reference cannot be run at all.
     """
     scenario = workload.scenario
-    wanted = [reference(scenario), *(() if given is not None else perturbed(scenario))]
-    found: dict[int, Run] = {}
-    for done in runner.run_all([probe_of(one) for one in wanted]):
-        if isinstance(done.run, UsageError):
-            raise done.run
-        found[done.index] = done.run
-    exact = found.pop(0)
-    moved = [run for run in found.values() if symptom_of(run).healthy]
+    exact = runner.run(probe_of(reference(scenario)))
+    others = [runner.run(probe_of(one)) for one in (() if given is not None else perturbed(scenario))]
+    moved = [run for run in others if symptom_of(run).healthy]
     return ReferenceSetup(
         workload=workload,
         reference=exact.trace,
@@ -84,24 +79,21 @@ def measure(
 
     Finiteness and exceptions decide. How exact a mode is, is asked only where that is what failed.
     """
-    order = slowest_first(wanted)
-    found: dict[str, Symptom] = {}
-    for done in runner.run_all([probe_of(mode.scenario) for mode in order]):
-        mode, run = order[done.index], done.run
-        symptom = (
-            refused(run.message) if isinstance(run, UsageError) else symptom_of(run, _tolerance(setup, mode, failure))
+    verdicts: dict[str, Verdict] = {}
+    for mode in sorted(wanted, key=_needs_own_process):  # so that the model is loaded once for the others
+        run = runner.ask(probe_of(mode.scenario)).run
+        if isinstance(run, UsageError):
+            continue  # what the model cannot do is no verdict about it
+        symptom = _as_far_as_seen(symptom_of(run, _tolerance(setup, mode, failure)), mode)
+        verdicts[mode.name] = Verdict(
+            mode=mode.name, workload=describe(mode.scenario), outcome=symptom.outcome(failure), symptom=symptom
         )
-        found[mode.name] = _as_far_as_seen(symptom, mode)
-    return tuple(
-        Verdict(
-            mode=mode.name,
-            workload=describe(mode.scenario),
-            outcome=found[mode.name].outcome(failure),
-            symptom=found[mode.name],
-        )
-        for mode in wanted
-        if found[mode.name].kind is not Kind.REFUSED  # what the model cannot do is no verdict about it
-    )
+    return tuple(verdicts[mode.name] for mode in wanted if mode.name in verdicts)
+
+
+def _needs_own_process(mode: Mode) -> bool:
+    """Whether a mode changes more of its process than the model: trainers and the compiler do."""
+    return any(step.compile is not None or isinstance(step.workload, (Grpo, Sft)) for step in mode.scenario.steps)
 
 
 def _tolerance(setup: ReferenceSetup, mode: Mode, failure: Symptom) -> Tolerance | None:
@@ -123,7 +115,7 @@ def _as_far_as_seen(symptom: Symptom, mode: Mode) -> Symptom:
     Modules that stay out of it, as those that are kept in float32 do, are watched, and may be what comes nearest to the end of
     its dtype's range; but where it fails they may only have been given what was inf or NaN.
     """
-    if not compiles(mode):
+    if all(step.compile is None for step in mode.scenario.steps):
         return symptom
     seen = replace(symptom, absmax=symptom.absmax or None)  # of nothing but NaN it is 0
     if symptom.kind is not Kind.NOT_FINITE:
@@ -139,21 +131,6 @@ def _layer_of(fqn: str | None) -> str:
     parts = (fqn or OUTERMOST).removesuffix("::self").split(".")
     numbered = next((position for position, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: numbered + 1])
-
-
-def slowest_first(wanted: Iterable[Mode]) -> list[Mode]:
-    """Modes in the order in which they are begun: those that generate code, those that compile at all, the others."""
-    return sorted(wanted, key=lambda mode: (not generates_code(mode), not compiles(mode)))
-
-
-def generates_code(mode: Mode) -> bool:
-    """Whether a mode generates and compiles code, where others run with torch's own kernels."""
-    return any(step.compile is not None and step.compile.backend == "inductor" for step in mode.scenario.steps)
-
-
-def compiles(mode: Mode) -> bool:
-    """Whether a mode compiles something, which takes longer than all else."""
-    return any(step.compile is not None for step in mode.scenario.steps)
 
 
 STEPS = 6

@@ -1,45 +1,23 @@
-"""Runs requests, several at a time and never one that is done already, and logs what was asked and what came of it."""
+"""Makes runs, never one that is done already, and logs what was asked and what came of it: so a bisection goes on after any end."""
 
 import contextlib
 import hashlib
 import json
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import ValidationError
 
+from dtypedoctor.analysis import ending_of
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import append_file, parse_json, read_file, read_head
 from dtypedoctor.redaction.redact import public_text
 from dtypedoctor.runner.directories import clear
 from dtypedoctor.runner.run import EXIT, Run, WorkerExit, collect
 from dtypedoctor.scenario.model import REQUEST, Request, Scenario
-from dtypedoctor.trace.events import Raised
 from dtypedoctor.trials.runs import led_by_origin
-
-POLL_SECONDS = 0.05
-
-
-class Started(Protocol):
-    """A worker that may still be running."""
-
-    def wait(self, seconds: float) -> bool:
-        """Waits at most so long; whether it has ended."""
-
-    def stop(self) -> None:
-        """Ends it."""
-
-    def collect(self) -> Run:
-        """What it has left; a UsageError where the scenario cannot be run at all."""
-
-
-Start = Callable[[Request, Path, int], Started]
-"""Starts a worker in a directory that does not exist yet; the number says which of those that run at a time it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,205 +25,65 @@ class Done:
     """A finished run.
 
     Attributes:
-        index: its place among those that were asked for.
         run: what it left, or the reason why it could not be done.
         repeated: it had been done before, and was read from disk.
     """
 
-    index: int
     run: Run | UsageError
     repeated: bool
 
 
-MOST_APART = 2
-"""Processes that build a model of their own beside a server that makes its runs in place."""
-PEAKS = 3
-"""Times the peak of a plain run that such a process may take: a backward pass has gradients, and parts may be in float32."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Apart:
-    """Requests that a server cannot serve in place, and the room for their processes beside it.
-
-    Attributes:
-        needs: whether a request needs a process of its own.
-        room: bytes of the device that are free while the server waits; 0 where requests are not served in place.
-    """
-
-    needs: Callable[[Request], bool]
-    room: int
-
-    def processes(self, peak: int) -> int:
-        """How many of them fit beside the server, where a plain run takes ``peak`` bytes; the server's own references take twice as many."""
-        return max(0, min(MOST_APART, (self.room - 2 * peak) // (PEAKS * peak))) if peak > 0 else 0
-
-
-NONE_APART = Apart(needs=lambda request: False, room=0)
-
-
 class ProbeRunner:
-    """Runs requests in directories below one; what lies there finished is not run again, so that it can go on after any end.
+    """Makes runs in directories below one; what lies there finished is not run again.
 
     Args:
         directory: the run directory.
-        start: starts a worker.
-        width: most workers at a time.
-        note: called with each run that was really made, and its directory's name below the run directory.
-        apart: which requests can have workers beside these, once :meth:`make_room` has said that there is room.
+        run: makes a run in a directory that does not exist yet.
+        journal: is told each run that was really made.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        start: Start,
-        width: int,
-        note: Callable[[str, Run | UsageError], None] = lambda place, run: None,
-        apart: Apart = NONE_APART,
-    ) -> None:
+    def __init__(self, directory: Path, run: Callable[[Request, Path], Run], journal: "Journal") -> None:
         self.directory = directory
-        self._start = start
-        self.width = width
-        self._note = note
-        self._apart = apart
-        self.beside = 0
-        """Workers beside those of :attr:`width`, for requests that cannot be served in place."""
+        self._run = run
+        self._journal = journal
         self.runs = 0
         """How many requests were answered, from disk or by a run."""
-        self._wanted: deque[tuple[Path, Request]] = deque()
-        self._begun: dict[Path, tuple[int, Started]] = {}
-        self._reserved = 1
-        """Workers that what is only wanted leaves to what is asked for."""
-
-    @property
-    def serves_in_place(self) -> bool:
-        """Whether a server makes most runs itself, on a GPU: they take little of the host."""
-        return self._apart.room > 0
 
     def run(self, request: Request, label: str = "") -> Run:
-        """Runs one request; see :meth:`run_all`.
+        """Makes one run; see :meth:`ask`.
 
         Raises:
             UsageError: the scenario cannot be run at all.
         """
-        done = next(self.run_all([request], label=label))
+        done = self.ask(request, label=label)
         if isinstance(done.run, UsageError):
             raise done.run
         return done.run
 
-    def begin(self, requests: Sequence[Request]) -> None:
-        """Runs requests beside those that are asked for, as far as there is room, for somebody who will ask for them later."""
-        known = {*self._begun, *(place for place, _ in self._wanted)}
-        for request in requests:
-            place = self._place(request, "", 0)
-            if place not in known and _reopened(place, request) is None:
-                self._wanted.append((place, request))
-        self._begin_more({})
-
-    @contextlib.contextmanager
-    def idle(self) -> Iterator[Callable[[], None]]:
-        """Inside, nobody asks for a run: what is wanted may take all workers, and those that have ended again where the yielded function is called."""
-        self._reserved = 0
-        try:
-            self._begin_more({})
-            yield partial(self._begin_more, {})
-        finally:
-            self._reserved = 1
-
-    def make_room(self, peak: int) -> None:
-        """Lets requests that cannot be served in place run beside the others, as many as fit where a plain run takes ``peak`` bytes of the device."""
-        self.beside = self._apart.processes(peak)
-
-    def _begin_more(self, running: Mapping[int, tuple[int, Started]]) -> None:
-        """Begins what is wanted; one worker is left to what is asked for now."""
-        for place, request in list(self._wanted):
-            free = self._free_slots(request, running)
-            reserved = 0 if running or self._is_apart(request) else self._reserved
-            if len(free) > reserved:
-                self._wanted.remove((place, request))
-                self._begun[place] = self._started(request, place, free[0])
-
-    def _started(self, request: Request, place: Path, slot: int) -> tuple[int, Started]:
-        clear(place)  # what an interruption has left there
-        return slot, self._start(request, place, slot)
-
-    def _is_apart(self, request: Request) -> bool:
-        return self.beside > 0 and self._apart.needs(request)
-
-    def _free_slots(self, request: Request, running: Mapping[int, tuple[int, Started]]) -> list[int]:
-        """The numbers of the workers that a request can have now: those of the server's own runs come first."""
-        taken = {slot for slot, started in self._begun.values() if not started.wait(0.0)}
-        taken |= {slot for slot, _ in running.values()}
-        first, last = (self.width, self.width + self.beside) if self._is_apart(request) else (0, self.width)
-        return [slot for slot in range(first, last) if slot not in taken]
-
-    def leave_begun(self) -> None:
-        """Ends what was begun and nobody has asked for."""
-        self._wanted.clear()
-        while self._begun:
-            self._begun.popitem()[1][1].stop()
-
-    def run_all(self, requests: Sequence[Request], *, label: str = "", attempt: int = 0) -> Iterator[Done]:
-        """Runs requests that do not depend on each other, and gives each as it ends.
+    def ask(self, request: Request, *, label: str = "", attempt: int = 0) -> Done:
+        """The run of ``request``, from disk or made now.
 
         Args:
-            requests: what to run.
+            request: what to run.
             label: name of the directory; probes, which have none, are named after what is asked of them.
             attempt: another number runs the same request anew.
         """
-        waiting: deque[int] = deque()
-        places = [self._place(request, label, attempt) for request in requests]
-        for index, place in enumerate(places):
-            self.runs += 1
-            found = _reopened(place, requests[index]) if place not in self._begun else None
-            if found is None:
-                waiting.append(index)
-            else:
-                yield Done(index=index, run=found, repeated=True)
-        self._wanted = deque(one for one in self._wanted if one[0] not in places)
-        running: dict[int, tuple[int, Started]] = {}
-        try:
-            for index in [index for index in waiting if places[index] in self._begun]:
-                waiting.remove(index)
-                running[index] = self._begun.pop(places[index])
-            while waiting or running:
-                for index in list(waiting):
-                    if free := self._free_slots(requests[index], running):
-                        waiting.remove(index)
-                        running[index] = self._started(requests[index], places[index], free[0])
-                self._pass_time(running, waiting)
-                for index in list(running):
-                    if index in running and running[index][1].wait(POLL_SECONDS / len(running)):
-                        run = _collected(running.pop(index)[1])
-                        if self.beside and _lacked_memory(run):
-                            waiting += [index, *self._end_apart(running)]
-                            continue
-                        self._note(str(places[index].relative_to(self.directory)), run)
-                        yield Done(index=index, run=run, repeated=False)
-        finally:
-            for _, left in running.values():
-                left.stop()
-
-    def _pass_time(self, running: Mapping[int, tuple[int, Started]], waiting: Sequence[int]) -> None:
-        if not waiting:
-            self._begin_more(running)
-        if not running:  # what has begun has all workers
-            time.sleep(POLL_SECONDS)
-
-    def _end_apart(self, running: dict[int, tuple[int, Started]]) -> list[int]:
-        """Memory is short after all: nothing more runs beside the server, and what does is ended; those of ``running`` that must be run again."""
-        self.beside = 0
-        again = [index for index, (slot, _) in running.items() if slot >= self.width]
-        for index in again:
-            running.pop(index)[1].stop()
-        for place in [place for place, (slot, _) in self._begun.items() if slot >= self.width]:
-            self._begun.pop(place)[1].stop()
-        return again
-
-    def _place(self, request: Request, label: str, attempt: int) -> Path:
-        if label:
-            return self.directory / label
         digest = hashlib.sha256(request.model_dump_json().encode()).hexdigest()[:16]
-        return self.directory / "probes" / (digest + (f"-{attempt}" if attempt else ""))
+        name = label or f"probes/{digest}" + (f"-{attempt}" if attempt else "")
+        place = self.directory / name
+        self.runs += 1
+        known = _reopened(place, request)
+        if known is not None:
+            return Done(run=known, repeated=True)
+        clear(place)  # what an interruption has left there
+        run: Run | UsageError
+        try:
+            run = led_by_origin(self._run(request, place))
+            ended = ending_of(run).words
+        except UsageError as error:
+            run, ended = error, error.message
+        self._journal.note("run", place=name, ended=ended)
+        return Done(run=run, repeated=False)
 
 
 def _is_finished(place: Path, request: Request) -> bool:
@@ -267,19 +105,6 @@ def _reopened(place: Path, request: Request) -> Run | UsageError | None:
     except UsageError as error:
         return error
     return run if run is not None and all(one.trace.stopped is None for one in run.processes) else None
-
-
-def _lacked_memory(run: Run | UsageError) -> bool:
-    """Whether it ended because a device had no memory for it."""
-    raised = run.trace.last(Raised) if isinstance(run, Run) else None
-    return raised is not None and raised.type.rpartition(".")[2] == "OutOfMemoryError"
-
-
-def _collected(started: Started) -> Run | UsageError:
-    try:
-        return led_by_origin(started.collect())
-    except UsageError as error:
-        return error
 
 
 JOURNAL = "bisection.jsonl"

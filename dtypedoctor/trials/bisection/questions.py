@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING
 
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.dtypes import DTYPES
-from dtypedoctor.errors import UsageError
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.bisection.measurements import ReferenceSetup
 from dtypedoctor.trials.bisection.probes import Layers, probe_of
 from dtypedoctor.trials.bisection.results import OWN, Answer, Symptom
-from dtypedoctor.trials.reduction import BaselineError, Options, Probe, Reduction
+from dtypedoctor.trials.reduction import BaselineError, Interrupted, Node, Options, Outcome, Probe, cover, reduce
 from dtypedoctor.trials.remedies import remedies, with_corrections
-from dtypedoctor.trials.search import Node, cover
 
 if TYPE_CHECKING:
     from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
@@ -244,42 +242,33 @@ class Question:
 
 
 def ask(runner: "ProbeRunner", setup: ReferenceSetup, question: Question, watch: Watch) -> Answer:
-    """Has the reducer's sets run and judged until it is done.
+    """Has sets of candidates run and judged until the reducer is done.
 
     Ctrl-C does not raise: the answer then holds the best that is known.
     """
     answer = Answer()
     latest: dict[frozenset[str], tuple[Symptom, bool]] = {}
+    attempts: Counter[frozenset[str]] = Counter()
+
+    def test(treated: frozenset[str]) -> Outcome:
+        done = runner.ask(probe_of(question.scenario(treated)), attempt=attempts[treated])
+        attempts[treated] += 1
+        symptom = setup.judge(done.run)
+        latest[treated] = symptom, done.repeated
+        answer.symptoms.setdefault(treated, symptom)
+        answer.seconds.append(symptom.seconds)
+        return symptom.outcome(question.failure)
 
     def tell(probe: Probe) -> None:
         symptom, repeated = latest[probe.treated]
         names = question.names(probe.treated)
         watch(Measured(question=question.name, probe=probe, names=names, symptom=symptom, repeated=repeated))
 
-    reduction = Reduction(question.roots, Options(width=runner.width, repeat=1, on_probe=tell))
-    attempts: Counter[frozenset[str]] = Counter()
     try:
-        while sets := reduction.step():
-            for treated, symptom, repeated in _run(runner, setup, question, sets, attempts):
-                latest[treated] = symptom, repeated
-                answer.symptoms.setdefault(treated, symptom)
-                answer.seconds.append(symptom.seconds)
-                reduction.record(treated, symptom.outcome(question.failure))
-            attempts.update(sets)
-        answer.result = reduction.result()
+        answer.result = reduce(test, question.roots, Options(repeat=1, on_probe=tell))
     except BaselineError as error:
         answer.baseline = error
-    except (KeyboardInterrupt, UsageError):  # the latter: no more runs can be made, usually because the disk is full
+    except Interrupted as ended:  # by Ctrl-C, or because no more runs can be made, usually because the disk is full
         answer.interrupted = True
-        answer.best = reduction.best
+        answer.best = ended.best
     return answer
-
-
-def _run(runner: "ProbeRunner", setup: ReferenceSetup, question: Question, sets: Sequence[frozenset[str]],
-         attempts: Mapping[frozenset[str], int]) -> Iterator[tuple[frozenset[str], Symptom, bool]]:  # fmt: skip
-    """Runs sets, those of one attempt together, as they end."""
-    for attempt in sorted({attempts[treated] for treated in sets}):
-        same = [treated for treated in sets if attempts[treated] == attempt]
-        requests = [probe_of(question.scenario(treated)) for treated in same]
-        for done in runner.run_all(requests, attempt=attempt):
-            yield same[done.index], setup.judge(done.run), done.repeated

@@ -4,8 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,9 +35,6 @@ TIME_LIMIT = 300.0
 
 MOST_TRIED = 3
 """Culprits for which a script is tried; after them what holds them all."""
-
-POLL_SECONDS = 0.1
-"""How often somebody looks whether it has ended."""
 
 WRONG = 1e-2
 """Relative error from which on a module by itself is called inaccurate; float16 and bfloat16 round to less."""
@@ -98,8 +94,7 @@ def _attempt(
             text = script_text(description, claim, configs=configs)
         except CannotBeWrittenError as error:
             return Reproduction(module=culprit, reason=str(error))
-        with runner.idle() as go_on:
-            status, said, errors = _written(runner.directory, text, captured / _CAPTURED[1], go_on)
+        status, said, errors = _written(runner.directory, text, captured / _CAPTURED[1])
         line = next((line for line in said.splitlines() if line.startswith(_FAILS)), "")
         same = _IN_ANY_DTYPE.fullmatch(line)
         if status == 1 and line and not same:
@@ -114,11 +109,11 @@ def _attempt(
     return Reproduction(module=culprit, reason=reason)
 
 
-def _written(directory: Path, text: str, tensors: Path, meanwhile: Callable[[], None]) -> tuple[int, str, str]:
+def _written(directory: Path, text: str, tensors: Path) -> tuple[int, str, str]:
     write_file(directory / SCRIPT, text)
     (directory / TENSORS).unlink(missing_ok=True)
     shutil.copyfile(tensors, directory / TENSORS)
-    return run_clean(directory / SCRIPT, TIME_LIMIT, meanwhile)
+    return run_clean(directory / SCRIPT, TIME_LIMIT)
 
 
 def _claim(culprit: str, failure: Symptom, setup: ReferenceSetup, description: dict[str, Any], made_with: str) -> Claim:
@@ -167,35 +162,27 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def run_clean(script: Path, time_limit: float, meanwhile: Callable[[], None] = lambda: None) -> tuple[int, str, str]:
+def run_clean(script: Path, time_limit: float) -> tuple[int, str, str]:
     """Runs ``script`` in its own directory; modules of the present directory can be imported where no other has their name.
 
     Args:
         script: it and its data lie in one directory.
         time_limit: seconds.
-        meanwhile: is called some times a second while it runs.
 
     Returns:
         The exit status (minus the signal that ended it, -1 at the time limit), its output, and what it wrote of errors.
     """
-    until = time.monotonic() + time_limit
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", _RUN, script.name, str(Path.cwd())],
-        cwd=script.parent,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    ) as process:
-        try:
-            while time.monotonic() < until:
-                try:
-                    said, errors = process.communicate(timeout=POLL_SECONDS)
-                except subprocess.TimeoutExpired:
-                    meanwhile()
-                else:
-                    return process.returncode, said, errors
-        finally:
-            process.kill()  # does nothing to one that has ended
-    return -1, "", f"it was stopped after {time_limit:.0f} s"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _RUN, script.name, str(Path.cwd())],
+            cwd=script.parent,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=time_limit,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return -1, "", f"it was stopped after {time_limit:.0f} s"
+    return done.returncode, done.stdout, done.stderr
