@@ -8,10 +8,8 @@ kept in float32: :func:`narrow` casts it back and clamps it to the dtype's range
 too large for float32 does not become inf at the border.
 """
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,34 +21,6 @@ from dtypedoctor._torch_private import graph_task, parameters_of, qualified_name
 from dtypedoctor.corrections.contract import Counters
 
 HALF = frozenset({torch.float16, torch.bfloat16})
-
-
-class _Pause(threading.local):
-    """Whether this thread runs code that is no part of any frame, such as hooks of FSDP2 around a module that a frame calls."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-
-    def begin(self) -> None:
-        """Frames do nothing from now on."""
-        self.depth += 1
-
-    def end(self) -> None:
-        """They go on."""
-        self.depth -= 1
-
-
-PAUSE = _Pause()
-
-
-@contextmanager
-def paused() -> Iterator[None]:
-    """Inside, frames do nothing: tensors have their real dtypes."""
-    PAUSE.begin()
-    try:
-        yield
-    finally:
-        PAUSE.end()
 
 
 _NOMINAL = "_dtypedoctor_nominal"
@@ -214,7 +184,7 @@ class Float32Frame(TorchFunctionMode):
         """Calls ``func`` with widened operands."""
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if self.suspended or PAUSE.depth or _is_untouched(func, name):
+        if self.suspended or _is_untouched(func, name):
             return func(*args, **kwargs)
         if name == "__get__":
             return _attribute(func, args)

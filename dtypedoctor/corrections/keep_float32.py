@@ -179,15 +179,6 @@ def _stored(model: nn.Module, modules: Sequence[nn.Module]) -> dict[str, Tensor]
     return {name: tensor for name, tensor in named if id(tensor) in held}
 
 
-def kept_modules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """The modules whose own arithmetic, parameters and buffers ``names`` keep.
-
-    Raises:
-        TargetMismatchError: a name means no module of the model.
-    """
-    return _holders(select(model, names))
-
-
 def _holders(kept: Kept) -> list[nn.Module]:
     return [*kept.own, *(part for module in kept.whole for part in module.modules())]
 

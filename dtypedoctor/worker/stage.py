@@ -19,17 +19,16 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from dtypedoctor._torch_private import recompiling, stays_uncompiled
-from dtypedoctor.corrections.keep_float32 import kept_modules
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.capture import Capture
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
+from dtypedoctor.instrument.places import residual_blocks
 from dtypedoctor.plugins import KEEP_FLOAT32
 from dtypedoctor.scenario.model import Capture as Wanted
-from dtypedoctor.scenario.model import Compile, CorrectionSpec, Generate, Grpo, Scenario, ScenarioStep, Sft, Workload
+from dtypedoctor.scenario.model import Compile, Distributed, Generate, Grpo, Scenario, ScenarioStep, Sft, Workload
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.ranks import Member, member_of_torchrun
 from dtypedoctor.trace.records.execution import StreamLaunches
-from dtypedoctor.worker.sharding import shard
 
 if TYPE_CHECKING:
     from dtypedoctor.workloads.context import Context
@@ -364,7 +363,11 @@ def parallel(context: "Context") -> Iterator[Meeting | None]:
     try:
         model = context.built.model
         if spec.strategy == "fsdp":
-            shard(model, spec, _kept(model, context.scenario.corrections))
+            if any(one.id == KEEP_FLOAT32 for one in context.scenario.corrections):
+                raise UsageError(
+                    f"{KEEP_FLOAT32} keeps nothing in a model that FSDP2 shards", "Leave one of the two out."
+                )
+            shard(model, spec)
         elif isinstance(context.stage.workload, (Sft, Grpo)):
             pass  # the trainer finds the group, and wraps the model itself
         elif any(parameter.requires_grad for parameter in model.parameters()):
@@ -376,7 +379,15 @@ def parallel(context: "Context") -> Iterator[Meeting | None]:
         dist.destroy_process_group()
 
 
-def _kept(model: nn.Module, corrections: Sequence[CorrectionSpec]) -> list[nn.Module]:
-    """The modules whose own parameters the corrections keep in float32."""
-    names = [name for one in corrections if one.id == KEEP_FLOAT32 for name in one.modules]
-    return kept_modules(model, names) if names else []
+def shard(model: nn.Module, spec: Distributed) -> None:
+    """Makes a unit of FSDP2 for each layer of ``model``, and one for the rest."""
+    from torch.distributed import fsdp
+
+    names = (spec.param_dtype, spec.reduce_dtype, spec.output_dtype)
+    param, reduce, output = (getattr(torch, name) if name is not None else None for name in names)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
+    layers = residual_blocks(model) - {id(model)}
+    for module in reversed(list(model.modules())):  # what lies inside a unit comes before it
+        if id(module) in layers:
+            fsdp.fully_shard(module, mp_policy=policy)
+    fsdp.fully_shard(model, mp_policy=policy)

@@ -25,7 +25,7 @@ def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> many.Batch:
     monkeypatch.chdir(tmp_path)
     example = load_scenario(written(tmp_path, HEALTHY))
     scenarios = [example.model_copy(update={"name": name}) for name in ("first", "second")]
-    return many.new_batch(tmp_path / "all", scenarios, remedies=True, wheels=None, resident=None)
+    return many.new_batch(tmp_path / "all", scenarios, remedies=True, wheels=None)
 
 
 def result_of(name: str) -> many.Done:
