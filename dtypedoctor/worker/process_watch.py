@@ -304,19 +304,25 @@ def follow_threads(tell: Told) -> Callable[[], None]:
     ``threading.excepthook`` is called as before and stays what it is; the traceback that it gets is without this package's frames. Where the interpreter
     has another way of calling it, nothing is told.
     """
-    is_over = False
+    listener: Told | None = tell
+    wrapped: list[tuple[threading.Thread, object, object]] = []
 
     def stop() -> None:
-        nonlocal is_over
-        is_over = True
+        # threads that live on, the main one among them, would keep the whole watch alive
+        nonlocal listener
+        listener = None
         if getattr(threading, _MAKE, None) is make:
             setattr(threading, _MAKE, original)
+        for thread, ours, before in wrapped:
+            if getattr(thread, _INVOKE, None) is ours:
+                setattr(thread, _INVOKE, before)
+        wrapped.clear()
 
     def told(invoke: Callable[..., None]) -> Callable[..., None]:
         def invoke_excepthook(thread: threading.Thread) -> None:
             error = sys.exc_info()[1]
-            if error is not None and not is_over and not isinstance(error, SystemExit):
-                tell(error)
+            if listener is not None and error is not None and not isinstance(error, SystemExit):
+                listener(error)
                 hide_own_frames(error)
             invoke(thread)
 
@@ -332,7 +338,9 @@ def follow_threads(tell: Told) -> Callable[[], None]:
     setattr(threading, _MAKE, make)
     for thread in threading.enumerate():  # this one may be of the program, and it may import torch in it
         if hasattr(thread, _INVOKE):
-            setattr(thread, _INVOKE, told(getattr(thread, _INVOKE)))
+            before = getattr(thread, _INVOKE)
+            wrapped.append((thread, told(before), before))
+            setattr(thread, _INVOKE, wrapped[-1][1])
     return stop
 
 

@@ -16,6 +16,7 @@ from dtypedoctor import lasting
 def test_blocks_leave_neither_hooks_nor_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks that cannot be taken back are there once; what the blocks listened with is gone with them."""
     hooks: list[object] = []
+    before = lasting._add_audit_hook.cache_info().currsize
     monkeypatch.setattr(sys, "addaudithook", hooks.append)
     lasting._add_audit_hook.cache_clear()
     already = {when: len(lasting._living(when)) for when in lasting._listening}
@@ -26,8 +27,10 @@ def test_blocks_leave_neither_hooks_nor_objects(tmp_path: Path, monkeypatch: pyt
             model(torch.ones(1, 2))
         blocks.append(weakref.ref(block._watched))
         del block
+    if not before:  # what is in the cache is a hook that was never added: later tests in this process need one
+        lasting._add_audit_hook.cache_clear()
     gc.collect()
     assert len(hooks) == 1
     assert [block() for block in blocks[:-1]] == [None, None, None]
-    assert all(len(lasting._living(when)) <= already[when] + 4 for when in lasting._listening)
+    assert all(len(lasting._living(when)) <= already[when] for when in lasting._listening)
     assert not model._forward_hooks
