@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from command import in_this_process, report_of
 from patience import PATIENCE, becomes
+from ports import unused_port
 
 pytestmark = pytest.mark.slow
 
@@ -64,12 +64,9 @@ def started(folder: Path, number: int, out: str, meeting: list[str], fault: str)
 
 def meeting(*options: str) -> list[str]:
     """Options by which two agents find each other at a port that is free."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     *rest, last = options
     host = "" if last == "--master-port" else "localhost:"
-    return [*rest, last, f"{host}{port}"]
+    return [*rest, last, f"{host}{unused_port()}"]
 
 
 def ran(folder: Path, outs: tuple[str, str], options: tuple[str, ...], fault: str) -> list[tuple[int, str]]:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from command import dtypedoctor
 from patience import PATIENCE, becomes
+from ports import unused_port
 
 pytestmark = pytest.mark.release
 
@@ -55,7 +56,7 @@ class Slurm:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._daemons: list[subprocess.Popen[bytes]] = []
-        ports = [_free_port() for _ in range(3)]
+        ports = [unused_port() for _ in range(3)]
         user, host = os.environ.get("USER", "root"), socket.gethostname().partition(".")[0]
         (folder / "state").mkdir()
         (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, ports=ports, user=user, host=host))
@@ -113,11 +114,6 @@ class Slurm:
             daemon.terminate()
         for daemon in self._daemons:
             daemon.wait(PATIENCE)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.fixture
@@ -203,7 +199,7 @@ dist.destroy_process_group()
 def test_processes_that_srun_starts_are_the_ranks_of_one_report(slurm: Slurm, tmp_path: Path, launcher: str) -> None:
     """Slurm's variables number them; under torchrun they number the machines, and torchrun's own the ranks."""
     (tmp_path / "train.py").write_text(TRAINING.format(folder=tmp_path))
-    torchrun = f"torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{_free_port()} --rdzv-id 7"
+    torchrun = f"torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{unused_port()} --rdzv-id 7"
     slurm.asked(
         "srun", "-N2", "-n2", "--chdir", str(tmp_path), sys.executable, "-m", "dtypedoctor", "exec", "--out", "job",
         *(torchrun.split() if "torchrun" in launcher else ()), "train.py",

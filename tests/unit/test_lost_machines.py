@@ -13,6 +13,7 @@ from scenario_files import HEALTHY, written
 
 from dtypedoctor.cli.run import run
 from dtypedoctor.errors import ExitCode, NodeLostError, UsageError
+from dtypedoctor.runner import executors
 from dtypedoctor.runner.executors import (
     MOST_SUBMITTED,
     Ended,
@@ -211,11 +212,14 @@ def test_an_unknown_parameter_of_slurm_is_refused_with_those_that_there_are(
         SubmititExecutor(Where(executor="slurm"), slurm / "jobs", 60)
 
 
-def test_a_job_that_squeue_does_not_name_is_over_and_one_is_not_where_it_does_not_answer(slurm: Path) -> None:
+def test_a_job_that_squeue_does_not_name_is_over_and_one_is_not_where_it_does_not_answer(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A job that is newer than the last answer is asked for again; the others are not for a while."""
     squeue, asked = slurm / "squeue", slurm / "asked"
     squeue.write_text(f"#!/bin/sh\necho >> {asked}\ncat {slurm}/answer\n")
     squeue.chmod(0o755)
+    monkeypatch.setattr(executors, "_QUEUE_SECONDS", 1e9)  # however long an answer takes, it is still the last one
     queue = _SlurmQueue()
     assert queue.holds("7"), "there is no answer"
     assert queue.holds("7"), "nor is it asked again at once"
