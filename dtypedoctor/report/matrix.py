@@ -1,8 +1,8 @@
 """Several reports as one matrix: what each scenario showed, what fixed it, and whether that was expected."""
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -10,12 +10,10 @@ from pydantic import TypeAdapter
 from dtypedoctor.diagnosis.rule import Confidence
 from dtypedoctor.errors import INTERRUPTED, ExitCode, UsageError
 from dtypedoctor.foreign_files import parse_json
-from dtypedoctor.report.before_after import columns, side_by_side
 from dtypedoctor.report.document import (
     Block,
     Document,
     Facts,
-    Fold,
     Line,
     Look,
     Paragraph,
@@ -26,7 +24,7 @@ from dtypedoctor.report.document import (
 )
 from dtypedoctor.report.model import Outcome, Report, Status
 from dtypedoctor.report.run_document import run_document
-from dtypedoctor.report.run_facts import ended_with, place
+from dtypedoctor.report.run_facts import ranked_facts
 from dtypedoctor.text import ABSENT, counted, duration, number
 
 SCHEMA = 1
@@ -83,11 +81,23 @@ class MatrixRow:
 
 def row_of(report: Report, *, exit_code: int, seconds: float, path: str) -> MatrixRow:
     """The row of a finished report, which should be redacted: the matrix is made to be shown."""
-    row = MatrixRow(
+    first = report.findings[0] if report.findings else None
+    place = (
+        {
+            "finding": first.id,
+            "fqn": first.fqn,
+            "op": first.op,
+            "phase": first.phase,
+            "confidence": first.confidence.value,
+        }
+        if first is not None
+        else {}
+    )
+    return MatrixRow(
         scenario=report.name,
         status=report.status.value,
         before=report.before.ended if report.before else "",
-        cause=report.headline,
+        cause=first.summary if first is not None else report.headline,
         findings=tuple(finding.id for finding in report.findings),
         output_error=report.before.output_error if report.before else None,
         cured_by=_remedies(report, Outcome.FIXED),
@@ -98,18 +108,7 @@ def row_of(report: Report, *, exit_code: int, seconds: float, path: str) -> Matr
         exit=exit_code,
         seconds=seconds,
         report=path,
-    )
-    if not report.findings:
-        return row
-    first = report.findings[0]
-    return replace(
-        row,
-        finding=first.id,
-        fqn=first.fqn,
-        op=first.op,
-        phase=first.phase,
-        confidence=first.confidence.value,
-        cause=first.summary,
+        **place,
     )
 
 
@@ -199,13 +198,12 @@ def matrix_document(rows: Sequence[MatrixRow], reports: Sequence[Report], *, exi
     left = f"; {len(rows) - len(ran)} not run (interrupted)" if len(ran) < len(rows) else ""
     seconds = duration(sum(row.seconds for row in rows))
     attention = sorted(zip(rows, reports, strict=True), key=lambda pair: pair[0].as_expected is not False)
-    notes = [Paragraph(_UNSAFE, Look.DIM)] if any(row.unsafe for row in rows) else []
     return Document(
         name="scenarios",
         headline=f"{met} of {counted(len(ran), 'scenario')} as expected, in {seconds}{left}.",
         good=met == len(rows),
         sections=(
-            Section("", (Table(_HEADER, tuple(map(_cells, rows))), *notes)),
+            Section("", (Table(_HEADER, tuple(map(_cells, rows))),)),
             *(
                 _details(row, report)
                 for row, report in attention
@@ -218,7 +216,6 @@ def matrix_document(rows: Sequence[MatrixRow], reports: Sequence[Report], *, exi
 
 
 _HEADER = ("scenario", "baseline", "finding", "outcome", "as expected")
-_UNSAFE = "* unsafe: casts silently, so it may hide a failure instead of fixing it."
 
 
 def _cells(row: MatrixRow) -> tuple[Line, ...]:
@@ -247,28 +244,9 @@ def _before(row: MatrixRow) -> str:
 
 def _details(row: MatrixRow, report: Report) -> Section:
     blocks: list[Block] = [Paragraph(row.cause)]
-    facts = tuple(_facts(row, report))
-    if facts:
-        blocks.append(Facts(facts))
-    if runs := [run for run in columns(report) if not run.failed]:
-        blocks.append(Fold("Baseline and fixes", side_by_side(runs), brief=""))
-    return Section(row.scenario, tuple(blocks), anchor=f"scenario-{row.scenario}")
-
-
-def _facts(row: MatrixRow, report: Report) -> Iterator[tuple[str, Line]]:
-    if error := ended_with(report):
-        yield "error", named(error)
     if report.findings:
-        yield from (
-            (label, named(value)) for label, value in place(report.findings[0]) if label in ("module", "source")
-        )
-    for title, remedies in (
-        ("fixed by", row.cured_by),
-        ("not fixed by", row.not_cured_by),
-        ("not tried", row.not_tried),
-    ):
-        if remedies:
-            yield title, ", ".join(f"{name}*" if name in row.unsafe else name for name in remedies)
+        blocks.append(Facts(tuple((fact.label, fact.line) for fact in ranked_facts(report) if fact.on_screen)))
+    return Section(row.scenario, tuple(blocks), anchor=f"scenario-{row.scenario}")
 
 
 def _data(rows: Sequence[MatrixRow], exit_code: int) -> dict[str, Any]:
