@@ -1,73 +1,63 @@
 """What the shell completes behind options and arguments: names of scenarios, findings, fixes, dtypes. Nothing here imports torch.
 
-Switched on by ``dtypedoctor --install-completion``; each press of the tab key starts the program.
+Switched on by ``dtypedoctor --install-completion``; each press of the tab key starts the program, so what knows the names is imported then.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 
-def scenarios(incomplete: str) -> list[str]:
-    """Names of the scenarios that come with the program; files are completed by the shell where none of these begins so."""
+def _scenarios() -> Iterable[str]:
     from dtypedoctor.scenario.loading import available
 
-    return _beginning(incomplete, (path.stem for path in available()))
+    return (path.stem for path in available())
 
 
-def explained(incomplete: str) -> list[str]:
-    """Ids of findings and of corrections of libraries."""
-    from dtypedoctor.diagnosis.registry import by_family
-    from dtypedoctor.plugins import Correction, registered
+def _findings() -> Iterable[str]:
+    from dtypedoctor.diagnosis.registry import finding_ids
 
-    findings = (spec.id for specs in by_family().values() for spec in specs)
-    return _beginning(incomplete, [*findings, *(one.id for one in registered(Correction).values() if one.edits)])
+    return finding_ids()
 
 
-def fixes(incomplete: str) -> list[str]:
-    """Ids of fixes, for ``exec --try``."""
+def _fixes() -> Iterable[str]:
     from dtypedoctor.trials.remedies import ABLATIONS, remedies
 
-    return _beginning(incomplete, (name for name in remedies() if name not in ABLATIONS.values()))
+    return (name for name in remedies() if name not in ABLATIONS.values())
 
 
-def ablations(incomplete: str) -> list[str]:
-    """What ``exec --ablate`` can take away."""
+def _ablations() -> Iterable[str]:
     from dtypedoctor.trials.remedies import ABLATIONS
 
-    return _beginning(incomplete, ABLATIONS)
+    return ABLATIONS
 
 
-def corrections(incomplete: str) -> list[str]:
-    """Ids of corrections that ``treat --with`` can put into a script."""
+def _corrections() -> Iterable[str]:
     from dtypedoctor.plugins import Correction, registered
 
-    usable = (one.id for one in registered(Correction).values() if one.in_scripts and not one.needs_modules)
-    return _beginning(incomplete, usable)
+    return (one.id for one in registered(Correction).values() if one.in_scripts and not one.needs_modules)
 
 
-def dtypes(incomplete: str) -> list[str]:
-    """Names of the dtypes that a model can have."""
-    return _beginning(incomplete, ("bfloat16", "float16", "float32", "float64"))
-
-
-def devices(incomplete: str) -> list[str]:
-    """Names of devices."""
-    return _beginning(incomplete, ("auto", "cpu", "cuda"))
-
-
-def executors(incomplete: str) -> list[str]:
-    """What runs scenarios and probes."""
+def _executors() -> Iterable[str]:
     from dtypedoctor.runner.executors import EXECUTORS
 
-    return _beginning(incomplete, EXECUTORS)
+    return EXECUTORS
 
 
-def builtin_models(incomplete: str) -> list[str]:
-    """``builtin:NAME`` of each model that is built without a download."""
+def _builtin_models() -> Iterable[str]:
     from dtypedoctor.plugins import Model, registered
 
-    return _beginning(incomplete, (f"builtin:{name}" for name in registered(Model)))
+    return (f"builtin:{name}" for name in registered(Model))
 
 
-def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
-    found: Iterator[str] = (name for name in names if name.startswith(incomplete))
-    return list(found)
+def _among(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Complete with the names that begin as what was typed; files are completed by the shell where none does."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names() if name.startswith(incomplete)]
+
+    return complete
+
+
+scenarios, explained, fixes, ablations = _among(_scenarios), _among(_findings), _among(_fixes), _among(_ablations)
+corrections, executors, builtin_models = _among(_corrections), _among(_executors), _among(_builtin_models)
+dtypes = _among(lambda: ("bfloat16", "float16", "float32", "float64"))
+devices = _among(lambda: ("auto", "cpu", "cuda"))

@@ -1,4 +1,4 @@
-"""What a command prints and on what, and the options that several verbs share, whose old names stay accepted.
+"""What a command prints and on what, and the options that several verbs share.
 
 None of this process's standard streams can end a command: their reader may go, and not every one takes every character.
 """
@@ -28,18 +28,10 @@ if TYPE_CHECKING:
 
 MOST_PROCESSES = 64
 
-OLD_NAMES = {
-    "nproc": "nproc-per-node",
-    "watch-every": "every-n-steps",
-    "certify": "verify-uninstrumented",
-}
-"""Options by the names that they had before version 1."""
-
 
 def current_name(name: str) -> str:
-    """The present name of an option that is typed without its dashes; like torchrun, it takes ``_`` for ``-``."""
-    plain = name.replace("_", "-")
-    return OLD_NAMES.get(plain, plain)
+    """Write the name of an option, typed without its dashes, as the program has it: like torchrun, it takes ``_`` for ``-``."""
+    return name.replace("_", "-")
 
 
 Out = Annotated[Path | None, typer.Option("--out", help="Run directory to create.", show_default="runs/NAME-TIME")]

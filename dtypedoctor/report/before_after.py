@@ -67,19 +67,23 @@ def columns(report: Report) -> list[Column]:
 
 
 def side_by_side(runs: Sequence[Column]) -> tuple[Block, ...]:
-    """Lay out runs in as many tables as it takes; rows in which none of a table's runs has anything to say are left out."""
-    kept, blocks = runs[:_MOST_RUNS], list[Block]()
-    for part in (kept[i : i + _MOST_BESIDE] for i in range(0, len(kept), _MOST_BESIDE)):
-        rows = ((label, [cell(run) for run in part]) for label, cell in _ROWS.items())
-        said: tuple[tuple[Line, ...], ...] = tuple(
-            (label, *(Words(cell, outcome_look(cell)) for cell in cells))
-            for label, cells in rows
-            if not all(cell == ABSENT or (cell == "0" and label in _CORRECTED) for cell in cells)
-        )
-        blocks.append(Table(("", *(run.label for run in part)), said))
+    """Lay out runs in as many tables as it takes."""
+    kept = runs[:_MOST_RUNS]
+    blocks: list[Block] = [_together(kept[i : i + _MOST_BESIDE]) for i in range(0, len(kept), _MOST_BESIDE)]
     if len(kept) < len(runs):
         blocks.append(Paragraph(f"{len(runs) - len(kept)} more runs left out; report.json has them.", Look.DIM))
     return tuple(blocks)
+
+
+def _together(runs: Sequence[Column]) -> Table:
+    """Lay out a few runs; rows in which none has anything to say are left out."""
+    rows: list[tuple[Line, ...]] = []
+    for label, cell in _ROWS.items():
+        cells = list(map(cell, runs))
+        silent = {ABSENT, "0"} if label in _CORRECTED else {ABSENT}
+        if not silent.issuperset(cells):
+            rows.append((label, *(Words(text, outcome_look(text)) for text in cells)))
+    return Table(("", *(run.label for run in runs)), tuple(rows))
 
 
 def _failed_title(failed: Sequence[Column]) -> str:

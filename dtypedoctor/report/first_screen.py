@@ -117,13 +117,13 @@ def first_screen(report: Report, where_the_rest_is: str, room: Room = ROOMS[0], 
 
 def _about_finding(report: Report, finding: Finding, room: Room, patch: str) -> Iterator[tuple[Block, ...]]:
     """Where, what to do, why, and what else was found."""
-    advice = report.do_this[0] if report.do_this else None
     facts = (fact for fact in ranked_facts(report) if fact.on_screen)
     yield (Facts(tuple((fact.label, _short(fact.line, room.longest)) for fact in facts)),)
-    if advice is not None and report.status is Status.HEALTHY:
-        yield (Paragraph("It may stay as it is; the full report shows how to change it."),)
-    elif advice is not None:
-        yield do_this(replace(advice, text=clipped(advice.text, 2 * room.longest)), most=room.edits, patch=patch)
+    for advice in report.do_this[:1]:
+        if report.status is Status.HEALTHY:
+            yield (Paragraph("It may stay as it is; the full report shows how to change it."),)
+        else:
+            yield do_this(replace(advice, text=clipped(advice.text, 2 * room.longest)), most=room.edits, patch=patch)
     if room.excerpt:
         yield where_it_shows(report.excerpts[:1])
     yield tuple(_why(report, finding, room))

@@ -11,12 +11,6 @@ from dtypedoctor.report.document import Document
 from dtypedoctor.scenario.problems import did_you_mean
 
 FORMATS = tuple(import_module(f"dtypedoctor.report.to_{name}").FORMAT for name in dtypedoctor.report.FORMATS)
-_REMOVED = {
-    "github": "--format md goes into $GITHUB_STEP_SUMMARY.",
-    "annotations": "action.yml makes them of --format sarif.",
-    "perfetto": "--format html shows the same runs.",
-}
-"""Formats of earlier versions, and what to use in their place."""
 
 
 def format_named(name: str) -> Format:
@@ -26,8 +20,6 @@ def format_named(name: str) -> Format:
         UsageError: there is none.
     """
     found = registered(Format).get(name)
-    if found is None and name in _REMOVED:
-        raise UsageError(f"--format: {name} was removed", _REMOVED[name])
     if found is None:
         meant = did_you_mean(name, registered(Format))
         raise UsageError(f"--format: there is no format {name!r}{meant}", f"At the prompt: terminal. {known(Format)}")

@@ -34,18 +34,22 @@ def magnitude_section(report: Report) -> Section:
 def _cells(row: StripRow, names: set[str]) -> tuple[Line, ...]:
     look = Look.BAD if row.is_origin else Look.PLAIN
     note = _note(row)
-    name = named(module_name(row.fqn, names) or row.cls or "(model)")
-    # the class where the name is a number or the failure originates there, to keep the table narrow
-    tells_class = row.fqn and row.cls and (row.is_origin or row.fqn.replace(".", "").isdigit())
     filled = 1.0 if row.num_inf and row.absmax is not None else fill(row.absmax, row.dtype)
     return (
         Words("▶" if row.is_origin else "", look),
-        (name, Words(f" ({row.cls})", Look.DIM)) if tells_class else name,
+        _name(row, names),
         short_name(row.dtype),
         _absmax(row),
         Bar(filled, bad=bool(note)),
         Words(note, look),
     )
+
+
+def _name(row: StripRow, names: set[str]) -> Line:
+    """Name a module, with its class only where the name is a number or the failure originates there: that keeps the table narrow."""
+    name = named(module_name(row.fqn, names) or row.cls or "(model)")
+    tells_class = row.fqn and row.cls and (row.is_origin or row.fqn.replace(".", "").isdigit())
+    return (name, Words(f" ({row.cls})", Look.DIM)) if tells_class else name
 
 
 def _scale(rows: Sequence[StripRow]) -> str:

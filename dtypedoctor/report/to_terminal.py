@@ -22,7 +22,6 @@ from dtypedoctor.report.document import (
     Items,
     Line,
     Look,
-    Map,
     Paragraph,
     Table,
     Words,
@@ -109,8 +108,8 @@ class _Page:
                 self.blocks(block.left)
                 self.gap()
                 self.blocks(block.right)
-            case Heading() | Map():
-                pass  # the one is printed with what follows it; the other, to be explored, only a browser can show
+            case _:  # a heading is printed with what follows it; a map, to be explored, only a browser can show
+                pass
 
     def line(self, text: str | Text, style: str = "", indent: int = 2) -> None:
         shown = self._text(text, style) if isinstance(text, str) else text

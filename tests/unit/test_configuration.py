@@ -43,7 +43,7 @@ def test_options_that_exclude_each_other_are_not_joined(project: Path) -> None:
     project.write_text("[tool.dtypedoctor]\noverhead-budget = '5%'\n")
     assert completed("exec", "a.py") == ["exec", "--overhead-budget=5%", "a.py"]
     assert completed("exec", "--every-n-steps=4", "a.py") == ["exec", "--every-n-steps=4", "a.py"]
-    assert completed("exec", "--watch_every", "4", "a.py") == ["exec", "--watch_every", "4", "a.py"]
+    assert completed("exec", "--every_n_steps", "4", "a.py") == ["exec", "--every_n_steps", "4", "a.py"]
     assert completed("exec", "a.py", "--resume") == ["exec", "--overhead-budget=5%", "a.py", "--resume"]
 
 

@@ -25,11 +25,3 @@ def test_an_unknown_format_is_refused_with_those_that_are_known() -> None:
     """Before anything has run."""
     with pytest.raises(UsageError, match="there is no format 'yaml'"):
         format_named("yaml")
-
-
-@pytest.mark.parametrize("name", ["github", "annotations", "perfetto"])
-def test_a_removed_format_is_refused_with_what_to_use_in_its_place(name: str) -> None:
-    """Pipelines that name it are told at once, and which format has the same."""
-    with pytest.raises(UsageError, match=f"{name} was removed") as refused:
-        format_named(name)
-    assert "--format" in str(refused.value.hint)

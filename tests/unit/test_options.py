@@ -1,4 +1,4 @@
-"""Options of the command line by their present and their old names."""
+"""How options of the command line are named."""
 
 import pytest
 from typer.main import get_command
@@ -16,21 +16,9 @@ def values_of(verb: str, *words: str) -> dict[str, object]:
     return COMMAND.commands[verb].make_context(verb, list(words), parent=whole).params  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("old", "present"),
-    [
-        (["exec", "--nproc", "2", "a.py"], ["exec", "--nproc-per-node", "2", "a.py"]),
-        (["exec", "--nproc_per_node=2", "a.py"], ["exec", "--nproc-per-node", "2", "a.py"]),
-        (["exec", "--watch-every", "8", "a.py"], ["exec", "--every-n-steps", "8", "a.py"]),
-        (["exec", "--certify", "a.py"], ["exec", "--verify-uninstrumented", "a.py"]),
-        (["run", "--nproc", "2", "--watch-every", "0", "a"], ["run", "--nproc-per-node", "2", "--every-n-steps", "0", "a"]),
-    ],
-)  # fmt: skip
-def test_an_old_name_means_the_present_one_and_is_not_in_the_help(old: list[str], present: list[str]) -> None:
-    """Scripts that were written for it go on working."""
-    assert values_of(*old) == values_of(*present) != values_of(present[0], present[-1])
-    names = {name for option in COMMAND.commands[old[0]].params for name in option.opts}  # type: ignore[attr-defined]
-    assert not names & {"--nproc", "--watch-every", "--certify"}
+def test_an_option_may_be_typed_with_underscores() -> None:
+    """As torchrun's options may."""
+    assert values_of("exec", "--nproc_per_node=2", "a.py") == values_of("exec", "--nproc-per-node", "2", "a.py")
 
 
 def test_options_of_the_script_keep_their_names() -> None:
