@@ -127,19 +127,6 @@ model(torch.full((2, 4), 1e38))
 )
 """Overflows in float32 on numbers that three threads have added up; one thread adds them up to others."""
 
-NOISY = (
-    OVERFLOW
-    + """
-import os
-class Noise(nn.Module):
-    def forward(self, x):
-        return x + int.from_bytes(os.urandom(4), "big") / 2**32
-model = nn.Sequential(Noise(), Scores().half())
-model(torch.full((2, 4), 30000.0))
-"""
-).replace("return x *", "return x.half() *")
-"""Draws from the system's entropy within the call that overflows; what it draws is rounded away before that."""
-
 CALLS = {
     "checkpointing": """
 from torch.utils.checkpoint import checkpoint

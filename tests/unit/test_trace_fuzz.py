@@ -2,7 +2,6 @@
 
 import shutil
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,8 +22,6 @@ from dtypedoctor.trace.reader import read_trace
 
 SOME, MANY = 40, 2700
 SEEDS = st.integers(0, 2**48)
-
-Make = Callable[[Path], None]
 
 
 @pytest.fixture(scope="module")
