@@ -230,29 +230,6 @@ def test_a_users_own_compile_logs_stay_as_they_are(capfd: pytest.CaptureFixture[
         torch._logging.set_logs()
 
 
-@pytest.mark.release
-def test_the_fast_path_breaks_the_graph_at_each_ctypes_value(faulty: Run) -> None:
-    """Dozens of breaks, all of them in ctypes, at the pointers and at the calls."""
-    assert faulty.report.breaks > 40
-    assert faulty.report.unique_graphs > 20
-    assert all("ctypes" in g.context + g.explanation or "_FuncPtr" in g.context or "_SimpleCData" in g.context
-               for g in faulty.report.graph_breaks)  # fmt: skip
-    places = {group.frames[-1].rsplit("/", 1)[-1].split(":")[0] for group in faulty.report.graph_breaks}
-    assert places == {"functional.py", "nf4_ctypes.py"}
-    assert "get_ptr" in faulty.report.graph_breaks[0].frames[-1]
-
-
-@pytest.mark.release
-def test_its_helper_is_recompiled_for_bytes_and_floats_until_the_limit(faulty: Run) -> None:
-    """The guard and the limit that the public description names."""
-    helper = [r for r in faulty.report.recompiles if r.function == "get_ptr"]
-    assert "tensor 'A' dtype mismatch. expected Float, actual Byte" in {guard for r in helper for guard in r.guards}
-    hits = {hit.function: hit for hit in faulty.report.limit_hits}
-    assert "get_ptr" in hits
-    assert (hits["get_ptr"].limit, hits["get_ptr"].value) == ("recompile_limit", 8)
-    assert hits["get_ptr"].guard == "tensor 'A' dtype mismatch. expected Byte, actual Float"
-
-
 def test_the_watch_does_not_change_the_number_of_breaks(faulty: Run) -> None:
     """Dynamo's own counters after the same run without it."""
     model = build_nf4_compiled(Nf4CompiledConfig())
@@ -273,15 +250,6 @@ def test_the_corrected_path_is_one_graph_per_mode(faulty: Run, fullgraph: bool) 
     assert corrected.report.unique_graphs == 2
     assert [r.guards for r in corrected.report.recompiles] == [("GLOBAL_STATE changed: grad_mode",)]
     assert corrected.losses == faulty.losses
-
-
-def test_the_corrected_path_compiles_without_nested_statistics_too() -> None:
-    """And gives eager mode's losses."""
-    config = Nf4CompiledConfig(nested=False)
-    corrected = run(config, corrected=True, fullgraph=True)
-    model = build_nf4_compiled(config)
-    assert corrected.report.breaks == 0
-    assert corrected.losses == evaluate_then_train(model, model)
 
 
 def test_the_observations_lose_nothing_that_counts(faulty: Run) -> None:

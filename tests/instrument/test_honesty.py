@@ -3,7 +3,6 @@
 import errno
 import gc
 import os
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from patience import PATIENCE
 from torch import Tensor, fx, nn
 from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
@@ -291,31 +289,6 @@ def test_parameters_that_have_no_shape_yet_are_no_trouble(tmp_path: Path) -> Non
     counts = trace.last(Coverage)
     assert counts is not None
     assert counts.module_calls == counts.module_calls_measured == 8
-
-
-def test_modules_of_several_threads_do_not_get_mixed_up(tmp_path: Path) -> None:
-    """Both get their results, and both threads' calls are measured."""
-    inside, go_on = threading.Event(), threading.Event()
-
-    class Waiting(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            inside.set()
-            assert go_on.wait(PATIENCE)
-            return x + 1
-
-    def work(_: Instruments) -> None:
-        other = threading.Thread(target=lambda: Waiting()(torch.zeros(1)))
-        other.start()
-        assert inside.wait(PATIENCE)
-        assert Net()(torch.randn(2, 4)).shape == (2, 4)
-        go_on.set()
-        other.join()
-        Net()(torch.randn(2, 4))
-
-    trace = watched(tmp_path, work)
-    assert "several threads call at once" in not_watched(trace)
-    assert seen(trace) == {"", "first", "second"}
-    assert {site.cls for site in trace.sites.values() if site.kind == "output"} == {"Waiting", "Net", "Linear"}
 
 
 def test_a_forked_child_writes_nothing_into_the_trace(tmp_path: Path) -> None:

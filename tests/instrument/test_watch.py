@@ -142,26 +142,6 @@ def test_a_step_that_a_fused_optimizer_does_not_take_is_a_skipped_one(tmp_path: 
     assert [(s.step, s.skipped) for s in trace.all(ScalerState)] == [(1, False), (2, True), (3, False)]
 
 
-def test_results_are_bitwise_equal_with_and_without_the_watch(tmp_path: Path) -> None:
-    """Outputs, gradients, random state and updated parameters do not change by watching."""
-
-    def train(net: nn.Module) -> list[Tensor]:
-        torch.manual_seed(1)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            torch.nn.functional.dropout(net(torch.randn(4, 8)), 0.5).square().mean().backward()
-            optimizer.step()
-        return [p.detach().clone() for p in net.parameters()] + [torch.get_rng_state()]
-
-    bare, seen = Net(1.0, 2.0), Net(1.0, 2.0)
-    seen.load_state_dict(bare.state_dict())
-    expected = train(bare)
-    found: list[list[Tensor]] = []
-    watched(tmp_path, lambda _: found.append(train(seen)))
-    assert all(torch.equal(a, b) for a, b in zip(expected, found[0], strict=True))
-
-
 def test_a_watched_model_pickles_copies_and_keeps_no_hooks(tmp_path: Path) -> None:
     """Nothing hangs on the modules, during the watch or after it."""
     net = Net(1.0)
@@ -180,23 +160,6 @@ def test_a_watched_model_pickles_copies_and_keeps_no_hooks(tmp_path: Path) -> No
     assert not hasattr(torch.autograd.backward, "__wrapped__")
 
 
-def test_a_compiled_model_gets_no_added_graph_breaks(tmp_path: Path) -> None:
-    """The compiled graph is the same with the watch as without."""
-
-    def graphs() -> tuple[int, dict[str, int]]:
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        compiled = torch.compile(Net(1.0, 1.0), backend="eager")
-        compiled(torch.randn(2, 8)).sum().backward()
-        counters = torch._dynamo.utils.counters
-        return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-
-    bare = graphs()
-    found: list[tuple[int, dict[str, int]]] = []
-    watched(tmp_path, lambda _: found.append(graphs()))
-    assert found == [bare]
-
-
 def test_an_exception_names_the_modules_that_were_open(tmp_path: Path) -> None:
     """The stack of module calls at the raise is kept, although hooks unwind before the exception reaches the top."""
     net = Net(1.0).bfloat16()
@@ -206,20 +169,6 @@ def test_an_exception_names_the_modules_that_were_open(tmp_path: Path) -> None:
     assert raised.modules == ["", "blocks.0", "blocks.0.wide"]
     assert "dtype" in raised.message
     assert raised.phase == "forward"
-
-
-def test_an_exception_that_the_caller_catches_leaves_the_watch_in_order(tmp_path: Path) -> None:
-    """After a caught failure the next call is outermost again and is measured."""
-    net = Net(1.0).bfloat16()
-
-    def work(_: Instruments) -> None:
-        with pytest.raises(RuntimeError):
-            net(torch.randn(2, 8))
-        net(torch.randn(2, 8).bfloat16())
-
-    trace = watched(tmp_path, work)
-    assert {s.call for s in trace.samples} == {2}
-    assert "blocks.0.narrow" in outputs(trace)
 
 
 def test_parameters_and_buffers_are_noted_with_their_owner(tmp_path: Path) -> None:

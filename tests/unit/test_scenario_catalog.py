@@ -7,7 +7,6 @@ import pytest
 from dtypedoctor.errors import UsageError
 from dtypedoctor.scenario import loading
 from dtypedoctor.scenario.loading import available, load_scenario, resolve
-from dtypedoctor.scenario.model import Grpo
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -17,43 +16,6 @@ def test_every_shipped_scenario_loads() -> None:
     paths = available()
     assert [path.stem for path in paths] == sorted(path.stem for path in (REPOSITORY / "scenarios").glob("*.yaml"))
     assert [load_scenario(path).name for path in paths] == [path.stem for path in paths]
-
-
-def test_the_gemma_4_scenarios_differ_in_dtype_only() -> None:
-    """A control that differs in anything else would prove nothing."""
-    faulty, *controls = (load_scenario(resolve(f"gemma4_grpo_{dtype}")) for dtype in ("fp16", "bf16", "fp32"))
-    dtypes = []
-    for control in controls:
-        model, twin = faulty.steps[0].model, control.steps[0].model
-        assert model is not None
-        assert twin is not None
-        dtypes.append(twin.dtype)
-        assert twin.model_copy(update={"dtype": model.dtype}) == model
-        assert (control.steps[0].workload, control.seed) == (faulty.steps[0].workload, faulty.seed)
-        assert not control.expect.findings
-    assert dtypes == ["bfloat16", "float32"]
-
-
-def test_the_float16_scenario_is_the_one_that_is_known_to_fail() -> None:
-    """The settings with which the failure was reproduced on a CPU."""
-    scenario = load_scenario(resolve("gemma4_grpo_fp16"))
-    model, workload = scenario.steps[0].model, scenario.steps[0].workload
-    assert model is not None
-    assert model.lora is not None
-    assert isinstance(workload, Grpo)
-    assert (model.name, model.dtype, scenario.seed) == ("builtin:gemma4-tiny", "float16", 3407)
-    assert {(o.parameters, o.scale) for o in model.outliers} == {
-        ("model.layers.0.mlp.gate_proj.weight", 550.0),
-        ("model.layers.0.mlp.up_proj.weight", 550.0),
-    }
-    assert (model.lora.r, model.lora.alpha, len(model.lora.targets)) == (4, 8.0, 7)
-    assert workload == Grpo(
-        kind="grpo", steps=8, learning_rate=0.05, batch_size=2, gradient_accumulation=4, generations=2, new_tokens=8
-    )
-    assert scenario.reference is not None
-    assert scenario.reference.dtype == "bfloat16"
-    assert scenario.expect.findings == ["float16-overflow"]
-    assert scenario.expect.cured_by == ["gemma4-mlp-float32-product", "bfloat16"]
 
 
 def test_a_bare_name_and_a_path_lead_to_the_same_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.loading import available, load_scenario, to_yaml
+from dtypedoctor.scenario.loading import available, json_schema, load_scenario, to_yaml
 from dtypedoctor.scenario.model import Scenario
 
 EVERY_PART = """\
@@ -132,10 +133,14 @@ def _loaded(path: Path) -> Scenario | UsageError:
         return refused
 
 
+VALIDATOR = Draft202012Validator(json_schema())
+
+
 def survives(text: str) -> None:
-    """As :func:`ends_well`, and what loads can be written and read again."""
+    """As :func:`ends_well`; what loads can be written and read again, and no editor underlines it."""
     loaded = ends_well(text.encode())
     if isinstance(loaded, Scenario):
+        VALIDATOR.validate(loaded.model_dump(mode="json"))
         assert ends_well(to_yaml(loaded).encode()) == loaded
 
 
