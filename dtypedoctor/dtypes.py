@@ -51,6 +51,12 @@ HALF = frozenset({"float16", "bfloat16"})
 WHOLE = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool"})
 """Dtypes of whole numbers and truth values."""
 
+DTYPE_WORDS = (
+    "dtype", "scalar type", "ScalarType", "same type", "bias type", "must have the type", "not implemented for '",
+    "Half", "BFloat16", "Float8", "ComplexFloat", "ComplexDouble",
+)  # fmt: skip
+"""Words by which torch's messages about dtypes are recognized."""
+
 _PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 

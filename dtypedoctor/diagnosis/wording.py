@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from dtypedoctor.diagnosis.rule import Finding
-from dtypedoctor.dtypes import DTYPES, parts_of
+from dtypedoctor.dtypes import DTYPE_WORDS, DTYPES, parts_of
 from dtypedoctor.trace.events import Caught, Op, Raised, TensorNote
 from dtypedoctor.trace.model import Trace
 
@@ -82,10 +82,6 @@ def dtype_named(word: str) -> str:
     return _SPELLINGS.get(plain.lower(), plain)
 
 
-DTYPE_WORDS = (
-    "dtype", "scalar type", "ScalarType", "same type", "bias type", "must have the type", "Half", "BFloat16", "Float8", "ComplexFloat", "ComplexDouble",
-)  # fmt: skip
-"""Words by which torch's messages about mixed dtypes are recognized."""
 COMPILER_ERRORS = frozenset({"Unsupported", "FailOnRecompileLimitHit"})
 """Exceptions of Dynamo, which quote the code that it could not trace; that code may well speak of dtypes."""
 

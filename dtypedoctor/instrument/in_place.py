@@ -24,6 +24,7 @@ from dtypedoctor._torch_private import DisableTorchFunction, at_end_of_backward,
 from dtypedoctor.instrument.alone import calls_alone, is_of_several, is_sharded, parameter_not_here
 from dtypedoctor.instrument.copies import MAX_HELD, CopiesOfParameters, share_of_device
 from dtypedoctor.instrument.facts import packed_dtypes
+from dtypedoctor.instrument.failing_statement import show_operands
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.frames import source_of
 from dtypedoctor.instrument.live_call import LiveCall, as_leaf, mapped, tensors_of
@@ -375,9 +376,16 @@ class InPlaceReplays:
             self._silent.append(fqn.rpartition(".")[0] if isinstance(record, RouterChoice) else fqn)
 
     def noticed(self, error: BaseException) -> None:
-        """The program ends with ``error``, which may have been raised outside of all modules."""
+        """An exception is on its way out."""
         if _is_dead(error):
             self._held.write()
+
+    def ends(self, error: BaseException, *, outside: bool) -> None:
+        """The program ends with ``error``; ``outside``: it was raised outside of all modules and of backward passes."""
+        self.noticed(error)
+        if self.begun and outside and _is_failure(error):
+            with self._aside(), self._phases.standing_aside():
+                show_operands(error, self._session, self._new_trace())
 
     def _before_backward(self, tensors: object) -> None:
         self._asked = False

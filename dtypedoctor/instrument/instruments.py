@@ -40,7 +40,7 @@ from dtypedoctor.instrument.silent.updates import GradientCheck
 from dtypedoctor.instrument.statistics import HALF, Rooted
 from dtypedoctor.instrument.watch import ModuleWatch
 from dtypedoctor.instrument.whereabouts import CaughtLog, RegionLog, behind, call_arguments, raised_record
-from dtypedoctor.trace.events import WORKED_ELSEWHERE, NotWatched
+from dtypedoctor.trace.events import REPLAY_OF_FAILURES, WORKED_ELSEWHERE, NotWatched
 from dtypedoctor.trace.writer import TraceWriter
 
 FOLLOWED = 1 << 18
@@ -497,12 +497,13 @@ class Instruments:
     def note_exception(self, error: BaseException) -> None:
         """Records an exception that reached the top, and those that it was raised from."""
         modules, phase = self._raised_in(error)
+        with self.guard.keeping(REPLAY_OF_FAILURES):
+            self.in_place.ends(error, outside=not modules and phase != "backward")
         record = raised_record(error, self.session, modules, phase)
         identity, operator = self._caught.operator
         if identity == id(error):  # its traceback has been cleaned of the operator's frame since
             record = replace(record, op=operator)
         self.writer.write(record)
-        self.in_place.noticed(error)
         self.note_behind(error)
 
     def note_thread_ends(self, error: BaseException) -> None:

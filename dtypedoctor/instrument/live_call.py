@@ -7,7 +7,7 @@ arguments. In a process that goes on, pass copies (:func:`copied`) and put the m
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from traceback import clear_frames
 from types import SimpleNamespace
@@ -209,30 +209,37 @@ class LiveCall:
         self,
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        *,
+        forward: "Forward | None" = None,
+        pull: "Pull | None" = None,
     ) -> Repeat:
         """Makes the call again, and the backward pass through it where an upstream gradient is known.
 
-        Inputs are detached, so the backward pass ends at them; no ``grad`` of a parameter changes. The caller mutes the instruments.
+        Inputs are detached, so the backward pass ends at them; no ``grad`` of a parameter changes. The caller mutes the instruments, or watches.
 
         Args:
             args, kwargs: passed instead, e.g. copies; default the arguments themselves.
+            forward: entered around the forward pass, within its modes, with the call as it is made; gives what is really passed.
+            pull: computes the gradients in the place of :meth:`pulled`.
         """
         memo: dict[int, Any] = {}
-        passed = mapped(tuple(self.args if args is None else args), as_leaf, memo)
-        named = mapped(dict(self.kwargs if kwargs is None else kwargs), as_leaf, memo)
-        made = replace(self, args=passed, kwargs=named)
+        made = replace(
+            self,
+            args=mapped(tuple(self.args if args is None else args), as_leaf, memo),
+            kwargs=mapped(dict(self.kwargs if kwargs is None else kwargs), as_leaf, memo),
+        )
         repeat = Repeat()
         with self.modes():
             before = torch.get_rng_state()
-            with contained() as attempt:
+            with contained() as attempt, (forward or _as_it_was)(made) as (passed, named):
                 repeat.output = self.module(*passed, **named)
             repeat.drew = not torch.equal(before, torch.get_rng_state())
         repeat.error = attempt.error
         if self.gradients and repeat.error is None:
             repeat.upstream = from_outside(self.gradients, list(tensors_of(repeat.output)))
-            with contained() as pulled:
-                repeat.gradients = made.pulled(repeat.output, repeat.upstream)
-            repeat.error = pulled.error
+            with contained() as attempt:
+                repeat.gradients = (pull or LiveCall.pulled)(made, repeat.output, repeat.upstream)
+            repeat.error = attempt.error
         if repeat.error is not None:
             clear_frames(
                 repeat.error.__traceback__
@@ -251,6 +258,15 @@ class LiveCall:
             return {}
         results = torch.autograd.grad(ends, list(wanted.values()), gradients, allow_unused=True)
         return {name: result for name, result in zip(wanted, results, strict=True) if result is not None}
+
+
+Forward = Callable[[LiveCall], AbstractContextManager[tuple[Sequence[Any], Mapping[str, Any]]]]
+Pull = Callable[[LiveCall, Any, Mapping[int, Tensor]], dict[str, Tensor]]
+
+
+@contextmanager
+def _as_it_was(made: LiveCall) -> Iterator[tuple[Sequence[Any], Mapping[str, Any]]]:
+    yield made.args, made.kwargs
 
 
 def from_outside(gradients: Mapping[int, Tensor], outputs: Sequence[Tensor]) -> dict[int, Tensor]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import unwrap
 from itertools import zip_longest
-from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,10 +20,10 @@ from torch.optim import Optimizer
 from dtypedoctor._torch_private import as_the_program, copy_all, version_of
 from dtypedoctor.instrument.copies import share_of_device
 from dtypedoctor.instrument.frames import source_of
-from dtypedoctor.instrument.repeated_call import at_moment, bytes_of, is_finite, is_same
+from dtypedoctor.instrument.repeated_call import at_moment, bytes_of, is_finite, is_same, undone
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable, out_of_their_sight
-from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
+from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory
 from dtypedoctor.interruptions import contained
 from dtypedoctor.redaction.messages import message_of
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES
@@ -187,17 +186,14 @@ class OptimizerReplays:
         moment = at_moment(session, begun.number, step=begun.step, call=begun.call, overrides=("optimizer",))
         memory = KeptMemory()
         same: list[bool] = []
-        with contained() as attempt, as_before([vars(twin)], get_ident(), lambda: session.position.muted), moment:
-            try:
-                with memory, torch.no_grad(), as_the_program():
-                    ops.open()
-                    try:
-                        unwrap(type(twin).step)(twin)
-                    finally:
-                        ops.close()
-                same = list(_compared(begun))
-            finally:
-                memory.restore()
+        with contained() as attempt, undone(session, [vars(twin)], moment, memory):
+            with memory, torch.no_grad(), as_the_program():
+                ops.open()
+                try:
+                    unwrap(type(twin).step)(twin)
+                finally:
+                    ops.close()
+            same = list(_compared(begun))
         error = attempt.error
         if error is not None:
             why = (

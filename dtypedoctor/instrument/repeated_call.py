@@ -3,11 +3,10 @@
 Which calls are kept, and when one is made again, is decided in :mod:`dtypedoctor.instrument.in_place`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import get_ident
-from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from dtypedoctor._torch_private import MemoryRef, Writes, parameters_of, version_of
 from dtypedoctor.instrument.alone import Given, unit_set_aside
 from dtypedoctor.instrument.copies import ParameterCopies
-from dtypedoctor.instrument.live_call import LiveCall, as_leaf, from_outside, mapped, tensors_of
+from dtypedoctor.instrument.live_call import LiveCall, mapped, tensors_of
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.updates import SCALE, when_scaled
 from dtypedoctor.instrument.statistics import measurable, measure, out_of_their_sight, real_of
@@ -43,6 +42,7 @@ __all__ = [
     "is_same",
     "itself",
     "type_and_message",
+    "undone",
 ]
 
 MAX_RESULT = 16 << 20
@@ -239,37 +239,33 @@ class RepeatedCall:
 
     def run(self, first: int, *, backward: bool, error: tuple[str, str] | None) -> str:
         """Makes the call, with records numbered from ``first`` on; how it went differently, empty where it did not."""
-        live = self._kept.live
+        kept, session = self._kept, self._session
+        live = kept.live if backward else replace(kept.live, gradients={})
         memory = KeptMemory(*_allowed(live))
-        roots = (live.module, live.args, live.kwargs)
+        moment = at_moment(session, first, step=kept.step, call=kept.call, overrides=kept.overrides, depth=kept.depth)
         said: tuple[str, str] | None = None
-        position = self._session.position
         try:
-            with ExitStack() as stack:
-                stack.callback(memory.restore)
-                stack.enter_context(as_before(roots, get_ident(), lambda: position.muted and not self._reducing))
-                stack.enter_context(self._moment(first))
-                stack.enter_context(self._session.autocast.unheard())
-                self._given = stack.enter_context(unit_set_aside(live.module))
+            with (
+                undone(session, (live.module, live.args, live.kwargs), moment, memory, lambda: self._reducing),
+                unit_set_aside(live.module) as self._given,
+            ):
                 memory.keep_buffers(live.module)
-                stack.enter_context(memory)
-                said = self._attempt(backward=backward)
-                gave_up = said is not None and said[0] == CannotReplayError.__name__
-                self.why_not = said[1] if said is not None and gave_up else memory.why_not
-                if self.why_not:
-                    self._session.writer.forget_held()
-                if self._inner is not None and not self.why_not:
-                    self._reducing = True
-                    self.capsule = self._inner.smallest(self.error)
+                with memory:
+                    said = self._attempt(live)
+                    gave_up = said is not None and said[0] == CannotReplayError.__name__
+                    self.why_not = said[1] if said is not None and gave_up else memory.why_not
+                    if self.why_not:
+                        session.writer.forget_held()
+                    elif self._inner is not None:
+                        self._reducing = True
+                        self.capsule = self._inner.smallest(self.error)
         except CannotReplayError as why_not:
             self.why_not = str(why_not)
             return ""
-        return "" if self.why_not else self._difference(said, error if error is not None else self._kept.error)
+        return "" if self.why_not else self._difference(said, error if error is not None else kept.error)
 
     def let_go(self) -> None:
         """Everything is told: lets go of the graph of what was made again, which would hold parameters until Python's collector comes."""
-        if self.error is not None:
-            clear_frames(self.error.__traceback__)
         self._result, self.error, self._inner = [], None, None
 
     def in_eager_mode(self) -> EagerCall | None:
@@ -284,49 +280,42 @@ class RepeatedCall:
         largest, absmax = (max((extent.absmax for extent in extents), default=0.0) for extents in (real, again))
         return EagerCall(finite=False, absmax=largest, eager_finite=True, eager_absmax=absmax)
 
-    def _moment(self, first: int) -> AbstractContextManager[None]:
-        kept = self._kept
-        return at_moment(
-            self._session, first, step=kept.step, call=kept.call, overrides=kept.overrides, depth=kept.depth
-        )
-
-    def _attempt(self, *, backward: bool) -> tuple[str, str] | None:
+    def _attempt(self, live: LiveCall) -> tuple[str, str] | None:
         """Type and message of what the call has raised, or the backward pass through it."""
-        live = self._kept.live
-        memo: dict[int, Any] = {}
-        args, kwargs = mapped(live.args, as_leaf, memo), mapped(live.kwargs, as_leaf, memo)
         if self._traced:
             self.ops.open()
         try:
-            # What a call inside of a model gets is no input of the program's.
-            self.ops.enter_root(*((args, kwargs) if not live.fqn else ((), {})))
-            with live.modes(), contained() as forward:
-                self._session.autocast.open_again(self._kept.regions)
-                passed, named = self._given(args, kwargs)
-                output = live.module(*passed, **named)
-            self.ops.leave_root()
-            self.error = forward.error
-            if self.error is None and backward:
-                with contained() as pulled, self._differentiating():
-                    self._pull(output, args, kwargs)
-                self.error = pulled.error
-            return type_and_message(self.error) if self.error is not None else None
+            self.error = live.again(forward=self._forward, pull=self._pull).error
         finally:
             self.ops.close()
+        return type_and_message(self.error) if self.error is not None else None
 
-    def _pull(self, output: Any, args: Any, kwargs: Any) -> None:
+    @contextmanager
+    def _forward(self, made: LiveCall) -> Iterator[tuple[Any, Any]]:
+        # What a call inside of a model gets is no input of the program's.
+        self.ops.enter_root(*((made.args, made.kwargs) if not made.fqn else ((), {})))
+        try:
+            self._session.autocast.open_again(self._kept.regions)
+            yield self._given(made.args, made.kwargs)
+        finally:
+            self.ops.leave_root()
+
+    def _pull(self, made: LiveCall, output: Any, upstream: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """Pulls the upstream gradient through what was made again."""
         outputs = list(tensors_of(output))
-        upstream = from_outside(self._kept.live.gradients, outputs)
-        if self._scaled:
-            self._pull_scaled([outputs[i] for i in upstream], list(upstream.values()))
-            return
-        ends = [tensor for tensor in (*tensors_of((args, kwargs)), *self._trained().values()) if tensor.requires_grad]
-        if not upstream or not ends:
-            return
-        made = _gradients_of([outputs[i] for i in upstream], list(upstream.values()), ends)
-        self._kept.part = next((part for end, part in zip(ends, made, strict=True) if end is self._leaf), None)
-        self.is_bad = not all(is_finite(gradient) for gradient in made if gradient is not None)
+        results, gradients = [outputs[i] for i in upstream], list(upstream.values())
+        given = tensors_of((made.args, made.kwargs))
+        ends = [tensor for tensor in (*given, *self._trained().values()) if tensor.requires_grad]
+        with self._differentiating():
+            if self._scaled:
+                self._pull_scaled(results, gradients)
+            elif results and ends:
+                pulled = _gradients_of(results, gradients, ends)
+                self._kept.part = next(
+                    (part for end, part in zip(ends, pulled, strict=True) if end is self._leaf), None
+                )
+                self.is_bad = not all(is_finite(gradient) for gradient in pulled if gradient is not None)
+        return {}
 
     def _pull_scaled(self, results: list[Tensor], upstream: list[Tensor]) -> None:
         """Pulls the upstream gradient through twice, as it is and multiplied as far as float16 holds it."""
@@ -477,6 +466,31 @@ def _mixes_dtypes(call: LiveCall) -> bool:
     given = {tensor.dtype for _, tensor in call.inputs() if tensor.is_floating_point()}
     own = {tensor.dtype for _, tensor in call.parameters() if tensor.is_floating_point()}
     return not call.autocast and bool(given and own) and given != own
+
+
+@contextmanager
+def undone(
+    session: Session,
+    roots: Iterable[Any],
+    moment: AbstractContextManager[None],
+    memory: KeptMemory,
+    reducing: Callable[[], bool] = bool,
+) -> Iterator[None]:
+    """Inside, code of the program may run once more at an earlier moment; afterwards the program is as it was.
+
+    Args:
+        session: of the process.
+        roots: objects that the code may change.
+        moment: of :func:`at_moment`.
+        memory: a mode that the caller enters around the code itself.
+        reducing: says whether the code runs although the instruments are muted.
+    """
+    with ExitStack() as stack:
+        stack.callback(memory.restore)
+        stack.enter_context(as_before(roots, get_ident(), lambda: session.position.muted and not reducing()))
+        stack.enter_context(moment)
+        stack.enter_context(session.autocast.unheard())
+        yield
 
 
 @contextmanager

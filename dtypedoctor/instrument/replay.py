@@ -115,8 +115,8 @@ def note_replay(writer: TraceWriter, of: int, how: str, results: list[Tensor]) -
 def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments) -> None:
     """Runs an op that refused its operands again with other dtypes, unless it needs the other ranks.
 
-    Where all are in one dtype narrower than float32, ``all-as-float32`` shows whether the op lacks that dtype; ``as-real`` shows the same of complex ones. Whole numbers are cast only where all others are
-    in one dtype, since most of them are indices; of other equal dtypes there is nothing to try.
+    Where all are in one dtype narrower than float32, ``all-as-float32`` shows whether the op lacks that dtype; ``as-real`` shows the same of complex ones. Whole numbers are cast where there is nothing else, and
+    where all others are in one dtype, since most of them are indices; of other equal dtypes there is nothing to try.
     Where they differ:
 
     * ``equal-dtypes``: all in float32 (in float64 where one is), which shows that the dtypes alone were the reason.
@@ -128,11 +128,14 @@ def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments
     is_operator = isinstance(func, OpOverload)  # a function may do more than compute
     if is_operator and is_unfinished(func):
         return
+    is_known = is_operator or is_of_torch(func)
     if any(leaf.is_complex() for leaf in leaves):
         run_again(writer, of, "as-real", func, tree_map(_real_copy, arguments))
+    elif not dtypes and is_known and any(map(holds_whole_numbers, leaves)):
+        run_again(writer, of, "all-as-float32", func, tree_map(_whole_as_float32, arguments))
     if len(dtypes) == 1 and is_operator and any(map(holds_whole_numbers, leaves)):
         _replay_whole(writer, of, func, arguments, dtypes[0])
-    if len(dtypes) == 1 and is_narrow(dtypes[0]) and (is_operator or is_of_torch(func)):
+    if len(dtypes) == 1 and is_narrow(dtypes[0]) and is_known:
         run_again(writer, of, "all-as-float32", func, _cast(arguments, partial(_always, torch.float32)))
     if len(dtypes) < 2:
         return
@@ -156,6 +159,10 @@ def is_narrow(dtype: torch.dtype) -> bool:
 def is_of_torch(func: Any) -> bool:
     """Whether a function is torch's own, which computes from its arguments, or a method of its tensors."""
     return str(getattr(func, "__module__", None) or getattr(func, "__objclass__", func).__module__).startswith("torch")
+
+
+def _whole_as_float32(value: Any) -> Any:
+    return value.float() if holds_whole_numbers(value) else value
 
 
 def _real_copy(value: Any) -> Any:

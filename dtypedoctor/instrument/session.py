@@ -279,6 +279,8 @@ class AutocastLog:
         """Regions that torch has switched off, for lack of their device."""
         self._undo: list[Callable[[], None]] = []
         self.entered: list[Callable[[AutocastRegion], None]] = []
+        self._left: tuple[int, tuple[AutocastRegion, ...]] = (0, ())
+        """Identity of the exception that has left a region last, and the regions that were open where it was raised."""
 
     @property
     def _regions(self) -> list[AutocastRegion]:
@@ -307,6 +309,8 @@ class AutocastLog:
             region: autocast, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
         ) -> Any:
             if self._regions and not torch.compiler.is_compiling():
+                if error is not None and self._left[0] != id(error):
+                    self._left = (id(error), self.open_regions)
                 self._regions.pop()
             return leave(region, kind, error, tb)
 
@@ -340,6 +344,10 @@ class AutocastLog:
     def open_again(self, regions: Sequence[AutocastRegion]) -> None:
         """Takes ``regions`` for those that are open, outermost first."""
         self._regions[:] = regions
+
+    def left_by(self, error: BaseException) -> tuple[AutocastRegion, ...]:
+        """The regions that were open where ``error`` was raised, outermost first."""
+        return self._left[1] if self._left[0] == id(error) else self.open_regions
 
     def _note(self, region: autocast) -> None:
         found = AutocastRegion(

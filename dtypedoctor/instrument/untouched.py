@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from math import inf
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -48,6 +49,7 @@ from dtypedoctor.instrument.operators import (
 from dtypedoctor.instrument.settings import RandomState
 from dtypedoctor.interruptions import contained
 from dtypedoctor.lasting import at_audit
+from dtypedoctor.unpatched import perf_counter
 
 __all__ = ["CannotReplayError", "KeptMemory", "as_before"]
 
@@ -88,10 +90,12 @@ class KeptMemory(OperatorMode):
     Args:
         device: whose memory is watched; None for none.
         allowed: bytes that may be allocated on it meanwhile.
+        seconds: after which no operator may begin.
     """
 
-    def __init__(self, device: torch.device | None = None, allowed: int = 0) -> None:
+    def __init__(self, device: torch.device | None = None, allowed: int = 0, seconds: float = inf) -> None:
         super().__init__()
+        self._seconds, self._until = seconds, perf_counter() + seconds
         self._device = device
         self._allowed = allowed
         self._before = torch.cuda.memory_allocated(device) if device is not None else 0
@@ -130,6 +134,8 @@ class KeptMemory(OperatorMode):
             taken = torch.cuda.memory_allocated(self._device) - self._before
             if taken > self._allowed:
                 self._give_up(f"it takes more than the {self._allowed >> 20:,} MiB that are free for it")
+        if perf_counter() > self._until:
+            self._give_up(f"it takes longer than {self._seconds:.0f} s")
         if is_unfinished(func):
             self._give_up(f"{name_of_collective(func)} needs the other ranks")
         for generator in flat(arguments):

@@ -3,8 +3,8 @@
 A norm, a buffer, the input, an adapter, the head; then KV caches, features merged into embeddings, and attention, which reads such caches.
 """
 
-from dtypedoctor.diagnosis.wording import place, short
-from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.diagnosis.wording import is_dtype_error, place, short
+from dtypedoctor.dtypes import DTYPES, WHOLE
 from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, described, op_name, ran_in, set_in_words, settled_by
 from dtypedoctor.rules.mismatch.census import owner_of
 from dtypedoctor.rules.mismatch.dtype_origin import ATTENTION, MERGES, DtypeOrigin, Reason
@@ -20,7 +20,10 @@ def without_implementation(case: Case) -> Verdict | None:
     if "without overflow" in (case.op.error or ""):
         return None  # the dtype has the operator, and not the number that is to be written
     narrow = next(iter(case.dtypes), "") if len(case.dtypes) == 1 else ""
-    proven = ran_in(case, "float32") if narrow in DTYPES and DTYPES[narrow].bits < FLOAT32_BITS else None
+    if not case.dtypes and is_dtype_error(case.raised):  # whole numbers of which something wants a mean
+        narrow = next((tensor.dtype for tensor in case.op.inputs if tensor.dtype in WHOLE), "")
+    is_narrow = narrow in WHOLE or (narrow in DTYPES and DTYPES[narrow].bits < FLOAT32_BITS)
+    proven = ran_in(case, "float32") if is_narrow else None
     dtype, way, operand = narrow, "in float32", next(iter(case.operands), None)
     if proven is None and case.ran("as-real"):
         dtype, way, operand = (
@@ -35,7 +38,7 @@ def without_implementation(case: Case) -> Verdict | None:
         id="unsupported-dtype",
         fqn=place(case.op),
         summary=f"{op_name(case)} in {short(place(case.op))} is not implemented for {dtype}: it raises, and runs {way}.",
-        cause=NO_COMPLEX if operand is None else _NO_HALF,
+        cause=NO_COMPLEX if way != "in float32" else _NO_WHOLE if narrow in WHOLE else _NO_HALF,
         proven_by=proven,
         blamed=operand,
     )
@@ -46,6 +49,7 @@ _NO_HALF = (
     "Decompositions, distances, transforms, some losses and numpy exist in float32 and float64 only, on one device or on all. Their operands are in "
     "half precision because the model is, or because autocast has made them so."
 )
+_NO_WHOLE = "Means, deviations, decompositions and most losses are defined for floating-point numbers only, and their operands are whole numbers."
 NO_COMPLEX = "Complex numbers have fewer operators than real ones. What treats the real and the imaginary part alike can be computed on `torch.view_as_real(x)`."
 
 

@@ -1,0 +1,165 @@
+"""Makes the statement again with which the program has ended, in its frame, under the op trace: outside of module calls nobody has kept the operands.
+
+The frames of an exception outlive it with their variables, and Python knows which expression an instruction belongs to. That of the innermost frame is
+run again, so that as little as possible is: of ``scores.cpu().numpy()`` in a callback these two calls, of a gradient scaler's step the call of its kernel. What it
+computes with is there as it was, unless something has written to it since; only if the same is raised again does it show anything.
+"""
+
+import ast
+import linecache
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import CodeType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtypedoctor._torch_private import as_the_program
+from dtypedoctor.dtypes import DTYPE_WORDS
+from dtypedoctor.instrument.frames import Line, is_own_file, source_of, span_of
+from dtypedoctor.instrument.repeated_call import at_moment, type_and_message, undone
+from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory
+from dtypedoctor.interruptions import contained
+from dtypedoctor.trace.events import REPLAY_OF_FAILURES
+from dtypedoctor.trace.records.execution import AutocastRegion
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.optrace import OpTrace
+
+__all__ = ["show_operands"]
+
+RESERVED = 1 << 17
+"""Numbers of the trace for its operators."""
+MAX_SECONDS = 10.0
+"""Time in which its operators may begin: its operands may come from a call that takes hours."""
+CANNOT = "what raised at {} cannot be run again: {}"
+_SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return)
+"""Statements without others inside."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Statement:
+    """An expression or a statement that has raised, and a copy of the variables that its frame sees."""
+
+    node: ast.expr | ast.stmt
+    code: CodeType
+    variables: dict[str, Any]
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The variables that it names."""
+        names = {node.id for node in ast.walk(self.node) if isinstance(node, ast.Name)}
+        return {name: self.variables[name] for name in names & self.variables.keys()}
+
+    def run(self) -> None:
+        """Runs it. What it assigns to a name, it assigns in the copy."""
+        value = self.node.value if isinstance(self.node, (ast.Expr, ast.Return)) else self.node
+        is_expression = isinstance(value, ast.expr)
+        tree: Any = ast.Expression(value) if isinstance(value, ast.expr) else ast.Module([value], [])
+        compiled = compile(tree, self.code.co_filename, "eval" if is_expression else "exec", dont_inherit=True)
+        exec(compiled, self.variables)  # noqa: S102  (the program's own code, which has just run)
+
+
+def show_operands(error: BaseException, session: Session, ops: "OpTrace") -> None:
+    """Records which operator or function of torch has raised ``error``, with its operands and what it does with others.
+
+    Args:
+        error: ends the program, and was raised outside of module calls and of backward passes.
+        session: of the process.
+        ops: an op trace.
+    """
+    links = list(_links(error.__traceback__))
+    statement = _raised_by(links[-1]) if links else None
+    if statement is None or not any(word in str(error) for word in DTYPE_WORDS):
+        return  # what has nothing to do with dtypes need not run twice
+    # What a library raises is told at the line of the program that has called it.
+    own = next((link for link in reversed(links) if is_own_file(link.tb_frame.f_code.co_filename)), links[-1])
+    line = Line(own.tb_frame.f_code, own.tb_frame.f_globals.get("__name__", ""), own.tb_lineno).source
+    ops.lines = {source_of(sys._getframe()): line}
+    why_not = _run_again(statement, error, session, ops)
+    if why_not:
+        session.guard.tell(REPLAY_OF_FAILURES, CANNOT.format(line, why_not))
+
+
+def _links(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    """The links of a traceback, outermost first, without those of the doctor's."""
+    while traceback is not None:
+        if not traceback.tb_frame.f_globals.get("__name__", "").startswith("dtypedoctor."):
+            yield traceback
+        traceback = traceback.tb_next
+
+
+def _raised_by(link: TracebackType) -> _Statement | None:
+    """What has raised in a frame; None where its source cannot be read."""
+    frame, code = link.tb_frame, link.tb_frame.f_code
+    node = _node_at(code.co_filename, span_of(code, link.tb_lasti))
+    return None if node is None else _Statement(node, code, {**frame.f_globals, **frame.f_locals})
+
+
+def _node_at(file: str, span: Sequence[int]) -> ast.expr | ast.stmt | None:
+    """The smallest expression or simple statement of a file around an instruction; of what is assigned to, the statement."""
+    tree: ast.AST | None = None
+    with contained():  # the file has changed, or is no Python
+        tree = ast.parse("".join(linecache.getlines(file)))
+    if tree is None or not span:
+        return None
+    first, last, begin, end = span
+    around = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.expr, *_SIMPLE))
+        and (node.lineno, node.col_offset) <= (first, begin)
+        and (last, end) <= (node.end_lineno or 0, node.end_col_offset or 0)
+        and not isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))
+    ]
+    return around[-1] if around else None  # ast.walk comes to what is inside of a node after the node
+
+
+def _run_again(statement: _Statement, error: BaseException, session: Session, ops: "OpTrace") -> str:
+    """Why the statement could not be run again; empty where it was, whatever came of it."""
+    named = list(statement.named.values())
+    if any(hasattr(type(value), "__next__") for value in named):
+        return "it may take the next item of an iterator"
+    position, memory = session.position, KeptMemory(seconds=MAX_SECONDS)
+    moment = at_moment(
+        session,
+        session.writer.next_n(RESERVED),
+        step=position.step,
+        call=position.call,
+        overrides=position.overrides,
+    )
+    with contained() as attempt, undone(session, named, moment, memory):
+        with contained() as again, _modes(session, error), memory:
+            ops.open(outside=True)
+            try:
+                statement.run()
+            finally:
+                ops.close()
+        if again.error is None or type_and_message(again.error) != type_and_message(error):
+            session.writer.forget_held()  # another failure shows nothing of this one
+    for stopped in (attempt.error, again.error):
+        if isinstance(stopped, CannotReplayError):
+            return str(stopped)
+    return memory.why_not
+
+
+@contextmanager
+def _modes(session: Session, error: BaseException) -> Iterator[None]:
+    """Inside, the autocast regions are open that ``error`` has left. Gradients are not recorded: a result changes nothing of them."""
+    regions = session.autocast.left_by(error)
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(as_the_program())
+        for region in regions:
+            stack.enter_context(_opened(region))
+        session.autocast.open_again(regions)
+        yield
+
+
+def _opened(region: AutocastRegion) -> torch.autocast:
+    return torch.autocast(
+        region.device, dtype=getattr(torch, region.wanted), enabled=region.enabled, cache_enabled=False
+    )
