@@ -101,21 +101,20 @@ def _raised_by(link: TracebackType) -> _Statement | None:
 
 def _node_at(file: str, span: Sequence[int]) -> ast.expr | ast.stmt | None:
     """The smallest expression or simple statement of a file around an instruction; of what is assigned to, the statement."""
-    tree: ast.AST | None = None
-    with contained():  # the file has changed, or is no Python
-        tree = ast.parse("".join(linecache.getlines(file)))
-    if tree is None or not span:
+    if not span:
         return None
     first, last, begin, end = span
-    around = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.expr, *_SIMPLE))
-        and (node.lineno, node.col_offset) <= (first, begin)
-        and (last, end) <= (node.end_lineno or 0, node.end_col_offset or 0)
-        and not isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))
-    ]
-    return around[-1] if around else None  # ast.walk comes to what is inside of a node after the node
+    around: ast.expr | ast.stmt | None = None
+    with contained():  # the file has changed, or is no Python
+        for node in ast.walk(
+            ast.parse("".join(linecache.getlines(file)))
+        ):  # comes to what is inside of a node after the node
+            if not isinstance(node, (ast.expr, *_SIMPLE)) or isinstance(getattr(node, "ctx", None), ast.Store):
+                continue
+            ends = (node.end_lineno or 0, node.end_col_offset or 0)
+            if (node.lineno, node.col_offset) <= (first, begin) and (last, end) <= ends:
+                around = node
+    return around
 
 
 def _run_again(statement: _Statement, error: BaseException, session: Session, ops: "OpTrace") -> str:

@@ -19,18 +19,13 @@ def without_implementation(case: Case) -> Verdict | None:
     """An op rejects a dtype, in which all its operands are, and takes the same numbers in float32 or as real ones."""
     if "without overflow" in (case.op.error or ""):
         return None  # the dtype has the operator, and not the number that is to be written
-    narrow = next(iter(case.dtypes), "") if len(case.dtypes) == 1 else ""
-    if not case.dtypes and is_dtype_error(case.raised):  # whole numbers of which something wants a mean
-        narrow = next((tensor.dtype for tensor in case.op.inputs if tensor.dtype in WHOLE), "")
-    is_narrow = narrow in WHOLE or (narrow in DTYPES and DTYPES[narrow].bits < FLOAT32_BITS)
-    proven = ran_in(case, "float32") if is_narrow else None
-    dtype, way, operand = narrow, "in float32", next(iter(case.operands), None)
+    dtype, way = _only_dtype(case), "in float32"
+    proven = ran_in(case, "float32") if dtype else None
+    cause = _NO_WHOLE if dtype in WHOLE else _NO_HALF
+    operand = next(iter(case.operands), None)
     if proven is None and case.ran("as-real"):
-        dtype, way, operand = (
-            next(t.dtype for t in case.op.inputs if t.dtype.startswith("complex")),
-            "on real numbers",
-            None,
-        )
+        dtype = next(tensor.dtype for tensor in case.op.inputs if tensor.dtype.startswith("complex"))
+        way, cause, operand = "on real numbers", NO_COMPLEX, None
         proven = f"{op_name(case)} run again on the real and imaginary parts does not raise"
     if proven is None:
         return None
@@ -38,10 +33,18 @@ def without_implementation(case: Case) -> Verdict | None:
         id="unsupported-dtype",
         fqn=place(case.op),
         summary=f"{op_name(case)} in {short(place(case.op))} is not implemented for {dtype}: it raises, and runs {way}.",
-        cause=NO_COMPLEX if way != "in float32" else _NO_WHOLE if narrow in WHOLE else _NO_HALF,
+        cause=cause,
         proven_by=proven,
         blamed=operand,
     )
+
+
+def _only_dtype(case: Case) -> str:
+    """The one dtype of the operands, where it is narrower than float32 or they are whole numbers; empty for any other."""
+    if not case.dtypes and is_dtype_error(case.raised):
+        return next((tensor.dtype for tensor in case.op.inputs if tensor.dtype in WHOLE), "")
+    known = DTYPES.get(case.dtypes[0]) if len(case.dtypes) == 1 else None
+    return known.name if known is not None and known.bits < FLOAT32_BITS else ""
 
 
 FLOAT32_BITS = DTYPES["float32"].bits
