@@ -431,6 +431,7 @@ class Instruments:
         sentinel.program = self._program
         sentinel.shadowed = self.checks[Shadows].ran_outside
         overflows = self.checks[OverflowsOutside]
+        overflows.whereabouts.is_inside = sentinel.is_of_a_module
         sentinel.rounded, sentinel.overflowed = overflows.wants, overflows.ran_outside
         sentinel.rejected = self.guard.shield(self._keep_rejected, OPERATOR_CAPSULES)
         return sentinel

@@ -306,18 +306,19 @@ class RepeatedCall:
         results, gradients = [outputs[i] for i in upstream], list(upstream.values())
         given = tensors_of((made.args, made.kwargs))
         ends = [tensor for tensor in (*given, *self._trained().values()) if tensor.requires_grad]
+        pull = self._pull_scaled if self._scaled else self._pull_plain
         with self._differentiating():
-            if self._scaled:
-                self._pull_scaled(results, gradients)
-            elif results and ends:
-                pulled = _gradients_of(results, gradients, ends)
-                self._kept.part = next(
-                    (part for end, part in zip(ends, pulled, strict=True) if end is self._leaf), None
-                )
-                self.is_bad = not all(is_finite(gradient) for gradient in pulled if gradient is not None)
+            pull(results, gradients, ends)
         return {}
 
-    def _pull_scaled(self, results: list[Tensor], upstream: list[Tensor]) -> None:
+    def _pull_plain(self, results: list[Tensor], upstream: list[Tensor], ends: list[Tensor]) -> None:
+        """Pulls the upstream gradient through once, as the program has."""
+        if results and ends:
+            made = _gradients_of(results, upstream, ends)
+            self._kept.part = next((part for end, part in zip(ends, made, strict=True) if end is self._leaf), None)
+            self.is_bad = not all(is_finite(gradient) for gradient in made if gradient is not None)
+
+    def _pull_scaled(self, results: list[Tensor], upstream: list[Tensor], _: object) -> None:
         """Pulls the upstream gradient through twice, as it is and multiplied as far as float16 holds it."""
         trained = self._trained()
         ends = list(trained.values())

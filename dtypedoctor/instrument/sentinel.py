@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import Function, FunctionCtx
 from torch.nn import Parameter
 
 from dtypedoctor._torch_private import (
@@ -50,7 +50,7 @@ from dtypedoctor.instrument.operators import (
     tensors_of,
     written,
 )
-from dtypedoctor.instrument.readings import FIRST_STEPS
+from dtypedoctor.instrument.readings import FIRST_STEPS, is_read_in
 from dtypedoctor.instrument.recorders import BEHIND
 from dtypedoctor.instrument.session import Here, Session
 from dtypedoctor.instrument.silent.observer import SUMS
@@ -76,6 +76,8 @@ MAX_LINES = 50_000
 """Autograd nodes whose line is remembered."""
 MAX_WALKED = 2_000
 """Autograd nodes that are looked at for one backward pass, or for what goes into one outermost module call."""
+MAX_INSIDE = 20_000
+"""The same where nodes of custom functions are looked for inside of module calls, in a few steps."""
 MAX_SPANS = 4_096
 """Outermost module calls, in a row without a node between them, whose autograd nodes are known to be theirs."""
 
@@ -170,6 +172,8 @@ class Sentinel(OperatorMode):
         self._call_began = 0
         self._between = False
         self._hooked: set[int] = set()
+        self._inside: tuple[type, ...] = ()
+        """Classes of nodes that are looked at in module calls, too: the backward of a custom function is the program's own code."""
         self._lent = False
         self._entering = session.guard.shield(self._node_begins, "gradients of some operators outside of modules")
         self._backwards = 0
@@ -282,24 +286,30 @@ class Sentinel(OperatorMode):
             return
         if len(self._hooked) > MAX_LINES:
             self._hooked.clear()
+        self._inside = _functions_of_programs() if is_read_in(self._position.step) else ()
         self._hook_behind([tensor.grad_fn for tensor in tensors if self._is_in_a_graph(tensor)])
 
     def _hook_behind(self, waiting: list[Any]) -> None:
-        """Hooks the nodes ``waiting``, which it empties, and those behind them."""
-        for _ in range(MAX_WALKED):
+        """Hooks the nodes ``waiting``, which it empties, and those behind them; of those that a module call has made only custom functions of programs."""
+        for _ in range(MAX_INSIDE if self._inside else MAX_WALKED):
             if not waiting:
                 return
             node = waiting.pop()
             number = sequence_number(node)
-            if number in self._hooked or self._is_of_a_module(number):
+            inside = self.is_of_a_module(number)
+            if number in self._hooked or (inside and not (self._inside and self._is_known(number))):
                 continue
             self._hooked.add(number)
-            node.register_prehook(self._entering)
+            if not inside or isinstance(node, self._inside):
+                node.register_prehook(self._entering)
             waiting += [before for before, _ in node.next_functions if before is not None]
 
-    def _is_of_a_module(self, number: int) -> bool:
+    def _is_known(self, number: int) -> bool:
+        return self._first_span <= number < next_sequence_number()
+
+    def is_of_a_module(self, number: int) -> bool:
         """Whether the autograd node with this number was made in a module call, is too old to be known, or is the end of a leaf."""
-        if not self._first_span <= number < next_sequence_number():
+        if not self._is_known(number):
             return True
         place = bisect_right(self._spans, (number, inf)) - 1
         return place >= 0 and number < self._spans[place][1]
@@ -412,10 +422,10 @@ class Sentinel(OperatorMode):
         """Runs ``func`` as it is and looks at what comes out."""
         kwargs = kwargs or {}
         plan = self._plans.get(func) or self._plan(func)
-        if plan.passes or not self._on or self._position.muted or self.quiet():
+        if plan.passes or not self._on or self._position.muted or self.quiet() or self._is_lent_to_a_module():
             return run(func, args, kwargs)
-        if self._abroad and self._position.stack:
-            return run(func, args, kwargs)  # of a module that a node of a GPU calls, where nothing takes the mode off
+        if self._lent and self._inside and self._is_inside_of_a_module():
+            return self._in_a_module(func, plan, args, kwargs)
         if not plan.reads:
             self._seen += 1
             self._coverage.operators += 1
@@ -448,6 +458,23 @@ class Sentinel(OperatorMode):
                 self.wrote(write, line_of(sys._getframe(1)))
         for follow in plan.followed:
             follow(func, (args, kwargs), result)
+        return result
+
+    def _is_lent_to_a_module(self) -> bool:
+        """Whether a node of a GPU calls a module, in a thread in which nothing takes the mode off."""
+        return self._abroad and bool(self._position.stack)
+
+    def _is_inside_of_a_module(self) -> bool:
+        node = autograd_node()
+        return isinstance(node, self._inside) and self.is_of_a_module(sequence_number(node))
+
+    def _in_a_module(self, func: Any, plan: _Plan, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Runs an operator in the backward of a custom function that a module has called: gradients tell what is not finite, but not what was replaced."""
+        kept = self._before(func, (args, kwargs)) if plan.writes else (args, kwargs)
+        result = run(func, args, kwargs)
+        if not plan.reads:
+            with self._looking:
+                self.overflowed(func, kept, (args, kwargs), result)
         return result
 
     def _plan(self, func: Any) -> _Plan:
@@ -615,6 +642,17 @@ def _unreadable_kind(tensor: Tensor) -> str | None:
 def _is_of_program() -> bool:
     """Whether the backward of a custom function is running, which is the program's own code as any forward is: its context is its node."""
     return isinstance(autograd_node(), FunctionCtx)
+
+
+def _functions_of_programs() -> tuple[type, ...]:
+    """The custom functions that there are but for torch's own, by the classes that their nodes have."""
+    waiting, found = list(Function.__subclasses__()), []
+    while waiting:
+        function = waiting.pop()
+        waiting += function.__subclasses__()
+        if function.__module__.partition(".")[0] != "torch":
+            found.append(function._backward_cls)
+    return tuple(found)
 
 
 def _all_finite(ends: Iterable[Ends | None]) -> bool:

@@ -129,13 +129,7 @@ class KeptMemory(OperatorMode):
                     self._note(buffer)
 
     def _look(self, func: Any, arguments: Arguments) -> None:
-        self._operators += 1
-        if self._device is not None and self._operators % LOOKS == 0:
-            taken = torch.cuda.memory_allocated(self._device) - self._before
-            if taken > self._allowed:
-                self._give_up(f"it takes more than the {self._allowed >> 20:,} MiB that are free for it")
-        if perf_counter() > self._until:
-            self._give_up(f"it takes longer than {self._seconds:.0f} s")
+        self._look_at_limits()
         if is_unfinished(func):
             self._give_up(f"{name_of_collective(func)} needs the other ranks")
         for generator in flat(arguments):
@@ -146,6 +140,15 @@ class KeptMemory(OperatorMode):
                 self._keep(func, tensor, arguments)
         if self.why_not:
             raise CannotReplayError(self.why_not)
+
+    def _look_at_limits(self) -> None:
+        self._operators += 1
+        if self._device is not None and self._operators % LOOKS == 0:
+            taken = torch.cuda.memory_allocated(self._device) - self._before
+            if taken > self._allowed:
+                self._give_up(f"it takes more than the {self._allowed >> 20:,} MiB that are free for it")
+        if perf_counter() > self._until:
+            self._give_up(f"it takes longer than {self._seconds:.0f} s")
 
     def _keep(self, func: Any, tensor: Tensor, arguments: Arguments) -> None:
         """Copies the memory of a tensor of the program's, once."""

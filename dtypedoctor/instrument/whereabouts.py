@@ -6,7 +6,7 @@ reaches the top tells of one that somebody catches.
 import sys
 import traceback
 from collections import Counter, UserDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from dis import opmap
 from types import FrameType, TracebackType
@@ -83,6 +83,8 @@ class Whereabouts:
         self._origins: dict[int, OpPlace] = {}
         self._next: int | None = None
         self._noted: set[int] = set()
+        self.is_inside: Callable[[int], bool] = lambda _: False
+        """Says whether a module call has made the autograd node of that number."""
 
     def here(self, frame: FrameType, device: str) -> OpPlace:
         """The place of the operator that is called from ``frame`` on a tensor of ``device``."""
@@ -118,8 +120,8 @@ class Whereabouts:
         return self._session.names.of_call(self._session.position.stack) or (OUTSIDE, "")
 
     def _in_backward(self, node: torch.autograd.graph.Node, source: str | None, autocast: str | None) -> OpPlace:
-        made = self._origins.get(sequence_number(node), _NOWHERE)
         context = node if isinstance(node, FunctionCtx) else None  # the context of a custom function is its node
+        made = self._origins.get(sequence_number(node)) or (_NOWHERE if context is None else self._module_of(node))
         if context is not None and sequence_number(node) not in self._noted:
             self._noted.add(sequence_number(node))
             self._note(context, made)
@@ -130,6 +132,15 @@ class Whereabouts:
             function=function_name(context) if context is not None else None,
             autocast=autocast,
         )
+
+    def _module_of(self, node: torch.autograd.graph.Node) -> OpPlace:
+        """The module that has called a custom function which nobody saw run: the one that holds the parameter it was given, else the outermost one."""
+        if not self.is_inside(sequence_number(node)):
+            return _NOWHERE
+        known = self._session.names.parameters()
+        given = [id(getattr(before, "variable", None)) for before, _ in node.next_functions]
+        root, name = next((known[key] for key in given if key in known), (0, ""))
+        return replace(_NOWHERE, root=root, fqn=name.rpartition(".")[0])
 
     def _note(self, context: FunctionCtx, made: OpPlace) -> None:
         facts = context_facts(context)

@@ -185,6 +185,32 @@ def test_gradients_that_a_custom_function_replaces_are_found(scale: float, ids: 
     assert [(one.id, one.phase) for one in found] == [(name, "backward") for name in ids]
 
 
+class Layer(nn.Module):
+    """Multiplies by such a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter((torch.randn(8, 8) * 0.1).half())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Guarded.apply(x, self.weight)  # type: ignore[no-untyped-call,no-any-return]
+
+
+@pytest.mark.parametrize(("scale", "ids"), [(3e4, ["silent-rescue"]), (1.0, [])])
+def test_gradients_that_a_custom_function_of_a_module_replaces_are_found(
+    scale: float, ids: list[str], tmp_path: Path
+) -> None:
+    """No gradient that leaves it is not finite, and no module runs: only its own operators show it, and only what was replaced is told."""
+
+    def work(_: object) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Identity(), Layer())
+        (model(torch.randn(32, 8).half()).float() * scale).sum().backward()
+
+    found = [one for one in diagnose(watched(tmp_path, work)) if one.severity is not Severity.INFO]
+    assert [(one.id, one.phase, one.fqn) for one in found] == [(name, "backward", "1") for name in ids]
+
+
 def test_losses_and_random_numbers_are_those_of_an_unwatched_run(tmp_path: Path) -> None:
     """What runs beside the program changes nothing in it."""
     left: list[tuple[float, Tensor]] = []

@@ -302,14 +302,15 @@ class OverflowsOutside(Observer):
     """Shows :class:`AbsorbedOverflows` what operators outside of modules make of an overflow, up to the first finite result.
 
     Nothing is looked at until something is not finite, or 0 in float16. Of backward passes only the program's own code is shown, that of custom
-    functions: torch's has no guards, and a loss scaler that tests gradients and skips steps is no rescue.
+    functions, also of those that modules call: torch's has no guards, and a loss scaler that tests gradients and skips steps is no rescue.
     """
 
     def __init__(self, checks: "Checks") -> None:
         super().__init__(checks)
+        self.whereabouts = Whereabouts(checks.session)  # a node of autograd is numbered by the operator before
         self._check = AbsorbedOverflows(checks)
         self._check.zeros = True
-        self._check.whereabouts = Whereabouts(checks.session)  # a node of autograd is numbered by the operator before
+        self._check.whereabouts = self.whereabouts
         self._readings = checks.session.readings
         self._ids = TensorIds()
         self._call = 0
