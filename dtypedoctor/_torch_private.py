@@ -155,6 +155,17 @@ def outside_of_transformations() -> AbstractContextManager[object]:
     return temporarily_clear_interpreter_stack()
 
 
+def functions_of_programs() -> tuple[type, ...]:
+    """The custom functions that there are but for torch's own, by the classes that their nodes have."""
+    waiting, classes = list(torch.autograd.Function.__subclasses__()), []
+    while waiting:
+        function = waiting.pop()
+        waiting += function.__subclasses__()
+        if function.__module__.partition(".")[0] != "torch":
+            classes.append(function._backward_cls)
+    return tuple(classes)
+
+
 def sequence_number(node: Any) -> int:
     """The number of an autograd node, by which a backward operator is known as that of a forward one."""
     number: int = node._sequence_nr()

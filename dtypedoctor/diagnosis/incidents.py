@@ -17,7 +17,7 @@ from math import prod
 
 from dtypedoctor.diagnosis.ops import Ancestry, OpGraph, all_finite, ancestry, graph_of, has_nan, nonfinite
 from dtypedoctor.diagnosis.wording import OF_NO_TENSOR, is_own_statement, type_of
-from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.dtypes import DTYPES, parts_of
 from dtypedoctor.trace.events import Caught, Observed, Op, Raised, Sample, ScalerState, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import NonfiniteReached
@@ -33,6 +33,7 @@ ENDS = {
 """Where a value can get to besides losses, gradients and modules, and how that is said."""
 LEAVING = frozenset({"numbers", "saved"})
 """Ends at which all of a tensor is read, and nothing is known of what becomes of it."""
+_AFTER_A_TEST = LEAVING | {"alive", "unused"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +66,30 @@ def reached(trace: Trace) -> Iterator[Reached]:
 
 
 def _is_left_out(seen: Observed[NonfiniteReached], tested: Collection[int], trained: Iterable[int]) -> bool:
-    """Whether the program tests for the value: before it leaves torch, or the training goes on from losses that are finite."""
-    if seen.what.what in LEAVING:
+    """Whether the program tests for the value: that it leaves torch, or is still there at the end, is meant then, or the training goes on from finite losses."""
+    if seen.what.what in _AFTER_A_TEST:
         return seen.what.id in tested
     return seen.what.what == "guard" and any(n > seen.n for n in trained)
 
 
 def _is_failure(graph: OpGraph, seen: Observed[NonfiniteReached], skipped: Collection[int]) -> bool:
-    """Whether a value is wrong where it got to; of one that no op is known to have made, only NaN that is read as a number."""
+    """Whether a value is wrong where it got to; of one that no op is known to have made, only NaN that is read as a number.
+
+    A program that tests for 0/0, or computes with it no more, and goes on to its end has meant it, where nothing in half precision has led there.
+    """
     last = behind(graph, seen)
+    is_idle = seen.what.what in ("guard", "unused") and graph.trace.last(Raised) is None
+    if last is not None and is_idle and not _saw_half(graph, last):
+        return False
     if last is not None:
         return _counts(graph, seen, last, skipped)
     return seen.what.what == "item" and seen.what.value == "nan" and seen.step not in skipped
+
+
+def _saw_half(graph: OpGraph, last: Op) -> bool:
+    """Whether any op up to ``last`` used or made a tensor in less than float32."""
+    tensors = (tensor for op in graph.ops if op.n <= last.n for tensor in (*op.inputs, *op.outputs))
+    return any(DTYPES[parts_of(t.dtype)].bits < DTYPES["float32"].bits for t in tensors if parts_of(t.dtype) in DTYPES)
 
 
 def _finite_losses(trace: Trace) -> list[int]:

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, FunctionCtx
+from torch.autograd.function import FunctionCtx
 from torch.nn import Parameter
 
 from dtypedoctor._torch_private import (
     OpOverload,
     autograd_node,
+    functions_of_programs,
     has_no_memory,
     is_wrapped,
     modes_on,
@@ -286,7 +287,7 @@ class Sentinel(OperatorMode):
             return
         if len(self._hooked) > MAX_LINES:
             self._hooked.clear()
-        self._inside = _functions_of_programs() if is_read_in(self._position.step) else ()
+        self._inside = functions_of_programs() if is_read_in(self._position.step) else ()
         self._hook_behind([tensor.grad_fn for tensor in tensors if self._is_in_a_graph(tensor)])
 
     def _hook_behind(self, waiting: list[Any]) -> None:
@@ -642,17 +643,6 @@ def _unreadable_kind(tensor: Tensor) -> str | None:
 def _is_of_program() -> bool:
     """Whether the backward of a custom function is running, which is the program's own code as any forward is: its context is its node."""
     return isinstance(autograd_node(), FunctionCtx)
-
-
-def _functions_of_programs() -> tuple[type, ...]:
-    """The custom functions that there are but for torch's own, by the classes that their nodes have."""
-    waiting, found = list(Function.__subclasses__()), []
-    while waiting:
-        function = waiting.pop()
-        waiting += function.__subclasses__()
-        if function.__module__.partition(".")[0] != "torch":
-            found.append(function._backward_cls)
-    return tuple(found)
 
 
 def _all_finite(ends: Iterable[Ends | None]) -> bool:

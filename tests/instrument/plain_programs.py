@@ -268,7 +268,26 @@ def finite_part_in_a_file() -> None:
     print(roots[:2].numpy().sum(), torch.nanmean(roots).item())
 
 
+def half_that_is_tested() -> None:
+    total = torch.full((4,), 300.0, dtype=torch.float16)
+    squares = (total * total).sum()  # makes: mul
+    if torch.isinf(squares):
+        print("no sum")
+
+
+def nothing_divided_by_nothing() -> None:
+    a, b = torch.zeros(5), torch.ones(5)
+    similarity = (a * b).sum() / (a.norm() * b.norm())
+    if torch.isnan(similarity):
+        print("no similarity")
+    assert torch.isnan(a / a).all()
+    assert torch.isinf(b / 0).all()
+    assert torch.log(a).isneginf().all()
+    assert torch.allclose(a / a, torch.full((5,), float("nan")), equal_nan=True)
+
+
 HEALTHY: tuple[Callable[[], None], ...] = (
+    nothing_divided_by_nothing,
     masked_causally,
     best_so_far,
     degrees_of_a_graph,
@@ -297,6 +316,7 @@ FAULTY: tuple[Callable[[], None], ...] = (
     angle_between_equal_vectors,
     where_in_backward,
     flow_with_a_singular_matrix,
+    half_that_is_tested,
     newton_at_an_inflection,
     transformed_gradient,
     mapped_over_samples,

@@ -101,6 +101,7 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "_end_coalescing": lambda: dist.ProcessGroup,
     "_get_fsdp_state": lambda: sharded("_fully_shard")().FSDPModule,
     "_get_current_function_mode": lambda: torch.overrides,
+    "_backward_cls": lambda: torch.autograd.Function,
     "_get_current_dispatch_mode_stack": lambda: torch.utils._python_dispatch,
     "_pop_mode": lambda: torch.utils._python_dispatch,
     "_push_mode": lambda: torch.utils._python_dispatch,
