@@ -56,10 +56,11 @@ class _Statement:
 
     def run(self) -> None:
         """Runs it. What it assigns to a name, it assigns in the copy."""
-        value = self.node.value if isinstance(self.node, (ast.Expr, ast.Return)) else self.node
-        is_expression = isinstance(value, ast.expr)
-        tree: Any = ast.Expression(value) if isinstance(value, ast.expr) else ast.Module([value], [])
-        compiled = compile(tree, self.code.co_filename, "eval" if is_expression else "exec", dont_inherit=True)
+        value = self.node.value if isinstance(self.node, (ast.Expr, ast.Return)) and self.node.value else self.node
+        if isinstance(value, ast.expr):
+            compiled = compile(ast.Expression(value), self.code.co_filename, "eval", dont_inherit=True)
+        else:
+            compiled = compile(ast.Module([value], []), self.code.co_filename, "exec", dont_inherit=True)
         exec(compiled, self.variables)  # noqa: S102  (the program's own code, which has just run)
 
 
