@@ -1,4 +1,4 @@
-"""From what is typed at the prompt to a Scenario: finds the file, reads it, applies options; or makes one for a model. And back to YAML.
+"""From what is typed at the prompt to a Scenario: finds the file, reads it, applies options; or makes one for a model.
 
 A file's mistakes are reported all at once, each with its place.
 """
@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from dtypedoctor import plugins
@@ -17,7 +16,7 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import switched_off
 from dtypedoctor.scenario.model import Model, Scenario
 from dtypedoctor.scenario.problems import did_you_mean, in_words, printable, quoted, refusal
-from dtypedoctor.scenario.reading import PATTERNS, read_scenario
+from dtypedoctor.scenario.reading import read_scenario
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -272,26 +271,6 @@ def _changed(model: Model, name: str | None, dtype: str | None, device_map: str 
         values |= {"name": name, "outliers": [], "options": {}}
     values |= {key: value for key, value in {"dtype": dtype, "device_map": device_map}.items() if value is not None}
     return values
-
-
-def to_yaml(scenario: Scenario) -> str:
-    """The shortest YAML that ``load_scenario`` reads back as an equal scenario: keys at their default are left out.
-
-    Texts must be free of control characters and ``options`` must hold YAML's own kinds of values only, as those of every
-    loaded scenario do.
-    """
-    values = scenario.model_dump(exclude_defaults=True)
-    for step in values["steps"]:
-        step["workload"] = {"kind": step["workload"]["kind"]} | step["workload"]  # what is done stands first
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes what the core schema would read as something else than text."""
-
-    yaml_implicit_resolvers: dict[str | None, list[tuple[str, re.Pattern[str]]]] = {  # noqa: RUF012  (PyYAML's own name)
-        None: [(f"tag:yaml.org,2002:{kind}", pattern) for kind, pattern in PATTERNS.items()]
-    }
 
 
 def json_schema() -> dict[str, Any]:

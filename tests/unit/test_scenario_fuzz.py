@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.loading import available, json_schema, load_scenario, to_yaml
+from dtypedoctor.scenario.loading import available, json_schema, load_scenario
 from dtypedoctor.scenario.model import Scenario
 
 EVERY_PART = """\
@@ -137,11 +137,10 @@ VALIDATOR = Draft202012Validator(json_schema())
 
 
 def survives(text: str) -> None:
-    """As :func:`ends_well`; what loads can be written and read again, and no editor underlines it."""
+    """As :func:`ends_well`, and no editor underlines what loads."""
     loaded = ends_well(text.encode())
     if isinstance(loaded, Scenario):
         VALIDATOR.validate(loaded.model_dump(mode="json"))
-        assert ends_well(to_yaml(loaded).encode()) == loaded
 
 
 ANY_BYTES = st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass"))
@@ -159,7 +158,7 @@ def test_a_file_with_mutated_bytes_loads_or_is_refused(content: bytes) -> None:
 @given(mutated_values())
 @SOME
 def test_a_file_with_mutated_values_loads_or_is_refused(text: str) -> None:
-    """Well-formed YAML that is no scenario gives a message with places; what loads can be written and read again."""
+    """Well-formed YAML that is no scenario gives a message with places."""
     survives(text)
 
 

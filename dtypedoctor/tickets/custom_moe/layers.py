@@ -90,17 +90,6 @@ class LinearLoRA(nn.Module):
         return self.base(x) + self.lora_b(self.lora_a(x) * self.scale)
 
 
-class CastingLinearLoRA(LinearLoRA):
-    """The defensive correction: casts the input to the dtype of the update's weights.
-
-    It protects this layer only. Whoever widened the input still did, and every other consumer of it still gets it.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features), in the dtype of ``lora_a``'s weight."""
-        return super().forward(x.to(self.lora_a.weight.dtype))
-
-
 ROTARY_BASE = 10000.0
 GATE_LIMIT = 7.0
 GATE_SLOPE = 1.702
