@@ -1,6 +1,6 @@
 """Makes the Report of a bisection: the answer in words, and what `report.json` holds of the search."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
@@ -20,7 +20,28 @@ _NEAR_THE_END = 0.5
 
 def answer(found: Bisection) -> str:
     """The answer for a person."""
-    return _ANSWERS[found.end](found)
+    note, name = found.note, "domain-error: it" if found.failure.kind is Kind.NOT_FINITE else "It"
+    match found.end:
+        case End.FOUND:
+            return _found(found)
+        case End.HEALTHY:
+            return _healthy(found)
+        case End.DOMAIN_ERROR:
+            return f"{name} fails in float32 too, so precision is not the cause ({note})."
+        case End.ROUNDED_WEIGHTS:
+            return (
+                f"Rounding the weights breaks the model: with the rounded weights it fails even in float32 ({note}), with the original "
+                "ones it does not. Keeping modules in float32 cannot restore them; load these weights in a wider dtype."
+            )
+        case End.OUTSIDE:
+            return (
+                f"The cause is outside the modules: it fails even with all {counted(found.candidates, 'module')} in float32 ({note}), "
+                "but not in the float32 reference. Check the dtypes of the inputs, the loss and the code between modules."
+            )
+        case End.UNRESOLVED:
+            return f"Unresolved, no module can be named: {note}."
+        case End.INTERRUPTED:
+            return _interrupted(found)
 
 
 def _found(found: Bisection) -> str:
@@ -62,49 +83,19 @@ def _enumerated(names: Sequence[str]) -> str:
 
 
 def _healthy(found: Bisection) -> str:
-    told = (
-        f"No failure: everything is finite, no dtype error, and within rounding of float32{_how_near(found)}."
-        f"{_near_the_end(found.failure)}"
-    )
+    accepted = f" ({found.tolerance:.3g} accepted)" if found.tolerance is not None else ""
+    told = f"No failure: everything is finite, no dtype error, and within rounding of float32{accepted}."
+    healthy = found.failure
+    near = healthy.share is not None and healthy.share >= _NEAR_THE_END
+    if near and healthy.absmax is not None and healthy.fqn is not None:  # other tokens may exceed the max
+        told += (
+            f" {part_in_words(healthy.fqn)} reaches {number(healthy.absmax)}, {healthy.share:.0%} of its dtype's max."
+        )
     others = [finding.id for finding in found.treatment.findings if finding.severity is not Severity.INFO]
     notes = [finding.id for finding in found.treatment.findings if finding.severity is Severity.INFO]
     if others:
         told += f" Bisection cannot search for what else is found: {', '.join(others)}; `dtypedoctor run` tries fixes for it."
     return f"{told} Notes: {', '.join(notes)}." if notes else told
-
-
-def _near_the_end(healthy: Symptom) -> str:
-    """What is close to overflow: other tokens may exceed the max."""
-    if healthy.share is None or healthy.share < _NEAR_THE_END or healthy.absmax is None or healthy.fqn is None:
-        return ""
-    return f" {part_in_words(healthy.fqn)} reaches {number(healthy.absmax)}, {healthy.share:.0%} of its dtype's max."
-
-
-def _how_near(found: Bisection) -> str:
-    return f" ({found.tolerance:.3g} accepted)" if found.tolerance is not None else ""
-
-
-def _domain_error(found: Bisection) -> str:
-    name = "domain-error: it" if found.failure.kind is Kind.NOT_FINITE else "It"
-    return f"{name} fails in float32 too, so precision is not the cause ({found.note})."
-
-
-def _rounded_weights(found: Bisection) -> str:
-    return (
-        f"Rounding the weights breaks the model: with the rounded weights it fails even in float32 ({found.note}), with the original "
-        "ones it does not. Keeping modules in float32 cannot restore them; load these weights in a wider dtype."
-    )
-
-
-def _outside(found: Bisection) -> str:
-    return (
-        f"The cause is outside the modules: it fails even with all {counted(found.candidates, 'module')} in float32 ({found.note}), "
-        "but not in the float32 reference. Check the dtypes of the inputs, the loss and the code between modules."
-    )
-
-
-def _unresolved(found: Bisection) -> str:
-    return f"Unresolved, no module can be named: {found.note}."
 
 
 def _interrupted(found: Bisection) -> str:
@@ -113,17 +104,6 @@ def _interrupted(found: Bisection) -> str:
     minimal = found.modules is not None and found.modules.result is not None
     known = "" if minimal else f" Some of these {counted(len(found.culprits), 'module')} may not be needed."
     return f"Interrupted. Keeping {_kept(found)} in float32 fixes {found.workload}.{known}"
-
-
-_ANSWERS: dict[End, Callable[[Bisection], str]] = {
-    End.FOUND: _found,
-    End.HEALTHY: _healthy,
-    End.DOMAIN_ERROR: _domain_error,
-    End.ROUNDED_WEIGHTS: _rounded_weights,
-    End.OUTSIDE: _outside,
-    End.UNRESOLVED: _unresolved,
-    End.INTERRUPTED: _interrupted,
-}
 
 
 def bisection_report(found: Bisection, *, command: str, files: dict[str, str], next_command: str) -> Report:

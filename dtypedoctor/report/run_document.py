@@ -324,16 +324,17 @@ _VERDICT_NOTE = (
 
 _Found = Mapping[str, Any]
 _LOOKS = {"pass": Look.GOOD, "fail": Look.BAD, "unresolved": Look.WARN}
+_MEASURABLE = 1 << 20
+"""Bytes below which the peak of a process moves by itself."""
 
 
 def bisection_part(report: Report) -> Section:
     """What was found; empty where there is no bisection, or nothing to bisect."""
     found = report.bisection
-    if found is None or found.get("end") == _HEALTHY:
+    if found is None or found.get("end") == "healthy":
         return Section("Bisection", ())
     blocks: list[Block] = [Facts(tuple((label, named(value)) for label, value in bisection_summary(found)))]
-    verdicts = bisection_verdicts(found)
-    if verdicts:
+    if verdicts := bisection_verdicts(found):
         names = {module for _, _, _, module, _ in verdicts}
         rows: tuple[tuple[Line, ...], ...] = tuple(
             (mode, Words(outcome, _LOOKS.get(outcome, Look.PLAIN)), phase, module_name(module, names), absmax)
@@ -345,129 +346,82 @@ def bisection_part(report: Report) -> Section:
     return Section("Bisection", tuple(blocks), "bisection")
 
 
-def bisection_summary(bisection: _Found) -> list[tuple[str, str]]:
+def bisection_summary(found: _Found) -> list[tuple[str, str]]:
     """What a bisection found, as labelled values."""
+    offered = found.get("offered")
+    minimal = "not checked" if found.get("end") not in (None, "found") else "no"
     rows = [
-        ("culprits", _listed([indexed(str(name)) for name in bisection.get("culprits") or ()])),
-        ("corrections", _corrections(bisection)),
-        ("minimal", _minimal(bisection)),
-        ("probes", _probes(bisection)),
-        *_doubts(bisection),
-        *_cost(bisection.get("cost")),
-        *_reproduction(bisection.get("reproduction")),
+        ("culprits", ", ".join(indexed(str(name)) for name in found["culprits"]) or "none"),
+        (
+            "corrections",
+            (", ".join(found["corrections"]) or "none") + (f" ({len(offered)} offered)" if offered else ""),
+        ),
+        ("minimal", "yes: without any one of them the failure recurs" if found.get("one_minimal") else minimal),
+        ("probes", _probes(found)),
+        *(("flaky", f"repeated runs differ: {line}") for line in found.get("flaky") or ()),
     ]
-    return [(label, value) for label, value in rows if value]
+    if found.get("unresolved"):
+        rows.append(("unresolved", f"{counted(int(found['unresolved']), 'probe')} failed differently"))
+    if found.get("monotone") is False:
+        rows.append(("not monotone", "a healthy run failed with more modules in float32"))
+    if found.get("note"):
+        rows.append(("note", str(found["note"])))
+    if cost := found.get("cost"):
+        rows.append(("cost in float32", _cost(cost)))
+    if script := found.get("reproduction"):
+        size = f"({memory(int(script.get('bytes') or 0))} of tensors)"
+        made = f"{script['script']} {size}; verified, it prints: {script.get('said')}" if script.get("script") else ""
+        rows.append(("reproduction", made or f"none: {script.get('reason')}"))
+    return rows
 
 
-def bisection_verdicts(bisection: _Found) -> list[tuple[str, str, str, str, str]]:
-    """Mode, outcome, phase, module and absmax of each verdict."""
-    usual = bisection.get("workload")
-    return [
-        (_mode(v, usual), _word(v, "outcome"), _phase(v), _module(v), _magnitude(v))
-        for v in bisection.get("verdicts") or ()
-    ]
-
-
-def remedy_yaml(bisection: _Found) -> str:
-    """What to add to a scenario to fix it, as YAML; empty where no fix is known."""
-    import yaml  # only a bisection and a scenario are shown in YAML
-
-    remedy = bisection.get("remedy")
-    text: str = yaml.safe_dump(remedy, sort_keys=False, width=200) if isinstance(remedy, Mapping) else ""
-    return text.rstrip("\n")
-
-
-def _corrections(bisection: _Found) -> str:
-    offered = bisection.get("offered") or ()
-    needed = _listed(bisection.get("corrections"))
-    return f"{needed} ({len(offered)} offered)" if offered else needed
-
-
-def _minimal(bisection: _Found) -> str:
-    if not bisection.get("one_minimal"):
-        return "not checked" if bisection.get("end") not in (None, "found") else "no"
-    return "yes: without any one of them the failure recurs"
-
-
-def _probes(bisection: _Found) -> str:
-    parts = [str(bisection.get("probes", ABSENT))]
-    if bisection.get("candidates"):
-        parts.append(f"for {counted(int(bisection['candidates']), 'candidate')}")
-    if bisection.get("workload"):
-        parts.append(f"by {bisection['workload']}")
-    if isinstance(bisection.get("probe_seconds"), (int, float)):
-        parts.append(f"(median {duration(float(bisection['probe_seconds']))})")
+def _probes(found: _Found) -> str:
+    parts = [str(found["probes"])]
+    if found.get("candidates"):
+        parts.append(f"for {counted(int(found['candidates']), 'candidate')}")
+    if found.get("workload"):
+        parts.append(f"by {found['workload']}")
+    if found.get("probe_seconds"):
+        parts.append(f"(median {duration(float(found['probe_seconds']))})")
     return one_line(" ".join(parts), 300)
 
 
-def _doubts(bisection: _Found) -> Iterator[tuple[str, str]]:
-    """What the reader has to know before believing the rest."""
-    for line in bisection.get("flaky") or ():
-        yield "flaky", f"repeated runs differ: {line}"
-    if bisection.get("unresolved"):
-        yield "unresolved", f"{counted(int(bisection['unresolved']), 'probe')} failed differently"
-    if bisection.get("monotone") is False:
-        yield "not monotone", "a healthy run failed with more modules in float32"
-    if bisection.get("note"):
-        yield "note", str(bisection["note"])
+def _cost(cost: _Found) -> str:
+    def more(size: int) -> str:
+        return f"{'+' if size > 0 else ''}{memory(size)}"
+
+    size, seconds = cost.get("memory_bytes"), cost.get("step_time")
+    weights = more(cost.get("parameter_bytes") or 0)
+    peak = ""
+    if size is not None:
+        peak = f", {more(size) if abs(size) >= _MEASURABLE else f'less than {memory(_MEASURABLE)}'} at the peak"
+    step = f"; step time {ratio(cost['step_time_ratio'])}" if cost.get("step_time_ratio") else ""
+    return f"{weights} of weights{peak}{step}" + (f" ({duration(seconds)})" if step and seconds else "")
 
 
-def _cost(cost: object) -> Iterator[tuple[str, str]]:
-    if not isinstance(cost, Mapping):
-        return
-    size, ratio_of_times = cost.get("memory_bytes"), cost.get("step_time_ratio")
-    peak = f", {_peak(size)} at the peak" if isinstance(size, int) else ""
-    seconds = f" ({duration(cost['step_time'])})" if cost.get("step_time") else ""
-    step = f"; step time {ratio(ratio_of_times)}{seconds}" if ratio_of_times else ""
-    yield "cost in float32", f"{_more(cost.get('parameter_bytes') or 0)} of weights{peak}{step}"
+def bisection_verdicts(found: _Found) -> list[tuple[str, str, str, str, str]]:
+    """Mode, outcome, phase, module and absmax of each verdict."""
+
+    def word(verdict: _Found, key: str) -> str:
+        return one_line(str(verdict.get(key) or ABSENT))
+
+    rows = []
+    for verdict in found.get("verdicts") or ():
+        mode, workload, step = word(verdict, "mode"), verdict.get("workload"), verdict.get("step")
+        if workload not in (None, found.get("workload"), mode):  # it was decided by what the others did not run
+            mode = one_line(f"{mode}: {workload}")
+        phase = word(verdict, "phase") + (f", step {step}" if step is not None and verdict.get("phase") else "")
+        module = "the model's output" if verdict.get("fqn") == "" else word(verdict, "fqn")
+        absmax = verdict.get("absmax")
+        shown = number(absmax) if isinstance(absmax, (int, float)) else ABSENT
+        rows.append((mode, word(verdict, "outcome"), phase, module, shown))
+    return rows
 
 
-def _peak(size: int) -> str:
-    """The peak of a process moves by itself, so little is no more than nothing."""
-    return _more(size) if abs(size) >= _MEASURABLE else f"less than {memory(_MEASURABLE)}"
+def remedy_yaml(found: _Found) -> str:
+    """What to add to a scenario to fix it, as YAML; empty where no fix is known."""
+    import yaml  # only a bisection is shown in YAML
 
-
-def _more(size: int) -> str:
-    return f"{'+' if size > 0 else ''}{memory(size)}"
-
-
-_MEASURABLE = 1 << 20
-_HEALTHY = "healthy"
-
-
-def _reproduction(found: object) -> Iterator[tuple[str, str]]:
-    if not isinstance(found, Mapping):
-        return
-    if found.get("script"):
-        size = memory(int(found.get("bytes") or 0))
-        yield "reproduction", f"{found['script']} ({size} of tensors); verified, it prints: {found.get('said')}"
-    else:
-        yield "reproduction", f"none: {found.get('reason')}"
-
-
-def _listed(names: Sequence[object] | None) -> str:
-    return ", ".join(map(str, names or ())) or "none"
-
-
-def _mode(verdict: _Found, usual: object) -> str:
-    """The mode, and what was run where that is not what the others ran and not the mode's name itself."""
-    mode, workload = str(verdict.get("mode") or ABSENT), verdict.get("workload")
-    return one_line(mode if workload in (None, usual, mode) else f"{mode}: {workload}")
-
-
-def _phase(verdict: _Found) -> str:
-    step = verdict.get("step")
-    return _word(verdict, "phase") + (f", step {step}" if step is not None and verdict.get("phase") else "")
-
-
-def _module(verdict: _Found) -> str:
-    return "the model's output" if verdict.get("fqn") == "" else _word(verdict, "fqn")
-
-
-def _word(verdict: _Found, key: str) -> str:
-    return one_line(str(verdict.get(key) or ABSENT))
-
-
-def _magnitude(verdict: _Found) -> str:
-    value = verdict.get("absmax")
-    return number(float(value)) if isinstance(value, (int, float)) else ABSENT
+    remedy = found.get("remedy")
+    text: str = yaml.safe_dump(remedy, sort_keys=False, width=200) if isinstance(remedy, Mapping) else ""
+    return text.rstrip("\n")
