@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import dtypedoctor
 from dtypedoctor.runner.view import NoViewError, require_view
 
-# How long an example takes depends on the machine. And each run has the same examples, or a new one fails a change that has nothing
-# to do with it: release tests look for new ones.
-settings.register_profile("repeatable", deadline=None, derandomize=True)
+# How long an example and its making take depends on the machine. And each run has the same examples, or a new one fails a change that
+# has nothing to do with it: release tests look for new ones.
+settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
 
 sys.path.append(str(Path(__file__).parent / "e2e"))  # helpers of its tests, such as `patience`, are others' too

@@ -879,8 +879,9 @@ def test_a_call_whose_weights_an_offload_loads_is_made_again(
     assert dict(os.environ) == before
 
 
-def test_variables_of_the_environment_are_put_back() -> None:
+def test_variables_of_the_environment_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the replay has set, changed and taken away; what it changes outside of the process is still rejected."""
+    monkeypatch.setenv("HOME", "/nowhere")
     before = dict(os.environ)
     with as_before([], threading.get_ident(), bool):
         os.environ["DTYPEDOCTOR_TEST_NEW"] = "1"

@@ -249,7 +249,7 @@ def built(rows: list[tuple[str, str, int, float]]) -> Trace:
     return trace.build()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(measurements, measurements)
 def test_every_measurement_is_accounted_for_and_the_sides_can_be_swapped(
     rows_a: list[tuple[str, str, int, float]], rows_b: list[tuple[str, str, int, float]]

@@ -82,7 +82,7 @@ def assert_one_minimal(result: Result, oracle: Oracle) -> None:
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(culprits=plantings)
 def test_planted_culprits_are_found_exactly_and_within_the_probe_bound(shape: str, culprits: set[str]) -> None:
     """k culprits that each must be treated cost at most 2 k log2(n) + k probes, sanity and 1-minimality included."""
@@ -110,7 +110,7 @@ def test_the_smallest_set_of_corrections_is_found_by_the_same_function() -> None
     assert result.probes <= 5
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(shape=shapes, others=plantings, pair=st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)))
 def test_of_a_pair_that_only_fails_together_one_is_found(shape: str, others: set[str], pair: tuple[str, str]) -> None:
     """Where treating either of two modules cures, one of them is enough, next to independent culprits."""
@@ -125,7 +125,7 @@ def test_of_a_pair_that_only_fails_together_one_is_found(shape: str, others: set
     assert_one_minimal(result, oracle)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(shape=shapes, pair=st.sets(st.sampled_from(NAMES), min_size=2, max_size=2))
 def test_a_pair_that_must_be_treated_together_is_found(shape: str, pair: set[str]) -> None:
     """Where each alone changes nothing and both cure, both are found; where each alone makes it fail otherwise, too."""
@@ -140,7 +140,7 @@ def test_a_pair_that_must_be_treated_together_is_found(shape: str, pair: set[str
         assert result.probes <= bound(2)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(
     shape=shapes,
     culprits=plantings,
@@ -178,7 +178,7 @@ def test_a_contradiction_of_monotony_is_said() -> None:
     assert not result.monotone
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(shape=shapes, culprits=plantings, seed=st.integers(0, 2**32), share=st.floats(0, 0.6))
 def test_unresolved_outcomes_at_random_leave_the_answer_one_minimal(
     shape: str, culprits: set[str], seed: int, share: float
@@ -214,7 +214,7 @@ def forests(names: list[str]) -> st.SearchStrategy[list[Node]]:
     return st.composite(lambda draw: nest(draw, names, 3))()
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data(), count=st.integers(1, 20), seed=st.integers(0, 2**32))
 def test_any_test_whatever_ends_in_a_one_minimal_set(data: st.DataObject, count: int, seed: int) -> None:
     """Even outcomes without rhyme or reason end, after fewer than (n + 3)^2 probes, in a 1-minimal set."""
@@ -232,7 +232,7 @@ def test_any_test_whatever_ends_in_a_one_minimal_set(data: st.DataObject, count:
     assert_one_minimal(result, oracle)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(culprits=plantings, weights=st.lists(st.floats(0, 1e6), min_size=MODULES, max_size=MODULES))
 def test_misleading_weights_do_not_break_the_probe_bound(culprits: set[str], weights: list[float]) -> None:
     """Whatever the weights say, the culprits are found within the bound for equal ones."""

@@ -35,7 +35,7 @@ class Runs:
         return outcome
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(culprits=plantings)
 def test_no_set_is_run_twice(culprits: set[str]) -> None:
     """Every outcome is asked for once, and the result counts what was run."""
@@ -46,7 +46,7 @@ def test_no_set_is_run_twice(culprits: set[str]) -> None:
     assert result.unresolved == sum(outcome is Outcome.UNRESOLVED for _, outcome in runs.log)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(culprits=plantings, repeat=st.integers(0, 2))
 def test_resuming_from_any_prefix_of_the_log_gives_the_same_answer(culprits: set[str], repeat: int) -> None:
     """What the log holds is not run again, and the rest of the runs are those that were missing."""

@@ -218,7 +218,7 @@ def test_names_tell_what_they_hold(name: str, expected: bool) -> None:
     assert names_a_secret(name) is expected
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.text(alphabet="aA1-_./:=@ \"'\\e&?<", min_size=1, max_size=6))
 def test_redacting_a_long_text_takes_no_time(piece: str) -> None:
     """Patterns that go over a text again and again would hang on a name of a megabyte."""

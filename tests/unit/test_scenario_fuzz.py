@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
@@ -144,8 +144,8 @@ def survives(text: str) -> None:
 
 
 ANY_BYTES = st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass"))
-SOME = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
-MANY = settings(max_examples=3500, derandomize=False, suppress_health_check=[HealthCheck.too_slow])
+SOME = settings(max_examples=100)
+MANY = settings(max_examples=3500, derandomize=False)
 
 
 @given(mutated_bytes())

@@ -99,7 +99,7 @@ def test_a_trace_cut_anywhere_reads_as_a_prefix(tmp_path: Path) -> None:
         assert part.end is None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_a_flipped_bit_costs_its_line_and_never_raises(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -79,14 +79,14 @@ def test_the_intact_runs_are_what_they_are_called(runs: dict[str, Path]) -> None
     assert report_of(runs["overflowing"]).status is Status.FINDINGS
 
 
-@settings(max_examples=SOME, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=SOME, suppress_health_check=list(HealthCheck))
 @given(seed=SEEDS)
 def test_a_mutated_trace_of_a_healthy_run_proves_nothing(runs: dict[str, Path], seed: int) -> None:
     """Bytes flipped, cut and put in; records lost, doubled and moved; values of other types; other schemas."""
     ends_well(runs["healthy"], seed, was_healthy=True)
 
 
-@settings(max_examples=SOME, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=SOME, suppress_health_check=list(HealthCheck))
 @given(seed=SEEDS)
 def test_a_mutated_trace_of_an_overflow_is_never_called_healthy(runs: dict[str, Path], seed: int) -> None:
     """What is left of it may not show the overflow any more; then the report says that a part is missing."""

@@ -45,7 +45,7 @@ def test_a_damaged_line_is_never_taken_for_samples(damaged: list[bytes]) -> None
         parse_lines(damaged)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(bad=st.sets(st.integers(1, 3 * BATCH), min_size=1, max_size=3))
 def test_one_damaged_line_among_thousands_costs_only_itself(
     tmp_path_factory: pytest.TempPathFactory, bad: set[int]
