@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from fused_llama import LINEARS, nf4_llama, region
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from watched import watched
@@ -19,7 +17,6 @@ from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.models.build import quantize_linears
 from dtypedoctor.scenario.model import Quantization
-from dtypedoctor.tickets.fused_llama import dequantize
 
 Work = Callable[[Instruments], Any]
 TINY: dict[str, Any] = {
@@ -33,12 +30,6 @@ TINY: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def fresh_buffers() -> None:
-    """No dequantise buffer is left from another test."""
-    dequantize.BUFFERS.clear()
-
-
 def findings(folder: Path, work: Work) -> list[Finding]:
     """The errors and warnings about ``work``, which is run a second time where the first run shows where to look."""
     first, second = folder / "first", folder / "second"
@@ -47,7 +38,6 @@ def findings(folder: Path, work: Work) -> list[Finding]:
     windows = suspicious_windows(trace)
     if windows:
         second.mkdir()
-        dequantize.BUFFERS.clear()
         trace = watched(second, work, OpWindow(**windows[0].model_dump()))
     return [finding for finding in diagnose(trace) if finding.severity is not Severity.INFO]
 
@@ -64,65 +54,6 @@ def llama(dtype: torch.dtype = torch.bfloat16) -> Any:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
-
-
-def train_once(model: Any, autocast: str) -> Work:
-    """One forward and backward pass of a fused Llama in a region."""
-
-    def work(_: Instruments) -> None:
-        with region(autocast):
-            model(input_ids=ids(), labels=ids()).loss.backward()
-
-    return work
-
-
-FUSED = [
-    pytest.param("bf16", "bf16", LINEARS, "f16", ["autocast-contradicts-model", "autocast-bypass"], id="a"),
-    pytest.param("bf16", "f16", LINEARS, "f16", ["autocast-contradicts-model", "autocast-bypass"], id="a-with-b"),
-    pytest.param("bf16", "f16", LINEARS, "off", ["quant-state-dtype"], id="b"),
-    pytest.param("bf16", "f16", LINEARS, "bf16", ["quant-state-dtype"], id="c"),
-    pytest.param("f32", "f16", ["down_proj"], "f16", ["custom-function-autocast"], id="d"),
-]
-
-
-@pytest.mark.release(all_but=2)
-@pytest.mark.parametrize(("dtype", "state", "targets", "autocast", "expected"), FUSED)
-def test_variants_of_a_fused_projection_are_told_apart(
-    dtype: str, state: str, targets: list[str], autocast: str, expected: list[str], tmp_path: Path
-) -> None:
-    """They look alike to a user; what is found first is each one's own cause, and proven."""
-    found = [
-        f
-        for f in findings(tmp_path, train_once(nf4_llama(dtype, state, targets), autocast))
-        if f.severity is Severity.ERROR
-    ]
-    assert [f.id for f in found] == expected
-    assert {f.confidence for f in found} == {"proven"}
-
-
-def test_a_healthy_fused_model_is_silent(tmp_path: Path) -> None:
-    """bfloat16 weights, states and region."""
-    found = findings(tmp_path, train_once(nf4_llama("bf16", "bf16"), "bf16"))
-    assert [f.id for f in found if f.severity is Severity.ERROR] == []
-
-
-def test_a_backward_failure_names_phase_function_and_packed_weight(tmp_path: Path) -> None:
-    """The forward passes under bfloat16 autocast; the in-place sum of the backward gets the float16 weight."""
-    (finding, *_) = findings(tmp_path, train_once(nf4_llama("bf16", "f16"), "bf16"))
-    assert (finding.phase, finding.op) == ("backward", "aten.addmm_.default")
-    assert finding.fqn is not None
-    assert finding.fqn.endswith("base_layer")
-    assert finding.provenance[-1].op.startswith("quant-state: ")
-
-
-def test_norms_lifted_to_float32_are_found_behind_the_projection_that_refuses(tmp_path: Path) -> None:
-    """LlamaRMSNorm multiplies by its weight last."""
-    model = llama()
-    for layer in model.model.layers:
-        layer.input_layernorm.float()
-    (finding,) = findings(tmp_path, lambda _: model(input_ids=ids()))
-    assert (finding.id, finding.fqn) == ("norm-promotes-to-float32", "model.layers.0.input_layernorm")
-    assert finding.confidence == "proven"
 
 
 CASTING_BACK: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -209,18 +140,6 @@ def test_the_same_norms_under_bfloat16_autocast_are_silent(tmp_path: Path) -> No
     assert findings(tmp_path, work) == []
 
 
-def test_a_float32_head_on_a_bfloat16_body_is_found(tmp_path: Path) -> None:
-    """`lm_head.float()` without a cast of what it is given."""
-    model = llama()
-    model.lm_head.float()
-    (finding,) = findings(tmp_path, lambda _: model(input_ids=ids()))
-    assert (finding.id, finding.fqn, finding.provenance[-1].op) == (
-        "head-dtype-mismatch",
-        "lm_head",
-        "load-dtype: lm_head.weight",
-    )
-
-
 def test_a_module_that_t5_keeps_in_float32_is_named_with_its_entry(tmp_path: Path) -> None:
     """T5 keeps `wo` in float32 and casts for it; a hook that undoes the cast is refused there."""
     torch.manual_seed(0)
@@ -234,91 +153,6 @@ def test_a_module_that_t5_keeps_in_float32_is_named_with_its_entry(tmp_path: Pat
     assert finding.id == "operand-dtype-mismatch"
     assert finding.provenance[-1].op.startswith("keep-in-fp32: ")
     assert "'wo'" in finding.cause
-
-
-class Store(nn.Module):
-    """Writes keys into memory that it made in a dtype of its own."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.project = nn.Linear(8, 8, dtype=torch.bfloat16)
-        self.memory = torch.zeros(1, 16, 8, dtype=dtype)
-
-    def forward(self, x: Tensor, at: Tensor) -> Tensor:
-        self.memory.index_copy_(1, at, self.project(x))
-        return self.memory[:, : int(at[-1]) + 1]
-
-
-@pytest.mark.parametrize(("dtype", "expected"), [(torch.float16, ["kv-cache-dtype"]), (torch.bfloat16, [])])
-def test_a_static_cache_of_another_dtype_is_found(dtype: torch.dtype, expected: list[str], tmp_path: Path) -> None:
-    """The memory is a plain attribute, older than the call."""
-    store = Store(dtype)
-
-    def work(_: Instruments) -> None:
-        with torch.no_grad():
-            store(torch.ones(1, 4, 8, dtype=torch.bfloat16), torch.arange(4))
-
-    assert [f.id for f in findings(tmp_path, work)] == expected
-
-
-class Merger(nn.Module):
-    """Writes features of a tower into embeddings under a mask."""
-
-    def __init__(self, tower: torch.dtype) -> None:
-        super().__init__()
-        self.words = nn.Embedding(8, 4, dtype=torch.bfloat16)
-        self.tower = nn.Linear(4, 4, dtype=tower)
-
-    def forward(self, tokens: Tensor, seen: Tensor) -> Tensor:
-        x = self.words(tokens)
-        x[tokens == 0] = self.tower(seen)
-        return x
-
-
-@pytest.mark.parametrize(("tower", "expected"), [(torch.float32, ["merge-dtype-mismatch"]), (torch.bfloat16, [])])
-def test_features_merged_in_another_dtype_are_found(tower: torch.dtype, expected: list[str], tmp_path: Path) -> None:
-    """`index_put_` casts nothing."""
-    merger = Merger(tower)
-
-    def work(_: Instruments) -> None:
-        with torch.no_grad():
-            merger(torch.tensor([[0, 1, 0, 2]]), torch.ones(2, 4, dtype=tower))
-
-    assert [f.id for f in findings(tmp_path, work)] == expected
-
-
-def scaled(model: nn.Module, loss: Callable[[], Tensor]) -> Work:
-    """One step with a gradient scaler."""
-
-    def work(_: Instruments) -> None:
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        scaler.scale(loss()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return work
-
-
-def test_pefts_saved_copy_in_float16_is_what_the_scaler_refuses(tmp_path: Path) -> None:
-    """Adapters are lifted to float32, the copy of `modules_to_save` is not."""
-    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    model = get_peft_model(llama(torch.float16), config)
-
-    def loss() -> Tensor:
-        with torch.autocast("cpu", dtype=torch.float16):
-            return model(input_ids=ids(), labels=ids()).loss
-
-    found = findings(tmp_path, scaled(model, loss))
-    assert found[0].id == "unscale-float16-gradients"
-    assert found[0].fqn == "base_model.model.lm_head.modules_to_save.default"
-
-
-def test_a_bfloat16_model_with_a_scaler_is_warned_of(tmp_path: Path) -> None:
-    """A CPU goes along."""
-    net = nn.Linear(4, 1).bfloat16()
-    found = findings(tmp_path, scaled(net, lambda: net(torch.ones(2, 4).bfloat16()).sum()))
-    assert [f.id for f in found][:1] == ["scaler-bfloat16"]
 
 
 class Half(nn.Module):

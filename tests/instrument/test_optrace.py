@@ -36,50 +36,6 @@ def first_call() -> OpWindow:
     return OpWindow(call=1, step=0, until="next-call")
 
 
-def test_the_origin_is_the_op_with_finite_operands_and_its_replay_is_finite(tmp_path: Path) -> None:
-    """300 squared is 90000: inf in float16, finite in float32, and the finding says module, op and line."""
-    net = Product().half()
-    trace = watched(tmp_path, lambda _: net(torch.full((1, 4), 300.0).half()), first_call())
-    (finding,) = diagnose(trace)
-    assert (finding.id, finding.fqn, finding.op, finding.confidence) == (
-        "float16-overflow",
-        "",
-        "aten.mul.Tensor",
-        "proven",
-    )
-    assert finding.source is not None
-    assert finding.source.startswith("test_optrace.py:")
-    replays = {replay.how: (replay.finite, replay.absmax) for replay in reversed(trace.all(Replay))}
-    assert replays == {"float32": (True, 90000.0), "float32-program": (True, 90000.0)}
-
-
-def test_a_value_that_no_dtype_holds_is_a_domain_error(tmp_path: Path) -> None:
-    """The logarithm of a negative number is NaN in float64 too."""
-
-    class Log(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.log()
-
-    trace = watched(tmp_path, lambda _: Log()(torch.tensor([1.0, -1.0])), first_call())
-    (finding,) = diagnose(trace)
-    assert (finding.id, finding.op, finding.confidence) == ("domain-error", "aten.log.default", "proven")
-
-
-def test_an_overflow_in_the_backward_pass_is_found_at_the_forward_line_that_it_differentiates(tmp_path: Path) -> None:
-    """Forward values are small; the gradient of a scaled loss is not."""
-    net = Product().half()
-
-    def work(_: object) -> None:
-        (net(torch.full((1, 4), 2.0).half()).float().sum() * 60000.0).backward()
-
-    trace = watched(tmp_path, work, OpWindow(call=1, step=0, until="backward"))
-    (finding,) = diagnose(trace)
-    assert finding.id == "backward-overflow"
-    assert finding.phase == "backward"
-    assert finding.source is not None
-    assert finding.source.startswith("test_optrace.py:")
-
-
 class Root(nn.Module):
     """The root of a sum of squares, of which 0 has no derivative."""
 
@@ -136,18 +92,6 @@ def test_a_whole_step_is_looked_at_from_the_end_of_the_one_before(tmp_path: Path
     ]
     assert ["3.0"] in factors
     assert not {2, 5} & {op.step for op in trace.all(Op) if not op.sentinel}
-
-
-def test_an_op_that_refuses_mixed_dtypes_is_recorded_with_its_operands_and_a_replay(tmp_path: Path) -> None:
-    """The refused op, its operands' dtypes and the parameter's name are in the trace; with equal dtypes it runs."""
-    net = Product().bfloat16()
-    trace = watched(tmp_path, lambda _: net(torch.ones(1, 4)), first_call())
-    failed = next(op for op in trace.all(Op) if op.error)
-    assert failed.op == "aten.mm.default"
-    assert failed.fqn == "first"
-    assert sorted(t.dtype for t in failed.inputs) == ["bfloat16", "float32"]
-    replay = next(r for r in trace.all(Replay) if r.of == failed.n)
-    assert (replay.how, replay.finite) == ("equal-dtypes", True)
 
 
 def test_inplace_ops_inside_a_custom_function_are_seen_with_their_real_dtypes(tmp_path: Path) -> None:
@@ -236,23 +180,6 @@ def test_operators_that_are_made_of_others_are_taken_apart_in_inference_mode_too
     computing = [op.op for op in trace.all(Op) if op.op.split(".")[1] in ("addmm", "bmm", "_softmax", "_to_copy")]
     assert computing == ["aten.addmm.default", "aten.bmm.default", "aten._softmax.default", "aten._to_copy.default"]
     assert all(op.error is None for op in trace.all(Op))
-
-
-def test_a_composite_operator_that_refuses_its_operands_is_recorded_once(tmp_path: Path) -> None:
-    """Attention checks its operands' dtypes itself, before any of the operators that it is made of."""
-
-    class Attend(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.scaled_dot_product_attention(x, x, x.half())
-
-    def work(_: object) -> None:
-        with torch.inference_mode():
-            Attend()(torch.randn(1, 2, 3, 4))
-
-    trace = watched(tmp_path, work, OpWindow(call=1, step=0, until="next-call"))
-    (refused,) = [op for op in trace.all(Op) if op.error is not None]
-    assert refused.op == "aten.scaled_dot_product_attention.default"
-    assert [t.dtype for t in refused.inputs] == ["float32", "float32", "float16"]
 
 
 def test_whole_numbers_that_an_op_rejects_are_cast_to_the_dtype_of_the_others(tmp_path: Path) -> None:

@@ -51,20 +51,6 @@ def test_what_comes_with_dtypedoctor_is_declared_without_torch(kind: str, name: 
     assert (left_out, torch) == ("", "False")
 
 
-def test_a_package_adds_one_or_several(tmp_path: Path) -> None:
-    """An entry point names a dataclass, or a tuple of them."""
-    installed(
-        tmp_path,
-        "from dtypedoctor.plugins import Model\n"
-        "ONE = Model(name='one', build='other:build')\n"
-        "MORE = (Model(name='two', build='other:build'), Model(name='three', build='other:build'))\n",
-        models="one = other:ONE\nmore = other:MORE",
-    )
-    names, left_out, _ = asked(tmp_path, "Model")
-    assert {"'one'", "'two'", "'three'", "'llama-tiny'"} <= set(names.strip("[]").split(", "))
-    assert left_out == ""
-
-
 @pytest.mark.parametrize(
     ("code", "why"),
     [
@@ -168,19 +154,6 @@ def test_a_rule_that_raises_or_yields_no_finding_is_left_out_and_named(body: str
     ]
 
 
-@pytest.mark.parametrize("specs", ["SPEC", "[SPEC]", "('other-failure',)"])
-def test_a_rule_whose_specs_are_no_tuple_of_specs_is_left_out_and_named(specs: str, tmp_path: Path) -> None:
-    """Its module cannot be imported; the rules of dtypedoctor go on."""
-    installed(tmp_path, rule_of("return ()").replace("(SPEC,)", specs), rules="bad = other:RULE")
-    assert printed(tmp_path, DIAGNOSED)[:2] == [
-        "['float16-overflow']",
-        (
-            "dtypedoctor.rules plug-in 'bad' of other 1.2: TypeError: specs of the rule 'other-failure' must be a tuple of"
-            " FindingSpec: specs=(SPEC,)"
-        ),
-    ]
-
-
 def test_what_was_left_out_is_in_the_coverage_of_the_report(tmp_path: Path) -> None:
     """Who reads the report only must know that a rule did not look."""
     installed(tmp_path, rule_of("return 1 / 0"), rules="bad = other:RULE")
@@ -193,21 +166,6 @@ def test_what_was_left_out_is_in_the_coverage_of_the_report(tmp_path: Path) -> N
         "dtypedoctor.rules plug-in 'other-failure': it cannot be used: ZeroDivisionError: division by zero"
         in printed(tmp_path, code)
     )
-
-
-def test_an_inspection_lists_a_rule_that_was_left_out(tmp_path: Path) -> None:
-    """As what was not inspected."""
-    installed(tmp_path, rule_of("return 1 / 0").replace("detect=", "inspect="), rules="bad = other:RULE")
-    code = (
-        "from dtypedoctor.diagnosis import preflight\n"
-        "from dtypedoctor.diagnosis.checkpoint import Subject\n"
-        "from dtypedoctor.report.surveys import Inspection, inspection_document\n"
-        "subject = Subject(name='model', tensors=())\n"
-        "print(*inspection_document(Inspection(subject=subject, findings=preflight(subject))).data()['coverage'])"
-    )
-    assert printed(tmp_path, code) == [
-        "dtypedoctor.rules plug-in 'other-failure': it cannot be used: ZeroDivisionError: division by zero"
-    ]
 
 
 def test_likely_typos_in_a_plugin_are_named_once(tmp_path: Path) -> None:
