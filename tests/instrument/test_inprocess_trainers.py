@@ -128,14 +128,6 @@ def overflowing_llama() -> Any:
     return model.half()
 
 
-def test_a_failing_training_is_found_where_it_fails(tmp_path: Path) -> None:
-    """The MLP whose product overflows is named from the model's root."""
-    plain(tmp_path, dtypedoctor.DtypeDoctorCallback(tmp_path / "run"), model=overflowing_llama(), max_steps=1).train()
-    finding = report_in(tmp_path / "run")["findings"][0]
-    assert finding["id"] == "float16-overflow"
-    assert finding["fqn"].startswith("model.layers.0.mlp")
-
-
 def test_the_callback_as_the_readme_adds_it_names_the_operator(tmp_path: Path) -> None:
     """What failed is replayed without an option: the finding is proven, with its operator, and the call is kept."""
     plain(tmp_path, dtypedoctor.DtypeDoctorCallback(tmp_path / "run"), model=overflowing_llama(), max_steps=1).train()
