@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from dtypedoctor.report.document import Block, Fold, Line, Look, Paragraph, Section, Table, Words
+from dtypedoctor.report.fixes import outcome_look, outcome_words
 from dtypedoctor.report.model import Outcome, Parity, Report, RunSummary, Trial
-from dtypedoctor.report.run_facts import ended_with, outcome_look, outcome_words
+from dtypedoctor.report.run_facts import ended_with
 from dtypedoctor.scenario.model import Reference
 from dtypedoctor.text import ABSENT, count, counted, duration, memory, number, ratio, span
 from dtypedoctor.trials.results import WRONG_OUTPUT

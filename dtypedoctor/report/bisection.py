@@ -84,18 +84,19 @@ def _enumerated(names: Sequence[str]) -> str:
 
 def _healthy(found: Bisection) -> str:
     accepted = f" ({found.tolerance:.3g} accepted)" if found.tolerance is not None else ""
-    told = f"No failure: everything is finite, no dtype error, and within rounding of float32{accepted}."
-    healthy = found.failure
-    near = healthy.share is not None and healthy.share >= _NEAR_THE_END
-    if near and healthy.absmax is not None and healthy.fqn is not None:  # other tokens may exceed the max
-        told += (
-            f" {part_in_words(healthy.fqn)} reaches {number(healthy.absmax)}, {healthy.share:.0%} of its dtype's max."
-        )
+    told = f"No failure: everything is finite, no dtype error, and within rounding of float32{accepted}.{_near_the_end(found.failure)}"
     others = [finding.id for finding in found.treatment.findings if finding.severity is not Severity.INFO]
     notes = [finding.id for finding in found.treatment.findings if finding.severity is Severity.INFO]
     if others:
         told += f" Bisection cannot search for what else is found: {', '.join(others)}; `dtypedoctor run` tries fixes for it."
     return f"{told} Notes: {', '.join(notes)}." if notes else told
+
+
+def _near_the_end(healthy: Symptom) -> str:
+    """Name what is close to overflow: other tokens may exceed the max."""
+    if healthy.share is None or healthy.share < _NEAR_THE_END or healthy.absmax is None or healthy.fqn is None:
+        return ""
+    return f" {part_in_words(healthy.fqn)} reaches {number(healthy.absmax)}, {healthy.share:.0%} of its dtype's max."
 
 
 def _interrupted(found: Bisection) -> str:

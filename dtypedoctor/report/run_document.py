@@ -29,15 +29,13 @@ from dtypedoctor.report.document import (
     Words,
     named,
 )
+from dtypedoctor.report.fixes import cures, fix_checks, fixes_part, replay_command, seconds_of
 from dtypedoctor.report.magnitude_table import magnitude_section
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.run_facts import (
     CONFIDENCE,
     chains,
-    cures,
     finding_anchor,
-    fix_checks,
-    fixes_part,
     link_dtypes,
     measured_sentence,
     observer_sentence,
@@ -45,10 +43,8 @@ from dtypedoctor.report.run_facts import (
     proven_means,
     ranked_facts,
     raw_sentence,
-    replay_command,
     replay_title,
     run_title,
-    seconds_of,
     status_word,
     title,
     what,

@@ -91,6 +91,7 @@ class _Page:
                 self.block(block)
 
     def block(self, block: Block) -> None:
+        """Draw a block. A heading is printed with what follows it; a map, to be explored, only a browser can show."""
         match block:
             case Paragraph():
                 self.line(self._joined(block.line, paragraphs), _STYLES.get(block.look, ""), self._indent)
@@ -108,8 +109,6 @@ class _Page:
                 self.blocks(block.left)
                 self.gap()
                 self.blocks(block.right)
-            case _:  # a heading is printed with what follows it; a map, to be explored, only a browser can show
-                pass
 
     def line(self, text: str | Text, style: str = "", indent: int = 2) -> None:
         shown = self._text(text, style) if isinstance(text, str) else text

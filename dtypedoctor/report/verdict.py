@@ -14,8 +14,9 @@ from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.seen import ENOUGH
 from dtypedoctor.diagnosis.window import doubt_in_words
 from dtypedoctor.diagnosis.wording import indexed
+from dtypedoctor.report.fixes import cured_sentence
 from dtypedoctor.report.model import Status
-from dtypedoctor.report.run_facts import MEASURED, NO_END, cured_sentence, measured_share
+from dtypedoctor.report.run_facts import MEASURED, NO_END, measured_share
 from dtypedoctor.runner.run import Run
 from dtypedoctor.text import counted, one_line
 from dtypedoctor.trace.cursor import Stopped

@@ -11,8 +11,8 @@ from traces import TraceBuilder
 from dtypedoctor.diagnosis import TIE_BREAKERS, diagnose, with_tie_breakers
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
+from dtypedoctor.report.fixes import cured_sentence, cures, remedy_lines
 from dtypedoctor.report.model import Report, Status
-from dtypedoctor.report.run_facts import cured_sentence, cures, remedy_lines
 from dtypedoctor.scenario.model import ConditionName, Scenario
 from dtypedoctor.trace.events import Condition, Observation, Raised, ScalerState
 from dtypedoctor.trials.judge import apply_ablations, diagnostic, not_tried, without_effect

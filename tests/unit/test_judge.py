@@ -12,7 +12,7 @@ from traces import TraceBuilder
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
-from dtypedoctor.report.run_facts import cured_sentence
+from dtypedoctor.report.fixes import cured_sentence
 from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.trace.events import Correction, End, Metric, ProbeLogProbs, Raised, Resources

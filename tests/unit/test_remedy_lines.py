@@ -10,17 +10,10 @@ from dtypedoctor.cli.reported import _next_of_script
 from dtypedoctor.diagnosis.rule import Advice, Edit
 from dtypedoctor.report.before_after import before_after
 from dtypedoctor.report.document import Fold, Paragraph, Table, parts_of
+from dtypedoctor.report.fixes import cured_sentence, cures, remedy_lines, which_one
 from dtypedoctor.report.model import Outcome, Report, Trial
 from dtypedoctor.report.run_document import run_document
-from dtypedoctor.report.run_facts import (
-    cured_sentence,
-    cures,
-    ended_with,
-    ranked_facts,
-    raw_sentence,
-    remedy_lines,
-    which_one,
-)
+from dtypedoctor.report.run_facts import ended_with, ranked_facts, raw_sentence
 from dtypedoctor.report.surveys import environment_rows
 from dtypedoctor.report.to_md import render_markdown
 from dtypedoctor.trials.remedies import remedies
