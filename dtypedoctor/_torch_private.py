@@ -798,6 +798,11 @@ def _run_as_it_is(code: CodeType) -> None:
         decide(code, evaluation.FrameExecStrategy(left, left))
 
 
+def is_refusal_of_compiler(error: BaseException) -> bool:
+    """Whether Dynamo, or a backend of it, cannot compile something; an operator of the program that raises while it is compiled is none."""
+    return type(error).__module__.startswith(COMPILER) and type(error).__name__ != "TorchRuntimeError"
+
+
 def recompiling(versions: int) -> AbstractContextManager[Any]:
     """Inside, Dynamo compiles a function for up to ``versions`` kinds of arguments before it gives up on it, if torch allows fewer.
 

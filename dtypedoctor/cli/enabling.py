@@ -125,7 +125,7 @@ def job_report(
     words = told["argv"][1:]
     ended = WorkerExit(code=int(told["failed"]), timed_out=False, seconds=0.0)
     run = collect_job(directory / BEFORE, ended)
-    plan = Plan(closer=False, certify=False, ablations=False, rerun_option="dtypedoctor exec --rerun")
+    plan = Plan(certify=False, ablations=False, rerun_option="dtypedoctor exec --rerun")
     treatment = treat(_scenario(words), lambda label, request: run, plan)
     folder = RecordFolder(directory, to) if to is not None else None
     if folder is not None:

@@ -167,7 +167,6 @@ def execute(
     if here is not None:
         out = rank_directory(out if out is not None else job_directory(scenario.name), here.rank)
     plan = Plan(
-        closer=rerun,
         certify=here is None and (rerun or verify_uninstrumented),  # only its launcher can start a job once more
         only=frozenset(remedies),
         ablations=rerun,

@@ -21,9 +21,6 @@ IMPORTS = "imports"
 _LABELS = {
     IMPORTS: "importing torch and the trainers",
     "before": "baseline",
-    "closer": "op trace",
-    "rerun": "op trace",
-    "closer-eager": "op trace, without the compiler",
     "unwatched": "uninstrumented",
     "reference": "reference run",
     "float32-twin": "float32 reference",
@@ -36,9 +33,7 @@ _MOST_NAMED = 2
 
 def label_in_words(label: str) -> str:
     """Return what a person would call a run whose directory is called ``label``."""
-    return _LABELS.get(label) or label.replace("remedy-", "fix: ").replace("closer-", "op trace ").replace(
-        "inside-", "parts in float32, run "
-    )
+    return _LABELS.get(label) or label.replace("remedy-", "fix: ").replace("inside-", "parts in float32, run ")
 
 
 class LiveView:

@@ -10,7 +10,7 @@ from dtypedoctor.diagnosis.wording import is_dtype_error, module_of
 from dtypedoctor.scenario.model import Window
 from dtypedoctor.trace.events import ParameterNote, Raised, ScalerState
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.execution import CompileCounts, Unscaled
+from dtypedoctor.trace.records.execution import Unscaled
 from dtypedoctor.trace.records.models import PackedWeight
 from dtypedoctor.trace.records.silent import GradientZeros, ScaledBackward
 
@@ -46,14 +46,6 @@ def doubt_in_words(trace: Trace) -> str:
             "backward pass with the loss multiplied can tell whether float16 has flushed it to zero"
         )
     return "something that only an op trace can settle was seen, and there is none"
-
-
-def shows_failure(trace: Trace) -> bool:
-    """Whether what a window was opened for has happened in this run too."""
-    raised = trace.last(Raised)
-    if raised is not None and (is_dtype_error(raised) or _may_be_packed(trace, raised)):
-        return True
-    return bool(incidents(trace) or trace.observed(PackedWeight) or trace.observed(GradientZeros))
 
 
 def _of_refusal(trace: Trace, raised: Raised) -> Window:
@@ -128,14 +120,6 @@ def _window(phase: str, call: int, step: int, *, early: bool = False) -> Window:
         return Window(step=step, until="optimizer")
     until = "backward" if phase in ("backward", "recompute") else "next-call"
     return Window(call=max(call, 0), until=until, early=early and until == "next-call")  # type: ignore[arg-type]
-
-
-def eager_window(trace: Trace, incidents: tuple[Incident, ...]) -> Window | None:
-    """Where to make a call again in eager mode; None where nothing is compiled or nothing a call returned is bad."""
-    if not any(seen.what.unique_graphs for seen in trace.observed(CompileCounts)):
-        return None
-    first = next((i for i in incidents if i.kind == "output"), None)
-    return Window(call=first.call, eager=True) if first is not None else None
 
 
 USUAL = frozenset({"float16", "bfloat16"})

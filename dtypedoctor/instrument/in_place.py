@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from torch.cuda import is_current_stream_capturing
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import DisableTorchFunction, at_end_of_backward, hook_gradient, transformation
+from dtypedoctor._torch_private import (
+    DisableTorchFunction,
+    at_end_of_backward,
+    hook_gradient,
+    is_refusal_of_compiler,
+    transformation,
+)
 from dtypedoctor.instrument.alone import calls_alone, is_of_several, is_sharded, parameter_not_here
 from dtypedoctor.instrument.copies import MAX_HELD, CopiesOfParameters, share_of_device
 from dtypedoctor.instrument.facts import packed_dtypes
@@ -182,18 +188,18 @@ class InPlaceReplays:
         self._zeros = False
         self._scales = False
         self._every = 0
-        self._capsule_limit = CAPSULE_LIMIT
+        self._capsule_limit: int | None = CAPSULE_LIMIT
 
     def _is_forced(self, kept: KeptCall) -> bool:
         return bool(self._every) and kept.call % self._every == 0 and not kept.old
 
-    def begin(self, *, force: int = 0, late: bool = False, capsule_limit: int = CAPSULE_LIMIT) -> None:
+    def begin(self, *, force: int = 0, late: bool = False, capsule_limit: int | None = CAPSULE_LIMIT) -> None:
         """Begins to keep calls. Listens after the instruments, which have then seen what happened.
 
         Args:
             force: each so-manieth call is replayed, forward and backward, although nothing is wrong; for tests, and without a bound.
             late: what a CPU computes is looked at when the next outermost call begins, as if it had come from a device; for tests.
-            capsule_limit: bytes that the capsule of a failing call may take.
+            capsule_limit: bytes that the capsule of a failing call may take; None keeps none.
         """
         self.begun, self._every, self._late, self._capsule_limit = True, force, late, capsule_limit
         modules, phases = self._modules, self._phases
@@ -371,7 +377,8 @@ class InPlaceReplays:
 
     def _seen_silent(self, record: Any, fqn: str | None) -> None:
         """A look has seen something in the module ``fqn`` that no result shows: the call of the first is kept as a capsule."""
-        if isinstance(record, _OF_ONE_CALL) and fqn is not None and self._current is not None:
+        is_wanted = self._capsule_limit is not None and isinstance(record, _OF_ONE_CALL)
+        if is_wanted and fqn is not None and self._current is not None:
             # What a router chooses is used in the module around it.
             self._silent.append(fqn.rpartition(".")[0] if isinstance(record, RouterChoice) else fqn)
 
@@ -676,7 +683,7 @@ class InPlaceReplays:
         ops.lines = {source_of(sys._getframe()): kept.source}
         inner = (
             InnerCalls(self._session, _KINDS[why], self._capsule_limit, self._silent, kept.depth)
-            if why in _KINDS
+            if why in _KINDS and self._capsule_limit is not None
             else None
         )
         replay = RepeatedCall(
@@ -887,7 +894,7 @@ def _is_failure(error: BaseException) -> bool:
     """Whether an exception may be about dtypes or values, and the device still answers."""
     if not isinstance(error, Exception) or isinstance(error, (*_NOT_FAILURES, CannotReplayError)):
         return False
-    return not _is_dead(error)
+    return not (is_refusal_of_compiler(error) or _is_dead(error))  # a replay is made in eager mode
 
 
 def _is_dead(error: BaseException) -> bool:

@@ -436,10 +436,12 @@ class Instruments:
         sentinel.rejected = self.guard.shield(self._keep_rejected, OPERATOR_CAPSULES)
         return sentinel
 
-    def replay_failures(self, limit: int = CAPSULE_LIMIT) -> None:
-        """From now on, makes calls that fail again, and leaves capsules of them, and of operators outside of modules, of at most ``limit`` bytes each, beside the trace."""
+    def replay_failures(self, limit: int | None = CAPSULE_LIMIT) -> None:
+        """From now on, makes calls that fail again, and leaves capsules of them, and of operators outside of modules, of at most ``limit`` bytes each, beside the trace; None leaves none."""
         how = os.environ.get(HOW_TO_REPLAY, "")
         self.in_place.begin(force=int(how) if how.isdecimal() else 0, late=how == "late", capsule_limit=limit)
+        if limit is None:
+            return
         self._operators_kept = KeptOperators(self.session, limit)
         self._bad.kept = self.guard.shield(self._operators_kept.made_bad, OPERATOR_CAPSULES)
 

@@ -46,12 +46,12 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
         files: where things lie in the run directory, by name.
         next_command: what to type next.
     """
-    findings = tuple(named_in(treatment.diagnosed, finding) for finding in treatment.findings)
+    findings = tuple(named_in(treatment.before.trace, finding) for finding in treatment.findings)
     treatment, scenario = replace(treatment, findings=findings), treatment.scenario
     expect = expectation_on(scenario.expect, str(treatment.before.trace.environment.get("device", "")))
     met, sentence = _judged(expect, treatment)
     primary = treatment.findings[0] if treatment.findings else None
-    measured = measured_in([run.trace for run in treatment.before.processes], treatment.diagnosed)
+    measured = measured_in([run.trace for run in treatment.before.processes], treatment.before.trace)
     status, headline = verdict(treatment, measured)
     return Report(
         name=scenario.name,
@@ -65,7 +65,7 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
         before=treatment.before_summary,
         trace_usable=any(run.trace.usable for run in treatment.before.processes),
         reference=treatment.reference_summary,
-        strip=origin_strip(treatment.diagnosed, primary) if status is not Status.HEALTHY else (),
+        strip=origin_strip(treatment.before.trace, primary) if status is not Status.HEALTHY else (),
         observer=treatment.observer,
         coverage=tuple(dict.fromkeys(_coverage(treatment))),
         measured=measured.counts,
@@ -181,8 +181,8 @@ def _coverage(treatment: Treatment) -> Iterator[str]:
     yield from _held_inputs(treatment)
     if treatment.replayed:
         yield treatment.replayed
-    elif treatment.findings and treatment.closer is None:
-        yield f"op trace: {treatment.no_closer}"
+    elif treatment.findings:
+        yield f"op trace: {treatment.no_op_trace}"
 
 
 def _held_inputs(treatment: Treatment) -> Iterator[str]:

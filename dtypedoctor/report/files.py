@@ -21,7 +21,6 @@ from dtypedoctor.report.to_json import from_json
 from dtypedoctor.runner.run import BEFORE, Run, SavedRun, open_run
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.trace.lines import EVENTS
-from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.ranks import leading_directory
 from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trials.results import run_of_fix
@@ -80,8 +79,6 @@ def _read_of_matrix(folder: Path, name: str) -> Report:
     return read_report(path)
 
 
-OP_TRACES = ("rerun", "closer")
-"""Directories of the same failure with the op trace on: another run, if there was one; else a replay."""
 REFERENCE = "reference"
 
 
@@ -90,8 +87,7 @@ def with_pictures(report: Report, directory: Path) -> Report:
 
     Args:
         report: the report of the run in ``directory``.
-        directory: holds one trace directory per run: ``before``, ``rerun`` or ``closer`` (the same failure with the op trace on),
-            ``remedy-ID`` and ``reference``. A run that left no trace is passed over.
+        directory: holds one trace directory per run: ``before``, ``remedy-ID`` and ``reference``. A run that left no trace is passed over.
     """
     cures = [trial.remedy for trial in report.trials if trial.outcome is Outcome.FIXED]
     wanted = {BEFORE: "baseline", **{run_of_fix(remedy): remedy for remedy in cures[:1]}, REFERENCE: REFERENCE}
@@ -100,18 +96,11 @@ def with_pictures(report: Report, directory: Path) -> Report:
 
 
 def _picture(directory: Path, name: str, label: str) -> Picture | None:
-    trace = _trace(directory, name)
-    if trace is None:
-        return None
-    traced = (_trace(directory, other) for other in OP_TRACES) if name == BEFORE else ()
-    return picture_of(trace, label, ops_from=next((one for one in traced if one is not None), None))
-
-
-def _trace(directory: Path, name: str) -> Trace | None:
     try:
-        return read_trace(leading_directory(inside(directory, name)))
+        trace = read_trace(leading_directory(inside(directory, name)))
     except (UsageError, OSError):  # a run that was not tried, or whose trace was deleted to save space
         return None
+    return picture_of(trace, label)
 
 
 def report_of_machines(places: Sequence[Path], *, own_files: bool = False) -> Report:

@@ -152,23 +152,21 @@ _DTYPES = "dtypes"
 """The view without steps: the dtypes of each module."""
 
 
-def picture_of(trace: Trace, label: str, *, ops_from: Trace | None = None) -> Picture:
+def picture_of(trace: Trace, label: str) -> Picture:
     """Distill what a person looks at in ``trace``.
 
     Args:
         trace: the run.
         label: what the run is called, e.g. ``before``.
-        ops_from: a second run of the same failure with the op trace on; by default the ops are those of ``trace``.
     """
     modules = _Modules(trace)
-    traced = ops_from if ops_from is not None else trace
     for root in trace.all(Root):
         modules.at(root.root, "").cls = root.cls
     for flow in trace.all(Flow):
         modules.at(flow.root, flow.fqn, flow.cls).flows.append(
             _flow(flow, flow.inputs, flow.weights, flow.outputs, why_it_changes(flow))
         )
-    for op in traced.all(Op):
+    for op in trace.all(Op):
         if (
             op.error and op.root >= 0 and not op.outputs
         ):  # its module has returned nothing, so nothing else tells its dtypes
@@ -184,7 +182,7 @@ def picture_of(trace: Trace, label: str, *, ops_from: Trace | None = None) -> Pi
         label=label,
         columns=modules.columns,
         modules=tuple(module.data(*key) for key, module in modules.known.items()),
-        ops=_op_lines(traced),
+        ops=_op_lines(trace),
         notes=tuple(_events(trace)),
     )
 

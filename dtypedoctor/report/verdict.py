@@ -345,9 +345,9 @@ def _without_findings(treatment: Treatment, measured: Measured, noted: Finding |
         return Status.UNKNOWN, f"{_capital(lack)}."
     if part := _part_recorded(treatment):
         return Status.UNKNOWN, f"Nothing found {part}; {_as_far_as_known(trace, measured)}."
-    if treatment.closer is None and (doubt := doubt_in_words(trace)):
+    if doubt := doubt_in_words(trace):
         return Status.UNKNOWN, f"Nothing found, but {doubt}."
-    if measured.swallowed and treatment.closer is None:
+    if measured.swallowed:
         return Status.UNKNOWN, f"{_capital(measured.swallowed)} {_REPLACED}."
     if trace.end is not None and treatment.observer.bitwise_equal is False:
         return Status.UNKNOWN, f"Nothing found, but instrumentation changed the run: {treatment.observer.reason}."

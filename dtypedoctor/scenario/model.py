@@ -415,7 +415,7 @@ class Capture(Strict):
 class Request(Strict):
     """One run of a worker. The trace goes to the directory that holds the request file.
 
-    ``replay`` has failing calls of a script made again in its own process; ``capsule_limit`` is how many bytes a capsule of one may take.
+    ``replay`` has failing calls made again in the process itself; ``capsule_limit`` is how many bytes a capsule of one may take, and without it none is kept.
     ``repeats`` and ``witness`` are for scripts, which seed their random numbers themselves or not at all: the label of the run whose
     random state this one begins with, and whether a digest of the parameters is taken after each optimizer step.
     Without ``look`` the operators of the first calls are not looked at for failures that leave finite values, and the weights get no
@@ -424,9 +424,8 @@ class Request(Strict):
 
     scenario: Scenario
     watch: bool = True
-    windows: list[Window] = Field(default_factory=list)
     replay: bool = Field(default=False, validation_alias=AliasChoices("replay", "standby"))
-    capsule_limit: int = 64 << 20
+    capsule_limit: int | None = None
     repeats: str | None = None
     witness: bool = False
     capture: Capture | None = None

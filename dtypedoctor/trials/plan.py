@@ -16,7 +16,6 @@ class Plan:
     """How far a treatment goes.
 
     Attributes:
-        closer: run again with the op trace on what failed, where no replay of a script explains it.
         certify: run once more without instrumentation, and compare.
         remedies: try what is proposed, and compare with the reference; False stops after the diagnosis.
         capsule_limit: bytes that the capsule of a failing call may take.
@@ -25,7 +24,6 @@ class Plan:
         rerun_option: how `exec` is asked for another run.
     """
 
-    closer: bool = True
     certify: bool = True
     remedies: bool = True
     only: frozenset[str] | None = None
@@ -36,7 +34,7 @@ class Plan:
     @property
     def runs_again(self) -> bool:
         """Whether a script may be run more than once."""
-        return self.closer or self.certify or self.ablations or (self.remedies and self.only != frozenset())
+        return self.certify or self.ablations or (self.remedies and self.only != frozenset())
 
 
 def first_run(run: Callable[[str, Request], Run], scenario: Scenario, plan: Plan) -> Run:
@@ -52,8 +50,8 @@ def first_run(run: Callable[[str, Request], Run], scenario: Scenario, plan: Plan
             Request(
                 scenario=scenario,
                 witness=plan.certify and is_script,
-                replay=is_script,
-                capsule_limit=plan.capsule_limit,
+                replay=True,
+                capsule_limit=plan.capsule_limit if is_script else None,
             ),
         )
     except OSError as error:

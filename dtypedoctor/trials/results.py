@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from dtypedoctor.replay.capsule import Capsule, NoCapsule
     from dtypedoctor.runner.run import Run
     from dtypedoctor.scenario.model import Scenario
-    from dtypedoctor.trace.model import Trace
     from dtypedoctor.trials.bisection.results import Inside
 
 NOT_REQUESTED = "not requested"
@@ -170,13 +169,11 @@ class Treatment:
 
     Attributes:
         before: the untreated run.
-        closer: the run, or the replay of a part of it, that shows the same failure with the op trace on, if there was anything to look at.
-        no_closer: why there is none, where there is none.
-        diagnosed: the trace that the findings come from (the closer look's where there is one).
+        no_op_trace: why no failing call was made again with the op trace on; empty where one was.
         advice: what to do about each finding, in their order.
         excerpts: the lines of source at which the first finding shows: the program's own, then that of the library where it raised.
         complete: whether remedies were to be tried, so that the scenario's expectation can be judged.
-        replayed: of a second look that is a replay of a part of the run, how it was compared with it.
+        replayed: how the calls that were made again compare with the run.
         capsule: the failing call, kept beside the run, or why it is not; None where nothing failed.
         refusals: the runs after the first that could not be made, and why.
         rerun_differs: of a script that was run again, what it did otherwise than in its first run, as a clause; else empty.
@@ -187,9 +184,7 @@ class Treatment:
     scenario: "Scenario"
     before: "Run"
     before_summary: RunSummary
-    closer: "Run | None"
-    no_closer: str
-    diagnosed: "Trace"
+    no_op_trace: str
     findings: "tuple[Finding, ...]"
     advice: "tuple[Advice, ...]"
     excerpts: "tuple[Excerpt, ...]"

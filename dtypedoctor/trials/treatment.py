@@ -32,6 +32,7 @@ from dtypedoctor.trials.remedies import (
     is_switched_on,
     remedy_named,
 )
+from dtypedoctor.trials.replayed import look_of
 from dtypedoctor.trials.results import NOT_REQUESTED, Observer, Outcome, Treatment, Trial, run_of_fix
 from dtypedoctor.trials.runs import (
     INTERRUPTED,
@@ -43,7 +44,6 @@ from dtypedoctor.trials.runs import (
     ranks_of,
     said_of_spawned,
 )
-from dtypedoctor.trials.second_run import CloserLook, in_place, look_closer
 from dtypedoctor.trials.summary import compare_unwatched, summarise
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ def treat(
     before = first_run(run, scenario, plan)
     require_within_limits(scenario, before)
     later = LaterRuns(run, before)
-    look = look_closer(scenario, before, later, may_rerun=plan.closer)
-    findings = _found_in(look.seen, before, static)
+    look = look_of(before)
+    findings = _found_in(before, static)
     capsule = caught_in(before, findings, plan.capsule_limit) if is_script(scenario) else None
     failed = _has_failed(before, findings)
     not_compared = CALL_NOT_COMPARED if is_replay(scenario) else NOT_COMPARED
@@ -96,17 +96,15 @@ def treat(
     if inside is not None and inside.trial is not None:
         trials += (inside.trial,)
     explained = look.cap_confidence(apply_ablations(confirm_by_trials(findings, trials), trials))
-    advice, excerpts = _advised(explained, look.seen.trace, scenario, before)
+    advice, excerpts = _advised(explained, before.trace, scenario, before)
     return Treatment(
         scenario=scenario,
         before=before,
         before_summary=baselines.before,
-        closer=look.closer,
-        no_closer=look.no_closer,
+        no_op_trace=look.why_none,
         replayed=look.certificate,
         inside=inside,
         capsule=capsule,
-        diagnosed=look.seen.trace,
         findings=explained,
         advice=advice,
         excerpts=excerpts,
@@ -116,8 +114,8 @@ def treat(
         trials=trials,
         complete=plan.remedies and plan.only is None,
         refusals=tuple(later.refusals),
-        rerun_differs=look.rerun_differs or _differs_uninstrumented(scenario, observer),
-        rerun="" if plan.closer else _rerun_advice(look, explained, trials, plan.rerun_option),
+        rerun_differs=_differs_uninstrumented(scenario, observer),
+        rerun=_rerun_advice(explained, trials, plan),
     )
 
 
@@ -126,13 +124,11 @@ def _differs_uninstrumented(scenario: Scenario, observer: Observer) -> str:
     return observer.reason if is_script(scenario) and observer.bitwise_equal is False else ""
 
 
-def _rerun_advice(look: CloserLook, findings: tuple[Finding, ...], trials: tuple[Trial, ...], option: str) -> str:
+def _rerun_advice(findings: tuple[Finding, ...], trials: tuple[Trial, ...], plan: Plan) -> str:
     """The options with which another run would tell more, and what it would tell; empty where it would tell nothing."""
-    if look.rerun_tells:
-        return f"{option}: {look.rerun_tells}"
-    if any(trial.outcome is Outcome.FIXED for trial in trials):
+    if plan.ablations or any(trial.outcome is Outcome.FIXED for trial in trials):
         return ""
-    fixes, ablations = _to_ask_for("--try", trials), _to_ask_for("--ablate", trials)
+    option, fixes, ablations = plan.rerun_option, _to_ask_for("--try", trials), _to_ask_for("--ablate", trials)
     if fixes:
         return f"{option} --try {fixes[0]}: it shows whether {fixes[0]} fixes the failure"
     if ablations and findings[0].confidence is not Confidence.PROVEN:
@@ -175,7 +171,7 @@ def examine(scenario: Scenario, run: Run, *, replay: bool = False, own_files: bo
         own_files: whether the program's source may be read: not where the trace is somebody else's, who could name any file in it.
     """
     run = with_caught(run)
-    look = in_place(run)
+    look = look_of(run)
     seen = run.trace
     found = across_ranks(said_of_caught(analysis_of(seen).findings, seen), ranks_of(run), rank_of(run))
     capsule = caught_in(run, found) if replay else None
@@ -185,11 +181,9 @@ def examine(scenario: Scenario, run: Run, *, replay: bool = False, own_files: bo
         scenario=scenario,
         before=run,
         before_summary=summarise("before", run, scenario),
-        closer=look.closer,
-        no_closer=look.no_closer if replay and look.no_closer else WATCHED_LIVE,
+        no_op_trace=look.why_none if replay and look.why_none else WATCHED_LIVE,
         replayed=look.certificate,
         capsule=capsule,
-        diagnosed=seen,
         findings=findings,
         advice=advice,
         excerpts=excerpts,
@@ -211,11 +205,10 @@ def _advised(
     return advise(named, trace, script, began=header.created if header is not None else 0.0, own_files=own_files)
 
 
-def _found_in(run: Run, before: Run, static: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """What is found in ``run`` and, before any run, in its checkpoints; with what other processes add, of the first run for a replay of it."""
-    job = run if run.ranks or run.others else before
+def _found_in(run: Run, static: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """What is found in ``run``, in all of its processes, and, before any run, in its checkpoints."""
     findings = joined(said_of_caught(analysis_of(run.trace).findings, run.trace), static)
-    return said_of_spawned(across_ranks(findings, ranks_of(job), rank_of(job)), job)
+    return said_of_spawned(across_ranks(findings, ranks_of(run), rank_of(run)), run)
 
 
 def _has_failed(before: Run, findings: tuple[Finding, ...]) -> bool:

@@ -212,7 +212,6 @@ def request_of(argv: "list[str]") -> "dict[str, object]":
             "steps": [{"workload": {"kind": "script", "path": argv[0] or "-", "args": argv[1:]}}],
         },
         "watch": True,
-        "windows": [],
         "replay": True,
         "capsule_limit": 64 << 20,
         "repeats": None,

@@ -15,7 +15,6 @@ import torch
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.budget import budget_of
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.interruptions import contained
 from dtypedoctor.models.build import BUILTIN, set_seed
 from dtypedoctor.models.limits import is_out_of_memory, limit_memory, over_limit
@@ -129,11 +128,12 @@ class _Run:
         self._instruments = Instruments(
             writer,
             watch=request.watch,
-            windows=[OpWindow(**window.model_dump()) for window in request.windows],
-            every=1 if request.windows else request.scenario.watch_every,
+            every=request.scenario.watch_every,
             budget=budget_of(request.scenario.overhead_budget),
             look=request.look,
         )
+        if request.replay:
+            self._instruments.replay_failures(request.capsule_limit)
         self._conditions = Conditions(writer, request.scenario.conditions)
         self._corrections = StageCorrections(writer, request.scenario.corrections)
         self._directory = directory

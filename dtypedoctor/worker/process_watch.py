@@ -19,7 +19,6 @@ from dtypedoctor.instrument.compile_events import CompileWatch, observations
 from dtypedoctor.instrument.facts import SHARDING
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.operators import keep_compiler_out
-from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.instrument.phases import ScalerStep
 from dtypedoctor.instrument.readable import values_of
 from dtypedoctor.instrument.session import FOR_GOOD
@@ -46,7 +45,6 @@ class ProcessWatch:
     Args:
         writer: where the records go.
         watch: False records no more than losses, steps and what ended the process.
-        windows: where the op trace is on.
         every: everything is measured in each ``every``-th step, see :class:`Instruments`.
         budget: says what is measured in each step; None for everything.
         conditions: are in force meanwhile.
@@ -59,7 +57,6 @@ class ProcessWatch:
         writer: TraceWriter,
         *,
         watch: bool = True,
-        windows: Sequence[OpWindow] = (),
         every: int = 1,
         budget: Budget | None = None,
         conditions: "Conditions | None" = None,
@@ -70,7 +67,7 @@ class ProcessWatch:
         self._conditions = conditions
         self._corrections = corrections
         self._digest = digest
-        self.instruments = Instruments(writer, watch=watch, windows=windows, every=every, budget=budget)
+        self.instruments = Instruments(writer, watch=watch, every=every, budget=budget)
         self._compiler = CompileWatch()
         self._compiling = False
         self._loss: float | None = None

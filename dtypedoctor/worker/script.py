@@ -230,7 +230,6 @@ def edited_libraries(request: Mapping[str, Any], writer: TraceWriter) -> list["E
 def _watch(writer: TraceWriter, request: Mapping[str, Any], edited: Collection[str]) -> "ProcessWatch":
     """The watch that a request asks for, without the corrections that are ``edited`` already; torch is there."""
     from dtypedoctor.instrument.budget import budget_of
-    from dtypedoctor.instrument.optrace import OpWindow
     from dtypedoctor.worker.environment import StepDigest
     from dtypedoctor.worker.process_watch import ProcessWatch
 
@@ -245,12 +244,10 @@ def _watch(writer: TraceWriter, request: Mapping[str, Any], edited: Collection[s
         from dtypedoctor.worker.interventions import OutsideCorrections
 
         corrections = OutsideCorrections(writer, in_models)
-    windows = [OpWindow(**window) for window in request["windows"]]
     return ProcessWatch(
         writer,
         watch=request["watch"],
-        windows=windows,
-        every=1 if windows else scenario["watch_every"],
+        every=scenario["watch_every"],
         budget=budget_of(scenario["overhead_budget"]),
         conditions=conditions,
         corrections=corrections,

@@ -69,7 +69,7 @@ def place(finding: Finding) -> str:
 def diagnose_case(case: Case, folder: Path) -> Diagnosed:
     """Treats a script in ``folder``, whose child ``work`` is its working directory."""
     began = time.monotonic()
-    treatment = treat_forked(case.path, folder, Plan(closer=False, certify=False, only=frozenset()))
+    treatment = treat_forked(case.path, folder, Plan(certify=False, only=frozenset()))
     seconds = time.monotonic() - began
     report = build_report(treatment, command="", files={}, next_command="")
     return Diagnosed(

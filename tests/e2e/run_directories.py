@@ -101,15 +101,13 @@ def climbing(step: int, fqn: str) -> float:
 
 
 def failing_run(directory: Path) -> Path:
-    """A run that overflows in :data:`ORIGIN` at :data:`BROKEN_AT`, with a closer look at it and a remedy that cures."""
+    """A run that overflows in :data:`ORIGIN` at :data:`BROKEN_AT`, with the op trace of it and a remedy that cures."""
     names = [*module_names(25), (HOSTILE, "<b>Evil</b>")]
     writer = write_trace(directory / "before", names, STEPS, "float16", climbing, broken_at=BROKEN_AT)
+    _write_op(writer)
     writer.write(Raised(n=writer.next_n(), step=BROKEN_AT, call=BROKEN_AT, phase="forward", type="RuntimeError", message="it is inf",
                         frames=[], modules=["", ORIGIN]))  # fmt: skip
     writer.write(End(n=writer.next_n(), outcome="raised", steps_completed=BROKEN_AT - 1))
-    writer.close()
-    writer = write_trace(directory / "closer", names, BROKEN_AT, "float16", climbing, broken_at=BROKEN_AT)
-    _write_op(writer)
     writer.close()
     writer = write_trace(
         directory / "remedy-bfloat16", names, STEPS, "bfloat16", lambda step, fqn: min(climbing(step, fqn), 9e4)

@@ -17,7 +17,7 @@ from dtypedoctor.replay.script import capsule_script
 from dtypedoctor.trials.bisection.reproduction import run_clean
 from dtypedoctor.trials.treatment import Plan
 
-ONE_RUN = Plan(certify=False, closer=False, only=frozenset())
+ONE_RUN = Plan(certify=False, only=frozenset())
 
 CLASSES = """
 import torch
@@ -87,7 +87,7 @@ def test_a_capsule_over_the_limit_draws_weights_anew_or_says_why_not(tmp_path: P
     """Nothing is written that is larger than was allowed."""
     path = tmp_path / "script.py"
     path.write_text(OVERFLOW, encoding="utf-8")
-    plan = Plan(certify=False, closer=False, only=frozenset(), capsule_limit=1)
+    plan = Plan(certify=False, only=frozenset(), capsule_limit=1)
     capsule = treat_forked(path, tmp_path, plan).capsule
     assert isinstance(capsule, NoCapsule)
     assert "--capsule-limit" in capsule.why

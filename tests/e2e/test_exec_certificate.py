@@ -65,7 +65,7 @@ def certificate(folder: Path, model: str, more: str = "") -> Observer:
     """What is said about a training script of this model, which is run watched and unwatched."""
     path = folder / "work.py"
     path.write_text(textwrap.dedent(TRAINING).format(model=MODELS[model], more=more))
-    return treat_forked(path, folder, Plan(closer=False, only=frozenset())).observer
+    return treat_forked(path, folder, Plan(only=frozenset())).observer
 
 
 @pytest.mark.release(all_but=1)

@@ -71,7 +71,7 @@ def treated(folder: Path, source: str, *conditions: str) -> Treatment:
     """The treatment of a script that is to be run under each of these conditions."""
     path = folder / "work.py"
     path.write_text(textwrap.dedent(source))
-    return treat_forked(path, folder, Plan(closer=False, certify=False, only=frozenset(conditions)), conditions)
+    return treat_forked(path, folder, Plan(certify=False, only=frozenset(conditions)), conditions)
 
 
 def trial_of(treatment: Treatment, condition: str) -> Trial:

@@ -32,7 +32,7 @@ def trials(folder: Path, name: str, *wanted: str) -> dict[str, Trial]:
     """What became of the remedies for a script whose only module has this name, by their ids."""
     path = folder / "work.py"
     path.write_text(textwrap.dedent(SQUARING).format(name=name))
-    treatment = treat_forked(path, folder, Plan(closer=False, certify=False, only=frozenset(wanted)), wanted)
+    treatment = treat_forked(path, folder, Plan(certify=False, only=frozenset(wanted)), wanted)
     assert treatment.findings[0].id == "float16-overflow"
     assert not (folder / f"remedy-{CORRECTION}").exists() or CORRECTION in wanted
     return {trial.remedy: trial for trial in treatment.trials}
@@ -107,9 +107,7 @@ def test_a_correction_cures_the_librarys_own_module_in_a_script(tmp_path: Path) 
     """It was called in the run that it cured, and held what would have overflowed."""
     path = tmp_path / "work.py"
     path.write_text(textwrap.dedent(GEMMA))
-    treatment = treat_forked(
-        path, tmp_path, Plan(closer=False, certify=False, only=frozenset({CORRECTION})), (CORRECTION,)
-    )
+    treatment = treat_forked(path, tmp_path, Plan(certify=False, only=frozenset({CORRECTION})), (CORRECTION,))
     assert treatment.findings[0].id == "float16-overflow"
     (trial,) = (trial for trial in treatment.trials if trial.remedy == CORRECTION)
     assert (trial.outcome, trial.never_reached) == (Outcome.FIXED, False)

@@ -16,7 +16,7 @@ from dtypedoctor.trace.events import Op
 from dtypedoctor.trials.summary import compare_unwatched
 from dtypedoctor.trials.treatment import Plan
 
-ONE_RUN = Plan(certify=False, closer=False, only=frozenset())
+ONE_RUN = Plan(certify=False, only=frozenset())
 OUTPUT = "output.txt"
 HEALTHY = [case for case in cases() if case.healthy and not case.imports][::15]
 
@@ -221,7 +221,7 @@ def test_a_call_that_waits_for_another_thread_is_not_made_again(tmp_path: Path) 
     """What that has given once never comes again; the program ends as it would, and the report says why nothing was replayed."""
     treatment = treat_forked(script(tmp_path, HANGS), tmp_path, ONE_RUN)
     assert treatment.before.exit.code == 0
-    assert "it waits for another thread" in treatment.no_closer
+    assert "it waits for another thread" in treatment.no_op_trace
 
 
 def test_a_call_in_a_thread_is_replayed(tmp_path: Path) -> None:

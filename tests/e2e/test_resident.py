@@ -73,7 +73,7 @@ import os, signal, sys
 from pathlib import Path
 from dtypedoctor.runner.launch import Launcher, Resident
 from dtypedoctor.scenario.loading import load_scenario
-from dtypedoctor.scenario.model import Request, Window
+from dtypedoctor.scenario.model import Request
 from dtypedoctor.trials.bisection.probes import perturbed, reference, with_kept
 
 def main():
@@ -89,7 +89,7 @@ if __name__ == "__main__":
 EACH = """
         kept = with_kept(scenario, ["model.layers.2.mlp::self"])
         requests = [Request(scenario=one) for one in (scenario, kept, scenario, reference(scenario), perturbed(scenario)[0], scenario)]
-        requests += [Request(scenario=scenario, watch=False), Request(scenario=scenario, windows=[Window(step=1)])]
+        requests += [Request(scenario=scenario, watch=False), Request(scenario=scenario, replay=True)]
         for number, request in enumerate(requests):
             launcher.run(request, place / f"fresh-{number}")
             resident.run(request, place / f"resident-{number}")
@@ -97,7 +97,7 @@ EACH = """
 
 
 def test_runs_in_one_process_say_what_runs_in_new_ones_say(folder: Path, tmp_path: Path) -> None:
-    """Every record of a training, with a part in float32, in float32 throughout, of moved weights, unwatched, with the op trace, and again; the model was loaded once."""
+    """Every record of a training, with a part in float32, in float32 throughout, of moved weights, unwatched, with what failed made again, and again; the model was loaded once."""
     program(tmp_path, folder, EACH)
     resident = sorted(tmp_path.glob("resident-*"))
     assert len(resident) == 8

@@ -11,7 +11,7 @@ import re
 import sys
 import tarfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from dtypedoctor.scenario.model import REQUEST, Request
 from dtypedoctor.trace.lines import EVENTS
 from dtypedoctor.trials.remedies import is_script
 from dtypedoctor.trials.results import Treatment
+from dtypedoctor.trials.summary import summarise
 from dtypedoctor.trials.treatment import Plan, treat
 
 FOLDER = Path(__file__).parent / "recorded"
@@ -57,6 +58,8 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
 def play(name: str, directory: Path) -> Treatment:
     """The recorded treatment, made again from its traces in ``directory``.
 
+    These were recorded when the op trace came from a run of its own, ``closer`` (``closer-eager`` without the compiler): what is found is found in that.
+
     Raises:
         AssertionError: it asks for a run that was not made, or for one with another request.
     """
@@ -65,18 +68,28 @@ def play(name: str, directory: Path) -> Treatment:
     first = _request(directory / "before")
     script = is_script(first.scenario)
     plan = Plan(certify=False, only=frozenset()) if script else Plan()
-    return treat(first.scenario, partial(_recorded_run, directory, script), plan)
+    treatment = treat(first.scenario, partial(_recorded_run, directory, script), plan)
+    watched, twin = _collected(directory / "before", script), directory / "float32-twin"
+    exact = _collected(twin, script).trace if twin.is_dir() else None
+    return replace(treatment, before_summary=summarise("before", watched, first.scenario, exact))
 
 
 def _request(directory: Path) -> Request:
-    return Request.model_validate_json((directory / REQUEST).read_text(encoding="utf-8"))
+    made = json.loads((directory / REQUEST).read_text(encoding="utf-8"))
+    made.pop("windows", None)
+    return Request.model_validate(made)
 
 
 def _recorded_run(directory: Path, script: bool, label: str, request: Request) -> Run:
-    place = directory / label.replace("rerun", "closer")  # no fork of what was recorded is left: it is run again
+    place = directory / label
     assert place.is_dir(), f"no run {label} was made"
     made = _request(place)
-    assert (request.windows, request.watch, request.scenario) == (made.windows, made.watch, made.scenario), label
+    assert (request.watch, request.scenario) == (made.watch, made.scenario), label
+    looks = [directory / "closer-eager", directory / "closer"] if label == "before" else []
+    return _collected(next((look for look in looks if look.is_dir()), place), script)
+
+
+def _collected(place: Path, script: bool) -> Run:
     ended = WorkerExit(**json.loads((place / EXIT).read_text(encoding="utf-8")))
     return collect(place, ended, foreign=script)
 
@@ -90,7 +103,6 @@ def concluded(treatment: Treatment) -> dict[str, Any]:
         "before": _without_time(plain(asdict(treatment.before_summary))),
         "reference": _without_time(plain(asdict(reference))) if reference is not None else None,
         "observer": _without_wording(treatment.observer, "reason"),
-        "no_closer": telling(treatment.no_closer),
         "refusals": len(treatment.refusals),
     }
 

@@ -51,11 +51,11 @@ def first_only(directory: Path, refusal: Exception) -> Callable[[str, Request], 
     ids=lambda refusal: type(refusal).__name__,
 )
 def test_no_later_refusal_costs_the_diagnosis_of_the_first_run(refusal: DoctorError | OSError, tmp_path: Path) -> None:
-    """Traced run, uninstrumented run, reference, float32 reference and every fix are refused; the report says so of each."""
+    """Uninstrumented run, reference, float32 reference and every fix are refused; the report says so of each."""
     treatment = treat(OVERFLOW, first_only(failing_run(tmp_path), refusal))
     report = build_report(treatment, command="", files={}, next_command="")
     assert [finding.id for finding in report.findings] == ["float16-overflow"]
-    for label in ("closer", "unwatched", "reference", "float32-twin"):
+    for label in ("unwatched", "reference", "float32-twin"):
         assert f"the run {label!r} could not be made: the model is gone" in report.coverage
     assert {trial.reason for trial in report.trials if trial.remedy == "bfloat16"} == {"the model is gone"}
     assert report.observer.bitwise_equal is None
@@ -138,8 +138,8 @@ def test_a_file_that_the_doctor_did_not_make_is_never_removed(tmp_path: Path) ->
 def test_a_directory_that_holds_a_run_is_left_as_it_is(records: int, tmp_path: Path) -> None:
     """However that run ended, before its first record even."""
     directory = refused(tmp_path / "run")
-    (directory / "closer").mkdir()
-    writer = TraceWriter(directory / "closer")
+    (directory / "unwatched").mkdir()
+    writer = TraceWriter(directory / "unwatched")
     if records:
         writer.write(Header(created=1.0, pid=1))
     writer.close()

@@ -278,8 +278,8 @@ def test_a_mismatch_has_no_strip() -> None:
 
 
 def test_the_gallery_shows_before_the_first_cure_and_the_reference(tmp_path: Path) -> None:
-    """Ops come from the closer look; runs that left no trace are passed over."""
-    for name in ("before", "closer", "remedy-gemma4-mlp-float32-product"):
+    """Runs that left no trace are passed over."""
+    for name in ("before", "remedy-gemma4-mlp-float32-product"):
         (tmp_path / name).mkdir()
         writer = TraceWriter(tmp_path / name)
         writer.write(Header())

@@ -18,8 +18,8 @@ from dtypedoctor.rules.mismatch.census import _adapts
 from dtypedoctor.rules.nonfinite.undefined import _what_rounds
 from dtypedoctor.trace.events import ParameterNote, ScalerState
 from dtypedoctor.trace.records.execution import RoundedBefore
+from dtypedoctor.trials.plan import Plan
 from dtypedoctor.trials.results import Outcome, Trial
-from dtypedoctor.trials.second_run import CloserLook
 from dtypedoctor.trials.treatment import NOT_REQUESTED, _rerun_advice
 
 
@@ -131,14 +131,13 @@ def trial(remedy: str, option: str) -> Trial:
 
 
 def test_another_run_is_advised_with_the_option_that_would_tell_most() -> None:
-    """What the op trace lacks, then a fix, then ablations of what is not proven; nothing where a fix was found."""
+    """A fix, then ablations of what is not proven; nothing where a fix was found or they were asked for."""
     proven = overflow().findings
     likely = (replace(proven[0], confidence=Confidence.LIKELY),)
-    look = CloserLook(before=None)  # type: ignore[arg-type]
     fix, ablation = trial("bfloat16", "--try"), trial("autocast-off", "--ablate")
     fixed = replace(fix, outcome=Outcome.FIXED)
-    assert _rerun_advice(replace(look, rerun_tells="more"), proven, (fix,), "--rerun") == "--rerun: more"
-    assert _rerun_advice(look, likely, (ablation, fix), "--rerun").startswith("--rerun --try bfloat16: ")
-    assert _rerun_advice(look, likely, (ablation,), "--rerun").startswith("--rerun: runs without autocast show")
-    assert _rerun_advice(look, proven, (ablation,), "--rerun") == ""
-    assert _rerun_advice(look, likely, (fixed, ablation), "--rerun") == ""
+    assert _rerun_advice(likely, (ablation, fix), Plan()).startswith("--rerun --try bfloat16: ")
+    assert _rerun_advice(likely, (ablation,), Plan()).startswith("--rerun: runs without autocast show")
+    assert _rerun_advice(likely, (ablation,), Plan(ablations=True)) == ""
+    assert _rerun_advice(proven, (ablation,), Plan()) == ""
+    assert _rerun_advice(likely, (fixed, ablation), Plan()) == ""
