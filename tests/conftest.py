@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import dtypedoctor
-from dtypedoctor.runner.view import NoViewError, require_view
+from dtypedoctor.runner.view import NoViewError, View
 
 # How long an example and its making take depends on the machine. And each run has the same examples, or a new one fails a change that
 # has nothing to do with it: release tests look for new ones.
@@ -75,9 +75,9 @@ def _compile_the_package() -> None:
 
 
 def _allow_reruns_where_no_view_is_possible() -> None:
-    """Tests have no terminal to ask on, and what their scripts write may be written twice."""
+    """What the scripts of tests write may be written twice."""
     try:
-        require_view(Path.cwd())
+        View(Path.cwd())
     except (NoViewError, OSError):
         os.environ.setdefault("DTYPEDOCTOR_RERUN_IN_PLACE", "1")
 

@@ -65,7 +65,7 @@ Rerun = Annotated[
     bool,
     typer.Option(
         "--rerun",
-        help="Run the script again for what one run cannot tell: uninstrumented, with ablations, with an op trace if no replay has one.",
+        help="Run the script again for what one run cannot tell: uninstrumented, with ablations.",
     ),
 ]
 RerunInPlace = Annotated[

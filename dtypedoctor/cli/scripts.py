@@ -3,21 +3,22 @@
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.interruptions import say
 from dtypedoctor.runner.directories import RecordFolder, remove_unmeasured, remove_unused
 from dtypedoctor.runner.process import Guardian, outliving, run_launched, run_ranks, run_script
 from dtypedoctor.scenario.model import Request, Scenario, Script
 from dtypedoctor.trials.plan import Plan, first_run
 
 if TYPE_CHECKING:
-    from dtypedoctor.cli.rerunning import Reruns
     from dtypedoctor.report.model import Report
     from dtypedoctor.runner.run import Run
+    from dtypedoctor.runner.view import View
 
 
 def treat_script(
@@ -44,21 +45,17 @@ def treat_script(
     private = folder.private
     is_moved = private != folder.directory
     guarding = Guardian(private, folder.directory, merge=folder.merge) if is_moved else Guardian()
-    with guarding as guardian, arriving(folder), outliving(), ExitStack() as resources:
-        reruns = resources.enter_context(_reruns(in_place=in_place)) if plan.runs_again else None
+    with guarding as guardian, arriving(folder), outliving():
+        view = _view() if plan.runs_again and not in_place else None
 
         def launch(label: str, request: Request) -> "Run":
             if label == "before":
                 first = run(request, private / label, live=True, meanwhile=_import_the_rest, guardian=guardian)
                 if _was_interrupted(first):
                     raise KeyboardInterrupt
-                if reruns is not None:
-                    reruns.first_is_over()
                 private.mkdir(exist_ok=True)  # the program may have deleted it
                 return first
-            if reruns is None:
-                return run(request, private / label, live=False, guardian=guardian)
-            with reruns.begin(private / label) as through:
+            with _running_again(label, view, private) as through:
                 return run(request, private / label, live=False, through=through, guardian=guardian)
 
         before = None if _is_given_a_folder(scenario) else first_run(launch, scenario, plan)
@@ -82,10 +79,46 @@ def _is_given_a_folder(scenario: Scenario) -> bool:
     return any(os.path.isdir(argument.partition("=")[2] or argument) for argument in arguments)
 
 
-def _reruns(*, in_place: bool) -> "AbstractContextManager[Reruns]":
-    from dtypedoctor.cli.rerunning import Reruns
+def _view() -> "View":
+    """A view of the working directory as it is now, for the runs after the first.
 
-    return Reruns(in_place=in_place)
+    Raises:
+        UsageError: there is no working directory, or no view of it can be made.
+    """
+    from dtypedoctor.runner.view import NoViewError, View
+
+    try:
+        return View(Path.cwd())
+    except (NoViewError, OSError) as error:
+        raise UsageError(
+            f"another run needs a copy-on-write view of the working directory, which is not possible here: {error}",
+            "With --rerun-in-place it runs in that directory and may change files there; without --rerun, --try, --ablate and "
+            "--verify-uninstrumented there is no other run.",
+        ) from error
+
+
+@contextmanager
+def _running_again(label: str, view: "View | None", directory: Path) -> Iterator[list[str]]:
+    """Says on stderr that the script runs again, and where; what stands before its command.
+
+    Raises:
+        UsageError: the view could not be made.
+    """
+    from dtypedoctor.cli.live import label_in_words
+    from dtypedoctor.runner.view import NoViewError
+
+    where = "; it may change files" if view is None else " in a copy-on-write view of the working directory"
+    say(f"dtypedoctor: running the script again ({label_in_words(label)}){where} …")
+    if view is None:
+        yield []
+        return
+    try:
+        with view.before(directory / label) as words:
+            yield words
+    except NoViewError as error:
+        raise UsageError(
+            f"its view of the working directory could not be made: {error}", "Add --rerun-in-place."
+        ) from error
 
 
 def _import_the_rest() -> None:
