@@ -12,7 +12,7 @@ from dtypedoctor.diagnosis.incidents import GRADIENTS, looks_like_a_mask
 from dtypedoctor.diagnosis.ops import all_finite, asked_for, has_nan, nonfinite
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.seen import ENOUGH
-from dtypedoctor.diagnosis.window import doubt_in_words
+from dtypedoctor.diagnosis.unsettled import doubt_in_words
 from dtypedoctor.diagnosis.wording import indexed
 from dtypedoctor.report.fixes import cured_sentence
 from dtypedoctor.report.model import Status

@@ -381,26 +381,6 @@ class Scenario(Strict):
 REQUEST = "request.json"
 
 
-class Window(Strict):
-    """Where the op trace is on.
-
-    It opens before the outermost module call number ``call`` (or, with ``until: optimizer``, before the optimizer step
-    number ``step``) and closes at the next outermost call or backward pass (``next-call``), after the next backward pass
-    (``backward``) or after the optimizer step (``optimizer``). An ``early`` one opens when the call before has ended (at the
-    start of the program for the first), so that what is computed outside of all modules in between is in it; one that waits
-    for an optimizer step opens when the step before is done, and so holds a whole training step. With ``scaled``
-    the gradients of the call's backward pass are computed beside it from a loss that is multiplied by a loss scale. An
-    ``eager`` one opens no op trace, under which nothing is compiled: the call is made as it is, and again in eager mode.
-    """
-
-    call: int = Field(default=0, ge=0)
-    step: int = Field(default=0, ge=0)
-    until: Literal["next-call", "backward", "optimizer"] = "next-call"
-    early: bool = False
-    scaled: bool = False
-    eager: bool = False
-
-
 class Capture(Strict):
     """A module whose arguments and results are kept in one call, so that the call can be repeated alone.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from dtypedoctor.analysis import analysis_of
 from dtypedoctor.diagnosis.rule import Confidence, Finding
-from dtypedoctor.diagnosis.window import suspicious_windows
+from dtypedoctor.diagnosis.unsettled import is_unsettled
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES, NotWatched
 from dtypedoctor.trace.model import Trace
@@ -50,7 +50,7 @@ def look_of(run: Run) -> Look:
     seen = [record.what for record in run.trace.observed(ReplayedCall)]
     if seen:
         return _compared(seen)
-    if not suspicious_windows(run.trace) or _explains_what_it_raised(run.trace):
+    if not is_unsettled(run.trace) or _explains_what_it_raised(run.trace):
         return Look(why_none=NOTHING_POINTED)
     said = (note.why for note in run.trace.all(NotWatched) if note.what == REPLAY_OF_FAILURES)
     return Look(why_none=f"nothing could be replayed: {next(said, NO_CALL)}")

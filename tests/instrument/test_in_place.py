@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.window import suspicious_windows
+from dtypedoctor.diagnosis.unsettled import is_unsettled
 from dtypedoctor.instrument import copies as copies_module
 from dtypedoctor.instrument.alone import calls_alone
 from dtypedoctor.instrument.copies import CopiesOfParameters, ParameterCopies
@@ -308,7 +308,7 @@ def test_one_run_with_a_replay_in_place_names_the_operator(
     first = diagnose(trace)[0]
     assert (first.id, first.op, first.phase, first.step) == (finding, op, phase, 1)
     assert first.confidence.value == "proven"
-    assert not suspicious_windows(trace)
+    assert not is_unsettled(trace)
     assert {seen.what.doubt for seen in trace.observed(ReplayedCall)} == {None}
     assert not trace.damage
 
@@ -359,7 +359,7 @@ def test_gradients_that_float16_flushes_to_zero_are_told_from_those_that_are_zer
         "proven",
     )
     assert "the gradient of what the model returns multiplied by 32768" in first.proven_by
-    assert not suspicious_windows(trace)
+    assert not is_unsettled(trace)
     for one, other in zip(found[0], bare, strict=True):
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
@@ -372,7 +372,7 @@ def test_gradients_that_are_zero_in_any_dtype_are_no_underflow(tmp_path: Path, s
     assert trace.observed(GradientZeros)
     assert bool(trace.observed(ScaledBackward)) is not scaled
     assert "gradient-underflow" not in {finding.id for finding in diagnose(trace)}
-    assert not suspicious_windows(trace)
+    assert not is_unsettled(trace)
 
 
 def test_a_backward_pass_is_not_replayed_with_parameters_that_it_has_spoilt(tmp_path: Path) -> None:

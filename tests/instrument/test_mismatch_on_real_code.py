@@ -12,9 +12,7 @@ from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Finding, Severity
-from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.models.build import quantize_linears
 from dtypedoctor.scenario.model import Quantization
 
@@ -31,15 +29,13 @@ TINY: dict[str, Any] = {
 
 
 def findings(folder: Path, work: Work) -> list[Finding]:
-    """The errors and warnings about ``work``, which is run a second time where the first run shows where to look."""
-    first, second = folder / "first", folder / "second"
-    first.mkdir()
-    trace = watched(first, work)
-    windows = suspicious_windows(trace)
-    if windows:
-        second.mkdir()
-        trace = watched(second, work, OpWindow(**windows[0].model_dump()))
-    return [finding for finding in diagnose(trace) if finding.severity is not Severity.INFO]
+    """The errors and warnings about ``work``, whose failing calls are made again."""
+
+    def replayed(instruments: Instruments) -> None:
+        instruments.replay_failures(None)
+        work(instruments)
+
+    return [finding for finding in diagnose(watched(folder, replayed)) if finding.severity is not Severity.INFO]
 
 
 def ids() -> Tensor:

@@ -3,8 +3,7 @@
 import pytest
 from traces import TraceBuilder
 
-from dtypedoctor.diagnosis.window import doubtful_weights, suspicious_windows
-from dtypedoctor.scenario.model import Window
+from dtypedoctor.diagnosis.unsettled import doubtful_weights, is_unsettled
 from dtypedoctor.trace.events import Observation, ParameterNote, Sample, Site
 from dtypedoctor.trace.model import Trace
 
@@ -45,14 +44,14 @@ def models(*states: str | None, compared: int | None = None) -> Trace:
 )
 def test_the_first_call_of_a_doubtful_model_is_looked_at(states: tuple[str | None, ...], call: int) -> None:
     """Until it has been: then nothing is left to look at."""
-    assert doubtful_weights(models(*states)) == Window(call=call)
-    assert suspicious_windows(models(*states)) == (Window(call=call),)
+    assert doubtful_weights(models(*states))
+    assert is_unsettled(models(*states))
     looked_at = models(*states, compared=call)
-    assert doubtful_weights(looked_at) is None
-    assert suspicious_windows(looked_at) == ()
+    assert not doubtful_weights(looked_at)
+    assert not is_unsettled(looked_at)
 
 
 @pytest.mark.parametrize("states", [("bfloat16",), ("float16", "float16"), (None, "bfloat16"), (None, None), ()])
 def test_models_of_one_dtype_are_not_doubted(states: tuple[str | None, ...]) -> None:
     """The buffer that they share, and the kernel, are right for all of them."""
-    assert doubtful_weights(models(*states)) is None
+    assert not doubtful_weights(models(*states))

@@ -19,8 +19,7 @@ from traces import TraceBuilder, tensor
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.incidents import incidents
 from dtypedoctor.diagnosis.rule import Confidence, Finding
-from dtypedoctor.diagnosis.window import suspicious_windows
-from dtypedoctor.scenario.model import Window
+from dtypedoctor.diagnosis.unsettled import is_unsettled
 from dtypedoctor.trace.events import Observed, Raised, Replay
 from dtypedoctor.trace.records.execution import SteppedBy
 
@@ -242,9 +241,9 @@ def test_a_sum_that_is_measured_where_a_pass_leaves_it_names_its_parameter(
     assert ("where backward passes are added up" in finding.summary) is (parameter is not None)
 
 
-def test_a_sum_of_gradients_is_looked_at_in_all_of_its_parts() -> None:
+def test_a_bad_sum_of_gradients_is_unsettled() -> None:
     """The last backward pass may have been given the inf by an earlier one."""
-    assert suspicious_windows(added_up(looked_at=False).build()) == (Window(step=1, until="optimizer", early=True),)
+    assert is_unsettled(added_up(looked_at=False).build())
 
 
 def test_scores_that_overflow_outside_of_a_product_are_no_mask() -> None:
@@ -324,20 +323,20 @@ def test_a_bad_value_matters_where_it_gets_to_a_loss_a_gradient_a_result_or_a_sa
     assert len(incidents(lost.build())) == 1
 
 
-def test_the_second_look_goes_on_where_the_first_one_shows_that_nothing_went_wrong() -> None:
+def test_a_call_is_unsettled_although_an_earlier_one_was_harmless() -> None:
     """Call 1 returns a mask that was asked for; call 4 has not been looked at."""
     trace = TraceBuilder()
     trace.op("aten.masked_fill.Scalar", "", [tensor(1)], [tensor(2, num_neginf=4)], scalars=["-inf"])
     trace.sample("", 1.0, inf=4)
-    assert suspicious_windows(trace.build()) == ()
+    assert not is_unsettled(trace.build())
     trace.sample("", 1.0, nan=4, call=4)
-    assert suspicious_windows(trace.build()) == (Window(call=4),)
+    assert is_unsettled(trace.build())
 
 
-def test_a_bad_loss_of_finite_outputs_is_looked_for_outside_of_the_modules() -> None:
-    """The window opens before the call, when the batch is made."""
+def test_a_bad_loss_of_finite_outputs_is_unsettled() -> None:
+    """No module has made it."""
     trace = TraceBuilder().sample("", 1.0, call=3).sample("", 1.0, nan=1, kind="loss", call=3)
-    assert suspicious_windows(trace.build()) == (Window(call=3, early=True),)
+    assert is_unsettled(trace.build())
 
 
 def test_a_parameter_that_was_fine_in_an_earlier_call_was_written_in_between() -> None:
@@ -346,22 +345,22 @@ def test_a_parameter_that_was_fine_in_an_earlier_call_was_written_in_between() -
     operand = tensor(1, 2.0, inf=1, origin="parameter", name="mid.1.bias")
     trace.op("aten.addmm.default", "mid.1", [operand, tensor(8)], [tensor(2, inf=8)], call=4)
     trace.sample("mid.1", 0.0, inf=8, call=4).sample("", 0.0, inf=8, call=4)
-    assert suspicious_windows(trace.build()) == (Window(call=4, early=True),)
+    assert is_unsettled(trace.build())
     trace.op("aten.mul.Tensor", "", [tensor(9)], [tensor(10)], call=3, root=-1)
-    assert suspicious_windows(trace.build()) == ()
+    assert not is_unsettled(trace.build())
 
 
-def test_a_program_that_calls_no_module_is_looked_at_for_a_whole_step() -> None:
-    """There is no call at which the window could open."""
+def test_a_bad_loss_of_a_program_that_calls_no_module_is_unsettled() -> None:
+    """There is no call that could be made again."""
     trace = TraceBuilder().sample("", 1.0, nan=1, kind="loss", call=0, step=3)
-    assert suspicious_windows(trace.build()) == (Window(step=3, until="optimizer", early=True),)
+    assert is_unsettled(trace.build())
 
 
-def test_a_sampler_that_refuses_is_looked_at_although_every_output_is_finite() -> None:
+def test_a_sampler_that_refuses_is_unsettled_although_every_output_is_finite() -> None:
     """Logits may be spoiled between the model and the sampler."""
     bare = TraceBuilder().sample("", 3.0, call=2)
     bare.add(*[r for r in refused_sampling().build().records if type(r).__name__ == "Raised"])
-    assert suspicious_windows(bare.build()) == (Window(call=2),)
+    assert is_unsettled(bare.build())
 
 
 def masked_logits(*later: dict[str, Any]) -> TraceBuilder:
@@ -377,7 +376,7 @@ def masked_logits(*later: dict[str, Any]) -> TraceBuilder:
 def test_a_mask_that_is_harmless_in_one_call_is_so_in_the_others() -> None:
     """Only the calls with an op trace show where infinities come from, and not every call can have one."""
     assert diagnose(masked_logits({"inf": 5}, {"inf": 6, "shape": [3, 8]}).build()) == ()
-    assert suspicious_windows(masked_logits({"inf": 5}, {"inf": 6}).build()) == ()
+    assert not is_unsettled(masked_logits({"inf": 5}, {"inf": 6}).build())
 
 
 @pytest.mark.parametrize(
@@ -385,7 +384,7 @@ def test_a_mask_that_is_harmless_in_one_call_is_so_in_the_others() -> None:
 )
 def test_what_may_be_more_than_the_mask_is_looked_at(measured: dict[str, Any]) -> None:
     """The same module returns NaN later, or finite values so large that an infinity beside them may have overflowed."""
-    assert [window.call for window in suspicious_windows(masked_logits(measured).build())] == [2]
+    assert is_unsettled(masked_logits(measured).build())
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,9 @@ from traces import TraceBuilder
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Finding, Severity
-from dtypedoctor.diagnosis.window import suspicious_windows
+from dtypedoctor.diagnosis.unsettled import is_unsettled
 from dtypedoctor.diagnosis.wording import listed, percent
 from dtypedoctor.report.verdict import _done
-from dtypedoctor.scenario.model import Window
 from dtypedoctor.trace.events import Correction, Metric, Observed, ParameterNote, ScalerState
 
 
@@ -292,12 +291,12 @@ def test_loading_is_reported_where_it_loses_something_or_does_not_do_as_asked(tr
     assert bool(diagnose(trace.build())) is found
 
 
-def test_many_zeros_in_float16_gradients_are_looked_at_with_a_scaled_loss() -> None:
+def test_many_zeros_in_float16_gradients_are_unsettled_without_a_scaler() -> None:
     """Once, and not where a scaler is at work."""
     zeros = seen("gradient-zeros", parameters={"enc.weight": {"zeros": 40, "elements": 40}})
-    assert suspicious_windows(zeros.build()) == (Window(call=1, until="backward", scaled=True),)
+    assert is_unsettled(zeros.build())
     zeros.add(ScalerState(n=zeros.n(), step=1, scale=2.0, found_inf=False, skipped=False))
-    assert suspicious_windows(zeros.build()) == ()
+    assert not is_unsettled(zeros.build())
 
 
 def test_a_stall_says_how_many_parameters_could_be_measured() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from traces import TraceBuilder, tensor
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.window import suspicious_windows
+from dtypedoctor.diagnosis.unsettled import is_unsettled
 from dtypedoctor.trace.events import End, Op, Replay
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.reader import steps_by_call
@@ -54,7 +54,7 @@ def test_a_gradient_is_followed_into_the_modules_that_were_called_after() -> Non
     (finding,) = diagnose(trace)
     assert (finding.id, finding.op, finding.call, finding.source) == ("backward-overflow", made.op, 3, "train.py:9")
     assert finding.confidence.value == "proven"
-    assert not suspicious_windows(trace)
+    assert not is_unsettled(trace)
 
 
 def test_what_happens_before_the_first_call_is_in_step_one() -> None:
