@@ -314,17 +314,10 @@ def _on_gradients(model: nn.Module, change: Callable[[Tensor | None], Tensor | N
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(change)
 
-    watched: dict[int, nn.Parameter] = {}
-
-    def watch_parameters(owner: nn.Module, recurse: bool = False) -> None:
-        for parameter in owner.parameters(recurse):
-            if parameter.requires_grad and id(parameter) not in watched:
-                watched[id(parameter)] = parameter
-                parameter.register_hook(change)
-
-    watch_parameters(model, recurse=True)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(change)
     for module in model.modules():
-        module.register_forward_pre_hook(lambda called, _: watch_parameters(called))  # FSDP2 gathers others
         if next(module.children(), None) is None:
             module.register_forward_hook(watch_output)
 

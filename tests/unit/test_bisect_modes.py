@@ -9,7 +9,6 @@ from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trials.bisection.probes import (
     Layers,
     Mode,
-    Workload,
     cheaper,
     modes,
     reference,
@@ -118,11 +117,4 @@ def test_several_steps_in_one_process_are_only_run_as_they_are() -> None:
     """What a mode would change in them is not one thing."""
     scenario = case_of("builtin:llama-tiny", "float16")
     twice = scenario.with_changes(steps=[*scenario.model_dump()["steps"]] * 2)
-    workload = Workload(words="both", scenario=twice)
-    assert [mode.name for mode in modes(workload, [workload], [CULPRIT])] == ["both"]
-
-
-def sharded(**policy: str | None) -> Scenario:
-    """A float32 model in two processes that compute by a policy."""
-    scenario = case_of("builtin:llama-tiny", "float32", "train")
-    return scenario.with_changes(distributed={"processes": 2, "strategy": "fsdp", **policy})
+    assert [mode.scenario for mode in modes(twice, [twice], [CULPRIT])] == [twice]

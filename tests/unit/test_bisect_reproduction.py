@@ -9,7 +9,6 @@ import pytest
 
 from dtypedoctor.scenario.loading import case_of
 from dtypedoctor.trials.bisection import reproduction
-from dtypedoctor.trials.bisection.probes import Workload
 from dtypedoctor.trials.bisection.results import Kind, Symptom
 
 
@@ -31,7 +30,7 @@ def test_a_script_that_raises_the_same_in_float32_is_none(
     monkeypatch.setattr(reproduction, "run_clean", lambda *_: (1, f"torch 2.13\n{said}\n", ""))
     runner: Any = SimpleNamespace(directory=tmp_path, run=lambda _: SimpleNamespace(directory=tmp_path))
     scenario = case_of("builtin:llama-tiny", "float16", "forward")
-    setup: Any = SimpleNamespace(workload=Workload(words="one forward pass", scenario=scenario))
+    setup: Any = SimpleNamespace(workload=scenario)
     failure = Symptom(kind=Kind.RAISED, reason="no", call=1)
     found = reproduction._attempt(runner, setup, "blocks.1", failure, "torch 2.13")
     assert found.reason.endswith(reason)

@@ -13,7 +13,6 @@ from dtypedoctor.trace.events import Root
 from dtypedoctor.trials.bisection.measurements import ReferenceSetup, measure, measure_cost, set_up
 from dtypedoctor.trials.bisection.probes import (
     KEEP,
-    Workload,
     cheaper,
     describe,
     modes,
@@ -112,7 +111,7 @@ class _Bisecting:
             if not whole and not self._shows(workload, failure):
                 continue
             setup = self._set_up(workload)
-            found = replace(found, workload=workload.words, tolerance=_first_limit(setup))
+            found = replace(found, workload=describe(workload), tolerance=_first_limit(setup))
             found = self._on(setup, found)
             if found.end is not End.FOUND or found.confirmed:
                 break  # else the cheap workload has left out a part of the failure
@@ -124,17 +123,17 @@ class _Bisecting:
         if not failure.healthy:
             return failure, None
         self._progress.stage("running the float32 reference")
-        setup = self._set_up(Workload(words=describe(self._scenario), scenario=self._scenario))
+        setup = self._set_up(self._scenario)
         return setup.judge(treatment.before), setup
 
-    def _set_up(self, workload: Workload) -> ReferenceSetup:
+    def _set_up(self, workload: Scenario) -> ReferenceSetup:
         return set_up(self._runner, workload, self._given)
 
-    def _shows(self, workload: Workload, failure: Symptom) -> bool:
+    def _shows(self, workload: Scenario, failure: Symptom) -> bool:
         """Whether a cheaper workload fails in the same way at the same place."""
-        self._progress.stage(f"trying {workload.words}")
+        self._progress.stage(f"trying {describe(workload)}")
         try:
-            run = self._runner.run(probe_of(workload.scenario))
+            run = self._runner.run(probe_of(workload))
         except UsageError:
             return False
         seen = symptom_of(run) if failure.kind is not Kind.INACCURATE else self._set_up(workload).judge(run)
@@ -147,7 +146,7 @@ class _Bisecting:
                 found, end=self._fails_throughout(setup, found), note=f"the float32 reference: {setup.healthy.reason}"
             )
         forest = self._forest(setup, found)
-        self._progress.stage(f"narrowing down modules by {setup.workload.words}")
+        self._progress.stage(f"narrowing down modules by {describe(setup.workload)}")
         answer = ask(self._runner, setup, _about_modules(forest, setup, found.failure), self._progress.probe)
         kept = forest.names(frozenset(answer.culprits))
         found = replace(found, end=End.FOUND, modules=answer, kept=kept, candidates=len(forest.leaves))
@@ -165,12 +164,12 @@ class _Bisecting:
         """What it means that the float32 reference is not healthy either."""
         if setup.healthy.outcome(found.failure) is not Outcome.FAIL:
             return End.UNRESOLVED
-        before_rounding = self._runner.run(probe_of(unrounded(setup.workload.scenario)))
+        before_rounding = self._runner.run(probe_of(unrounded(setup.workload)))
         return End.ROUNDED_WEIGHTS if symptom_of(before_rounding).healthy else End.DOMAIN_ERROR
 
     def _forest(self, setup: ReferenceSetup, found: Bisection) -> Forest:
         before = found.treatment.before.trace
-        untreated = self._runner.run(probe_of(setup.workload.scenario)).trace
+        untreated = self._runner.run(probe_of(setup.workload)).trace
         called = called_modules([before, untreated], setup.reference)
         return plant(called, suspicion(untreated, found.failure.fqn))
 
@@ -200,7 +199,7 @@ class _Bisecting:
         )
         return judge(remedy, changed, run, baselines), symptom_of(run, setup.tolerance.of_first_outputs()).healthy
 
-    def _concluded(self, found: Bisection, setup: ReferenceSetup, ladder: Sequence[Workload]) -> Bisection:
+    def _concluded(self, found: Bisection, setup: ReferenceSetup, ladder: Sequence[Scenario]) -> Bisection:
         """Corrections, reproduction, cost and modes, where there is a culprit; Ctrl-C, or a run that cannot be made, leaves out the rest."""
         if found.end is not End.FOUND:
             return found
@@ -275,7 +274,7 @@ def _about_modules(forest: Forest, setup: ReferenceSetup, failure: Symptom) -> Q
     return Question(
         name="modules",
         roots=forest.roots,
-        scenario=lambda treated: with_kept(setup.workload.scenario, forest.names(treated)),
+        scenario=lambda treated: with_kept(setup.workload, forest.names(treated)),
         names=forest.names,
         failure=failure,
     )
@@ -285,7 +284,7 @@ def _about_corrections(offered: Sequence[str], setup: ReferenceSetup, failure: S
     return Question(
         name="corrections",
         roots=tuple(Node(id=one) for one in offered),
-        scenario=lambda treated: with_offers(setup.workload.scenario, [one for one in offered if one in treated]),
+        scenario=lambda treated: with_offers(setup.workload, [one for one in offered if one in treated]),
         names=lambda treated: tuple(one for one in offered if one in treated),
         failure=failure,
     )

@@ -14,7 +14,6 @@ from dtypedoctor.trace.events import Metric, ParameterNote, Resources
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.bisection.probes import (
     Mode,
-    Workload,
     describe,
     perturbed,
     probe_of,
@@ -40,7 +39,7 @@ class ReferenceSetup:
         tolerance: how far runs may be from it.
     """
 
-    workload: Workload
+    workload: Scenario
     reference: Trace
     healthy: Symptom
     tolerance: Tolerance
@@ -50,21 +49,20 @@ class ReferenceSetup:
         return refused(run.message) if isinstance(run, UsageError) else symptom_of(run, self.tolerance)
 
 
-def set_up(runner: "ProbeRunner", workload: Workload, given: float | None) -> ReferenceSetup:
+def set_up(runner: "ProbeRunner", workload: Scenario, given: float | None) -> ReferenceSetup:
     """Runs the reference of ``workload``, and the moved references where no tolerance is given.
 
     Raises:
         UsageError: the reference cannot be run at all.
     """
-    scenario = workload.scenario
-    exact = runner.run(probe_of(reference(scenario)))
-    others = [runner.run(probe_of(one)) for one in (() if given is not None else perturbed(scenario))]
+    exact = runner.run(probe_of(reference(workload)))
+    others = [runner.run(probe_of(one)) for one in (() if given is not None else perturbed(workload))]
     moved = [run for run in others if symptom_of(run).healthy]
     return ReferenceSetup(
         workload=workload,
         reference=exact.trace,
         healthy=symptom_of(exact),
-        tolerance=derive(exact, moved, sampled=samples_tokens(scenario), given=given),
+        tolerance=derive(exact, moved, sampled=samples_tokens(workload), given=given),
     )
 
 
@@ -100,7 +98,7 @@ def _tolerance(setup: ReferenceSetup, mode: Mode, failure: Symptom) -> Tolerance
     """What is accepted of a mode's run; of another workload only the outputs before any training can be compared."""
     if failure.kind is not Kind.INACCURATE:
         return None
-    same = _work(mode.scenario) == _work(setup.workload.scenario)
+    same = _work(mode.scenario) == _work(setup.workload)
     return setup.tolerance if same else setup.tolerance.of_first_outputs()
 
 
@@ -137,9 +135,9 @@ STEPS = 6
 """Of a workload whose steps are cheap; the first one, which warms up, does not count."""
 
 
-def measure_cost(runner: "ProbeRunner", workload: Workload, modules: Sequence[str]) -> Cost | None:
+def measure_cost(runner: "ProbeRunner", workload: Scenario, modules: Sequence[str]) -> Cost | None:
     """Runs ``workload`` untreated and with ``modules`` in float32, one after the other; None where that is not possible."""
-    scenario = _longer(workload.scenario)
+    scenario = _longer(workload)
     try:
         plain = runner.run(probe_of(scenario), "cost-untreated").trace
         kept = runner.run(probe_of(with_kept(scenario, modules)), "cost-kept").trace

@@ -5,7 +5,7 @@ Cheaper workloads, runs with some modules in float32, the float32 reference, and
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from dtypedoctor.scenario.model import Forward, Generate, Grpo, Request, Scenario, Sft, Train
 from dtypedoctor.trials.bisection.results import OWN
@@ -48,36 +48,22 @@ class Layers:
         return any(not name or f"{self.parent}.".startswith(f"{name}.") for name in around)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """A scenario that may stand for the one under bisection.
-
-    Attributes:
-        words: what it does, e.g. ``one forward pass``.
-        scenario: the whole of it.
-    """
-
-    words: str
-    scenario: Scenario
-
-
 def probe_of(scenario: Scenario) -> Request:
     """The run that answers a question of the search: where it fails and how near it comes, without a look at what stays finite."""
     return Request(scenario=scenario, look=False)
 
 
-def cheaper(scenario: Scenario, phase: str | None, step: int | None) -> tuple[Workload, ...]:
+def cheaper(scenario: Scenario, phase: str | None, step: int | None) -> tuple[Scenario, ...]:
     """What may show the same failure in less time, cheapest first; the scenario itself is last.
 
     Args:
         scenario: the one under bisection.
         phase, step: where it fails; None where that is not known.
     """
-    whole = Workload(words=describe(scenario), scenario=scenario)
     if len(scenario.steps) > 1:
-        return (whole,)
-    found = [*_plain(scenario, phase, step), *_shortened(scenario, step), whole]
-    return tuple(_without_repeats(found))
+        return (scenario,)
+    ladder = [*_plain(scenario, phase, step), *_shortened(scenario, step), scenario]
+    return tuple(one for number, one in enumerate(ladder) if one not in ladder[:number])
 
 
 def describe(scenario: Scenario) -> str:
@@ -147,7 +133,7 @@ def samples_tokens(scenario: Scenario) -> bool:
     return any(isinstance(step.workload, (Grpo, Generate)) for step in scenario.steps)
 
 
-def _plain(scenario: Scenario, phase: str | None, step: int | None) -> Iterator[Workload]:
+def _plain(scenario: Scenario, phase: str | None, step: int | None) -> Iterator[Scenario]:
     """Plain passes with the batch of the scenario, which leave out what the failure does not need."""
     stage = scenario.steps[0]
     work = stage.workload
@@ -165,7 +151,7 @@ def _plain(scenario: Scenario, phase: str | None, step: int | None) -> Iterator[
         yield _with_workload(scenario, {"kind": "train", "steps": step, **training, **batch})
 
 
-def _shortened(scenario: Scenario, step: int | None) -> Iterator[Workload]:
+def _shortened(scenario: Scenario, step: int | None) -> Iterator[Scenario]:
     """The same workload with no more steps than it takes to fail."""
     work = scenario.steps[0].workload
     steps = getattr(work, "steps", None)
@@ -173,14 +159,13 @@ def _shortened(scenario: Scenario, step: int | None) -> Iterator[Workload]:
         yield _with_workload(scenario, work.model_dump() | {"steps": step})
 
 
-def _with_workload(scenario: Scenario, workload: dict[str, Any]) -> Workload:
+def _with_workload(scenario: Scenario, workload: dict[str, Any]) -> Scenario:
     step = scenario.model_dump()["steps"][0]
     amp = step["workload"].get("mixed_precision", "no")
     if amp != "no" and workload["kind"] in ("forward", "train") and step["autocast"] is None:
         step["autocast"] = {"dtype": _AMP[amp]}
     step["workload"] = workload
-    changed = scenario.with_changes(steps=[step])
-    return Workload(words=describe(changed), scenario=changed)
+    return scenario.with_changes(steps=[step])
 
 
 def _length(work: Grpo | Sft | Train | Generate) -> int:
@@ -216,7 +201,7 @@ class Mode:
 
 
 def modes(
-    base: Workload, ladder: Sequence[Workload], culprits: Sequence[str] = (), *, layers: "Layers | None" = None
+    base: Scenario, ladder: Sequence[Scenario], culprits: Sequence[str] = (), *, layers: "Layers | None" = None
 ) -> tuple[Mode, ...]:
     """The modes that are worth running for a scenario.
 
@@ -228,26 +213,17 @@ def modes(
     """
     both = _forward_and_backward(ladder)
     passes = ladder if both is None else sorted((*ladder, both), key=_rank)
-    found = [Mode(name=w.words, scenario=w.scenario) for w in passes]
-    stage = base.scenario.steps[-1]
-    if len(base.scenario.steps) == 1 and stage.model is not None:
-        found += _changed_modes(base.scenario, passes)
-        found += _modes_with_culprits(both or base, culprits) if culprits else ()
-        found += _compiled_modes(base.scenario, both or base, culprits, layers)
-    return tuple(_without_repeats(found))
+    table = [Mode(name=describe(workload), scenario=workload) for workload in passes]
+    if len(base.steps) == 1 and base.steps[0].model is not None:
+        table += _changed_modes(base, passes)
+        if culprits:
+            table.append(Mode(name="culprits in float32", scenario=with_kept(both or base, culprits)))
+        table += _compiled_modes(base, both or base, culprits, layers)
+    scenarios = [mode.scenario for mode in table]
+    return tuple(mode for number, mode in enumerate(table) if mode.scenario not in scenarios[:number])
 
 
-_Way = TypeVar("_Way", Workload, Mode)
-
-
-def _without_repeats(found: Sequence[_Way]) -> Iterator[_Way]:
-    """Those whose scenario none before them has."""
-    for position, one in enumerate(found):
-        if one.scenario not in [earlier.scenario for earlier in found[:position]]:
-            yield one
-
-
-def _changed_modes(scenario: Scenario, ladder: Sequence[Workload]) -> Iterator[Mode]:
+def _changed_modes(scenario: Scenario, ladder: Sequence[Scenario]) -> Iterator[Mode]:
     stage = scenario.steps[0]
     assert stage.model is not None  # the caller has looked
     yield Mode(name="float32 throughout", scenario=reference(scenario))
@@ -265,12 +241,8 @@ def _changed_modes(scenario: Scenario, ladder: Sequence[Workload]) -> Iterator[M
     yield from _training_modes(ladder)
 
 
-def _modes_with_culprits(workload: Workload, culprits: Sequence[str]) -> Iterator[Mode]:
-    yield Mode(name="culprits in float32", scenario=with_kept(workload.scenario, culprits))
-
-
 def _compiled_modes(
-    scenario: Scenario, both: Workload, culprits: Sequence[str], layers: "Layers | None"
+    scenario: Scenario, both: Scenario, culprits: Sequence[str], layers: "Layers | None"
 ) -> Iterator[Mode]:
     """Inductor's code for the failing pass; and whether a compiled backward pass fails where the culprits cannot.
 
@@ -287,39 +259,38 @@ def _compiled_modes(
         inductor = {"backend": "inductor", "regions": regions}
         yield Mode(name=f"compiled (inductor{how})", scenario=_with(scenario, compile=inductor))
         if culprits and not (layers is not None and layers.lie_in(culprits)):
-            kept = with_kept(both.scenario, culprits)
+            kept = with_kept(both, culprits)
             regions, how = ("layers", ", layer by layer") if layers is not None else ("model", "")
             name = f"compiled (aot_eager{how}), culprits in float32"
             yield Mode(name=name, scenario=_with(kept, compile={"backend": "aot_eager", "regions": regions}))
 
 
-def _forward_and_backward(ladder: Sequence[Workload]) -> Workload | None:
+def _forward_and_backward(ladder: Sequence[Scenario]) -> Scenario | None:
     """The plain pass of a ladder with its backward pass; None for a scenario that only generates, or that has no plain pass."""
-    if isinstance(ladder[-1].scenario.steps[-1].workload, Generate):
+    if isinstance(ladder[-1].steps[-1].workload, Generate):
         return None
     for workload in ladder:
-        work = workload.scenario.steps[0].workload
-        if isinstance(work, Forward) and len(workload.scenario.steps) == 1:
-            changed = _with(workload.scenario, workload=work.model_dump() | {"backward": True})
-            return Workload(words=describe(changed), scenario=changed)
+        work = workload.steps[0].workload
+        if isinstance(work, Forward) and len(workload.steps) == 1:
+            return _with(workload, workload=work.model_dump() | {"backward": True})
     return None
 
 
-def _rank(workload: Workload) -> int:
+def _rank(workload: Scenario) -> int:
     """Forward passes, then those with a backward pass, then everything else as it was."""
-    if not isinstance(workload.scenario.steps[0].workload, Forward):
+    if not isinstance(workload.steps[0].workload, Forward):
         return 2
-    return int(_has_backward(workload.scenario))
+    return int(_has_backward(workload))
 
 
-def _training_modes(ladder: Sequence[Workload]) -> Iterator[Mode]:
+def _training_modes(ladder: Sequence[Scenario]) -> Iterator[Mode]:
     """Modes that need gradients, each on the cheapest workload that can have it."""
-    training = next((w.scenario for w in ladder if _has_backward(w.scenario)), None)
+    training = next((workload for workload in ladder if _has_backward(workload)), None)
     if training is not None and (model := training.steps[0].model) is not None:
         name = "without gradient checkpointing" if model.gradient_checkpointing else "gradient checkpointing"
         changed = _with(training, model={"gradient_checkpointing": not model.gradient_checkpointing})
         yield Mode(name=name, scenario=changed)
-    loop = next((w.scenario for w in ladder if isinstance(w.scenario.steps[0].workload, Train)), None)
+    loop = next((workload for workload in ladder if isinstance(workload.steps[0].workload, Train)), None)
     if loop is not None:
         scaled = loop.steps[0].grad_scaler
         yield Mode(name="without loss scale" if scaled else "loss scale", scenario=_with(loop, grad_scaler=not scaled))

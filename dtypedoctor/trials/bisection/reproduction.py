@@ -14,7 +14,7 @@ from dtypedoctor.foreign_files import parse_json, read_file, write_file
 from dtypedoctor.replay.script import TENSORS, CannotBeWrittenError, Claim, script_text
 from dtypedoctor.scenario.model import Capture, Request
 from dtypedoctor.trials.bisection.measurements import ReferenceSetup
-from dtypedoctor.trials.bisection.probes import probe_of
+from dtypedoctor.trials.bisection.probes import describe, probe_of
 from dtypedoctor.trials.bisection.results import OWN, Kind, Reproduction, Symptom
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def reproduce(runner: "ProbeRunner", setup: ReferenceSetup, culprits: Sequence[s
 
     The script is run once in a fresh interpreter and kept only if it fails as it says.
     """
-    untreated = runner.run(probe_of(setup.workload.scenario))
+    untreated = runner.run(probe_of(setup.workload))
     failure = setup.judge(untreated)
     if failure.phase == "optimizer" or failure.call is None:
         return Reproduction(module=culprits[0], reason="it fails outside of the modules' own calls")
@@ -79,7 +79,7 @@ def _attempt(
     assert failure.call is not None  # the caller has looked
     wanted = Capture(module=culprit.removesuffix(OWN), own=culprit.endswith(OWN), call=failure.call)
     try:
-        captured = runner.run(Request(scenario=setup.workload.scenario, capture=wanted)).directory
+        captured = runner.run(Request(scenario=setup.workload, capture=wanted)).directory
         description = parse_json(read_file(captured / _CAPTURED[0], _LARGEST))
     except UsageError as error:
         return Reproduction(module=culprit, reason=error.message)
@@ -122,7 +122,7 @@ def _claim(culprit: str, failure: Symptom, setup: ReferenceSetup, description: d
     return Claim(
         title=f"{part}{cls} ({culprit.removesuffix(OWN) or 'the whole model'}): {failure.kind}",
         about=(
-            f"Found by bisection of {setup.workload.scenario.name!r} with {setup.workload.words}: {failure.reason}.",
+            f"Found by bisection of {setup.workload.name!r} with {describe(setup.workload)}: {failure.reason}.",
             "With this part alone in float32 the run is healthy; without that it fails.",
         ),
         check=_check(failure),
