@@ -235,25 +235,18 @@ def raising_operator(error: BaseException) -> str | None:
 
 
 def function_context(frame: FrameType | None) -> FunctionCtx | None:
-    """The context of the innermost custom ``autograd.Function`` whose forward is running, if any.
+    """The context of the innermost custom ``autograd.Function`` whose forward or backward is running, if any.
 
-    torch calls a forward from ``Function.apply`` and hands it the context first; a decorator in between (``custom_fwd``)
-    takes it as the first of its ``*args``.
+    Both are handed it first. The frame of ``Function.apply`` would tell as well, but has been in C since torch 2.15.
     """
-    inner: FrameType | None = None
     while frame is not None:
-        if frame.f_code.co_name == "apply" and frame.f_globals.get("__name__") == "torch.autograd.function":
-            return _first_argument(inner) if inner is not None else None
-        inner, frame = frame, frame.f_back
+        code = frame.f_code
+        if code.co_name in ("forward", "backward") and code.co_argcount:
+            context = local_of(frame, code.co_varnames[0])
+            if isinstance(context, FunctionCtx):
+                return context
+        frame = frame.f_back
     return None
-
-
-def _first_argument(frame: FrameType) -> FunctionCtx | None:
-    names = frame.f_code.co_varnames
-    value = local_of(frame, names[0]) if names else None
-    if isinstance(value, tuple):
-        value = value[0] if value else None
-    return value if isinstance(value, FunctionCtx) else None
 
 
 def function_name(context: FunctionCtx) -> str:

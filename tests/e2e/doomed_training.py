@@ -156,7 +156,9 @@ def main():
         truth.note()
         if step == plan["overflow_in"]:
             with torch.no_grad():
-                model.model.layers[1].mlp.down_proj.weight[0, 0] = float("inf")
+                weight = model.model.layers[1].mlp.down_proj.weight.detach()
+                # through NumPy no operator can be seen: since torch 2.15 even a number that is put in is one
+                (weight.numpy() if plan["device"] == "cpu" else weight)[0, 0] = float("inf")
         tokens = torch.randint(64, (2, 16 if plan["device"] == "cpu" else 512), device=plan["device"])
         model(input_ids=tokens, labels=tokens).loss.backward()
         if plan["where"] == "optimizer":

@@ -59,8 +59,7 @@ from helper import Ok
 
 model = Ok()
 opt = torch.optim.SGD(model.parameters(), 0.1)
-data = torch.randn(3, 4, 4)
-data[1, 0, 0] = float("nan")
+data = [torch.randn(4, 4), torch.tensor([[0.0, 0.0, 0.0, float("nan")]]), torch.randn(4, 4)]
 for x in data:
     loss = model(x).pow(2).mean()
     opt.zero_grad()

@@ -102,7 +102,7 @@ def warn(where, levels):
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        warn("forward", (1, 2, 3, 4))
+        warn("forward", (1, 2, 3))  # beyond are lines of torch, which differ with hooks
         return x * 2
 
     @staticmethod

@@ -104,6 +104,7 @@ def test_a_watch_that_is_over_leaves_no_frame_to_compile(tmp_path: Path) -> None
     """Its audit hook stays for good and is called inside of compiled functions; Dynamo compiles neither it nor what it calls."""
     with dtypedoctor.watch(out=tmp_path / "run"):
         torch.nn.Linear(2, 2)(torch.ones(1, 2))
+    torch._dynamo.reset()
     with CompileWatch() as watch:
         torch.compile(audited_between, backend="eager")(torch.ones(2))
     assert (watch.report().frames, watch.report().frames_compiled) == (2, 2)

