@@ -1,4 +1,4 @@
-"""A large trace becomes a report without much memory and without torch. How fast: tests/benchmarks/report_speed.py."""
+"""A large trace becomes a report without much memory and without torch."""
 
 import json
 import os

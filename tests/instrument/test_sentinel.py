@@ -1,10 +1,5 @@
 """The operator sentinel: where it is on, what it leaves as it was, and what it costs, counted."""
 
-import copy
-import math
-import multiprocessing
-import os
-import pickle
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +14,7 @@ from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument import phases, sentinel
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.sentinel import Sentinel
-from dtypedoctor.trace.events import WORKED_ELSEWHERE, Coverage, NotWatched, Op
+from dtypedoctor.trace.events import Coverage, NotWatched, Op
 from dtypedoctor.trace.records.execution import NonfiniteReached
 
 
@@ -93,27 +88,6 @@ def test_modes_of_the_program_are_entered_and_left_as_without_it(tmp_path: Path)
     found = trace.last(Coverage)
     assert found is not None
     assert found.operators == 3 + 5
-
-
-def test_a_program_computes_the_same_and_its_tensors_stay_as_they_are(tmp_path: Path) -> None:
-    """Results, gradients and random numbers are bitwise equal; leaves carry no hook, and pickle and copy as before."""
-
-    def program() -> list[torch.Tensor]:
-        torch.manual_seed(3)
-        w = torch.randn(5, requires_grad=True)
-        for _ in range(4):
-            loss = (torch.dropout(w.exp() * torch.rand(5), 0.5, True) / (w.std() + 1e-3)).log1p().sum()
-            loss.backward()
-            with torch.no_grad():
-                w -= 0.1 * w.grad
-        assert w._backward_hooks is None
-        assert w._post_accumulate_grad_hooks is None
-        return [w.detach(), w.grad, torch.rand(3), pickle.loads(pickle.dumps(w)).detach(), copy.deepcopy(w).detach()]
-
-    alone = program()
-    beside: list[torch.Tensor] = []
-    watched(tmp_path, lambda _: beside.extend(program()))
-    assert all(torch.equal(one, other) for one, other in zip(alone, beside, strict=True))
 
 
 def test_an_operator_that_writes_to_what_it_reads_is_recorded_with_what_it_was_given(tmp_path: Path) -> None:
@@ -498,53 +472,6 @@ def test_in_a_backward_pass_operators_of_modules_run_without_the_sentinel(
     assert names >= {"MulBackward0", "SinBackward0", "CosBackward0"}
     assert not names & {"AddmmBackward0", "TanhBackward0"}
     assert not any(inside for _, inside in seen)
-
-
-class Noises(torch.utils.data.Dataset[torch.Tensor]):
-    """Makes its examples by plain operators."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.ones(3) * index
-
-
-def _load() -> None:
-    list(torch.utils.data.DataLoader(Noises(), num_workers=1, multiprocessing_context="fork"))
-
-
-def _fork(work: Any) -> None:
-    child = os.fork()
-    if child == 0:
-        work()
-        os._exit(0)
-    os.waitpid(child, 0)
-
-
-def _in_a_pool() -> None:
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        pool.map(math.sqrt, [1.0])
-        pool.map(torch.sqrt, [torch.ones(2)])
-
-
-FORKING: list[tuple[str, Any, bool]] = [
-    ("plain operators", lambda: _fork(lambda: torch.ones(2) * 2), True),
-    ("plain operators of a grandchild", lambda: _fork(lambda: _fork(lambda: torch.ones(2).exp())), True),
-    ("a module", lambda: _fork(lambda: nn.Linear(2, 2)(torch.ones(1, 2))), True),
-    ("a pool", _in_a_pool, True),
-    ("whole numbers", lambda: _fork(lambda: torch.arange(3) + 1), False),
-    ("no tensors", lambda: _fork(lambda: sum(range(9))), False),
-    ("a data loader", _load, False),
-]
-
-
-@pytest.mark.parametrize(("work", "told"), [case[1:] for case in FORKING], ids=[case[0] for case in FORKING])
-def test_a_forked_process_that_computes_is_not_measured_and_said_to_be(work: Any, told: bool, tmp_path: Path) -> None:
-    """Whatever computes with floating point there; what a data loader's worker makes comes back, and is measured here."""
-    trace = watched(tmp_path, lambda _: work())
-    notes = [note.what for note in trace.all(NotWatched) if note.why == WORKED_ELSEWHERE]
-    assert notes == (["computation in forked processes"] if told else [])
 
 
 @pytest.mark.parametrize(
