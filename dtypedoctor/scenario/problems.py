@@ -72,11 +72,10 @@ _OTHER_WORDS = {
 def in_words(error: "ErrorDetails") -> str:
     """Give pydantic's sentence, what was given instead, and the choice that may be meant."""
     given, context = error["input"], error.get("ctx", {})
-    if error["type"] in ("missing", "value_error", "union_tag_invalid", "union_tag_not_found"):
-        sentence = error["msg"].removeprefix("Value error, ")
-    else:
+    sentence = re.sub(r" or (instance of \w+|object to extract fields from)|^Value error, ", "", error["msg"])
+    if error["type"] not in ("missing", "value_error", "union_tag_invalid", "union_tag_not_found"):
         shown = quoted(given) if isinstance(given, str) else repr(given) if isinstance(given, (int, float)) else ""
-        sentence = error["msg"] + (f", got {shown}" if shown else "")
+        sentence += f", got {shown}" if shown else ""
     choices = re.findall(r"'([^']*)'", context.get("expected_tags", context.get("expected", "")))
     word = str(context.get("tag", given))
     return sentence + did_you_mean(_OTHER_WORDS.get(word.lower(), word), choices)
