@@ -50,7 +50,7 @@ def comparison_document(found: TraceComparison) -> Document:
         status=status,
         good=good,
         about="Two runs, compared by dtypedoctor.",
-        sections=tuple(section for make in _SECTIONS if (section := make(found)).blocks),
+        sections=tuple(section for section in _sections(found) if section.blocks),
         checks=(Check(name="comparison", outcome=Outcome.PASSED if good else Outcome.FAILED, message=said, text=said),),
         data=lambda: {
             "schema": SCHEMA,
@@ -75,43 +75,40 @@ def _section(
         blocks.append(Table(header, tuple(rows)))
     if blocks:
         blocks += [Paragraph(note, Look.DIM) for note in notes]
-    short = title.partition(",")[0].removesuffix(" on the probe batch").removesuffix(" in one run only")
+    short = title.partition(",")[0].removesuffix(" in one run only")
     return Section(title, tuple(blocks), anchor=title.partition(",")[0].lower().replace(" ", "-"), short=short)
 
 
-def _runs(found: TraceComparison) -> Section:
-    def row(label: str, cell: Callable[[Side], str]) -> tuple[str, ...]:
-        return label, cell(found.a), cell(found.b)
-
-    return _section(
-        "The two runs",
-        header=("", "A", "B"),
-        rows=(
-            row("run", lambda side: side.label),
-            row("ended", lambda side: side.ended),
-            row("steps completed", lambda side: count(side.steps_completed)),
-            row("device", lambda side: side.device or ABSENT),
-            row("dtypes of outputs", lambda side: ", ".join(side.dtypes) or ABSENT),
-            row("modules", lambda side: count(side.modules)),
-            row("measurements", lambda side: count(side.tensors)),
-        ),
-        notes=(
-            f"Tolerance {number(found.tolerance)} ({found.tolerance_reason}), for the relative error |a - b| / max(|a|, |b|).",
-        ),
-    )
+_OF_A_RUN: dict[str, Callable[[Side], str]] = {
+    "run": lambda side: side.label,
+    "ended": lambda side: side.ended,
+    "steps completed": lambda side: count(side.steps_completed),
+    "device": lambda side: side.device or ABSENT,
+    "dtypes of outputs": lambda side: ", ".join(side.dtypes) or ABSENT,
+    "modules": lambda side: count(side.modules),
+    "measurements": lambda side: count(side.tensors),
+}
 
 
-def _why(found: TraceComparison) -> Section:
-    return _section("Why they are not equal", lines=tuple(reasons(found)))
-
-
-def _first(found: TraceComparison) -> Section:
-    return _divergence("First divergence, in execution order", found.first, found.compared)
-
-
-def _first_nonfinite(found: TraceComparison) -> Section:
+def _sections(found: TraceComparison) -> Iterator[Section]:
+    """The sections in the order in which they stand on the page."""
+    accepted = f"Tolerance {number(found.tolerance)} ({found.tolerance_reason}), for the relative error |a - b| / max(|a|, |b|)."
+    runs = tuple((label, cell(found.a), cell(found.b)) for label, cell in _OF_A_RUN.items())
+    yield _section("The two runs", header=("", "A", "B"), rows=runs, notes=(accepted,))
+    yield _section("Why they are not equal", lines=tuple(reasons(found)))
+    findings = [(name, id, summary) for name, side in (("A", found.a), ("B", found.b)) for id, summary in side.findings]
+    yield _section("Findings", header=("run", "finding", "summary"), rows=findings)
+    yield _divergence("First divergence, in execution order", found.first, found.compared)
     other = found.first_nonfinite if found.first_nonfinite != found.first else None
-    return _divergence("First NaN or inf in one run only", other, found.compared)
+    yield _divergence("First NaN or inf in one run only", other, found.compared)
+    yield _drift(found)
+    yield _numbers(found)
+    yield _missing(found)
+    yield _dtype_changes(found)
+    several = [*(("", one) for one in found.settings), *(("environment: ", one) for one in found.environment)]
+    settings = [(named(f"{prefix}{one.name}"), one.a or ABSENT, one.b or ABSENT) for prefix, one in several]
+    shown, more = settings[: 2 * _MOST_ROWS], _rest(settings[_MOST_ROWS:], "rows")
+    yield _section("Settings that differ", header=("", "A", "B"), rows=shown, notes=more)
 
 
 def _divergence(title: str, place: Divergence | None, compared: int) -> Section:
@@ -227,17 +224,6 @@ def _dtype_changes(found: TraceComparison) -> Section:
         header=("in", "A", "B", "modules", "the first"),
         rows=tuple(rows[:_MOST_ROWS]),
         notes=_rest(rows, "rows"),
-    )
-
-
-def _settings(found: TraceComparison) -> Section:
-    several = [*(("", one) for one in found.settings), *(("environment: ", one) for one in found.environment)]
-    rows = [(named(f"{prefix}{one.name}"), one.a or ABSENT, one.b or ABSENT) for prefix, one in several]
-    return _section(
-        "Settings that differ",
-        header=("", "A", "B"),
-        rows=tuple(rows[: 2 * _MOST_ROWS]),
-        notes=_rest(rows[_MOST_ROWS:], "rows"),
     )
 
 
@@ -428,23 +414,3 @@ def _surplus(found: TraceComparison) -> Iterator[str]:
     steps = sorted({step for metric in found.metrics for step in metric.lone})
     if steps:
         yield f"only one run reports its numbers for {_steps(tuple(steps))}"
-
-
-def _findings(found: TraceComparison) -> Section:
-    rows = [(name, id, summary) for name, side in (("A", found.a), ("B", found.b)) for id, summary in side.findings]
-    return _section("Findings", header=("run", "finding", "summary"), rows=tuple(rows))
-
-
-_SECTIONS: tuple[Callable[[TraceComparison], Section], ...] = (
-    _runs,
-    _why,
-    _findings,
-    _first,
-    _first_nonfinite,
-    _drift,
-    _numbers,
-    _missing,
-    _dtype_changes,
-    _settings,
-)
-"""In the order in which they stand on the page."""
