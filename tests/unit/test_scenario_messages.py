@@ -75,9 +75,7 @@ def test_a_misspelt_workload_is_told_the_one_that_is_meant(tmp_path: Path) -> No
 def test_a_file_of_another_kind_is_told_what_a_scenario_is(tmp_path: Path) -> None:
     """A list, a text or nothing at the top is one mistake, not a list of missing keys."""
     assert mistakes(written(tmp_path, "- a\n")) == ["1:1: Input should be a valid dictionary"]
-    assert mistakes(written(tmp_path, "hello\n")) == [
-        "1:1: Input should be a valid dictionary, got 'hello'"
-    ]
+    assert mistakes(written(tmp_path, "hello\n")) == ["1:1: Input should be a valid dictionary, got 'hello'"]
     assert mistakes(written(tmp_path, "---\n# nothing\n")) == ["1:1: the file is empty"]
     assert mistakes(written(tmp_path, "null\n")) == ["1:1: Input should be a valid dictionary"]
 
@@ -189,7 +187,4 @@ def test_a_name_that_does_not_print_is_escaped(tmp_path: Path) -> None:
     path.write_text("- a\n")
     with pytest.raises(UsageError) as refused:
         load_scenario(path)
-    assert (
-        refused.value.message
-        == f"{tmp_path}/a\\nb\\udcff.yaml:1:1: Input should be a valid dictionary"
-    )
+    assert refused.value.message == f"{tmp_path}/a\\nb\\udcff.yaml:1:1: Input should be a valid dictionary"
