@@ -18,8 +18,9 @@ import dtypedoctor
 from dtypedoctor.runner.view import NoViewError, View
 
 # How long an example and its making take depends on the machine. And each run has the same examples, or a new one fails a change that
-# has nothing to do with it: release tests look for new ones.
-settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+# has nothing to do with it: runs with the release tests look for new ones.
+settings.register_profile("exploring", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeatable", settings.get_profile("exploring"), derandomize=True)
 settings.load_profile("repeatable")
 
 sys.path.append(str(Path(__file__).parent / "e2e"))  # helpers of its tests, such as `patience`, are others' too
@@ -64,6 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+    if config.getoption("markexpr") in ("", "release"):
+        settings.load_profile("exploring")
     if not hasattr(config, "workerinput"):
         _compile_the_package()
     _allow_reruns_where_no_view_is_possible()

@@ -145,7 +145,7 @@ def survives(text: str) -> None:
 
 ANY_BYTES = st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass"))
 SOME = settings(max_examples=100)
-MANY = settings(max_examples=3500, derandomize=False)
+MANY = settings(max_examples=3500)
 
 
 @given(mutated_bytes())
