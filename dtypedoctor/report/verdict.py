@@ -357,7 +357,8 @@ def _without_findings(treatment: Treatment, measured: Measured, noted: Finding |
 def _damaged(damaged: Trace, trace: Trace, measured: Measured) -> tuple[Status, str]:
     if measured.nothing:
         return Status.UNKNOWN, f"The trace cannot be read: {one_line('; '.join(damaged.damage), 200)}."
-    return Status.ERROR, f"Nothing found, but only part of the trace is readable: {_as_far_as_known(trace, measured)}."
+    known = _as_far_as_known(trace, measured).replace("everything measured", "everything that was read")
+    return Status.ERROR, f"Nothing found, but only part of the trace is readable: {known}."
 
 
 def _part_recorded(treatment: Treatment) -> str:
