@@ -71,7 +71,7 @@ def _advice(scenes: Sequence[Scene], *, own_files: bool) -> Iterator[Advice]:
         text = f"{_text(spec, scene, instead)} {_filled(REMARKS.get(maker, ''), scene)}".rstrip()
         text += _covers(edits, shown) + _scaler_left(spec, scene, edits)
         shown |= {(edit.file, edit.line): (finding.id, edit.new) for edit in edits}
-        yield Advice(finding=finding.id, text=text, edits=edits)
+        yield Advice(finding=finding.id, text=text, edits=edits, maker=maker if edits else "")
 
 
 def _covers(edits: tuple[Edit, ...], shown: Mapping[tuple[str, int], tuple[str, str]]) -> str:

@@ -161,6 +161,15 @@ INSTEAD = {
 }
 """The sentence itself, of makers that do something else than the finding's says."""
 
+TRIED_AS = {
+    "half-to-bfloat16": "bfloat16",
+    "region-in-dtype-of-model": "autocast-dtype-of-model",
+    "without-compiler": "compile-off",
+}
+"""Fixes that change a call or a run as an edit changes the program."""
+ON_THE_OPERATOR = frozenset({"cast-operand", "cast-written", "cast-exported"})
+"""Edits of the failing line that change what an experiment on the operator has changed."""
+
 Maker = Callable[[Scene], Changes | None]
 MAKERS: dict[str, Maker] = {
     "cast-operand": dtype_edits.cast_operand,

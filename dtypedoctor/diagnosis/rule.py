@@ -120,12 +120,16 @@ class Advice:
         text: what to change, in a sentence or two.
         edits: the change in the program's source, where it could be made; each ``old`` was in the file when the report was written.
         code: a line to add where the text says; empty where the edits are all, or nothing is to be added.
+        maker: what has made the edits; empty where there are none.
+        tried: on what the edits were tried: ``call``, ``step`` or ``run``; None where they were not, or there are none.
     """
 
     finding: str
     text: str
     edits: tuple[Edit, ...] = ()
     code: str = ""
+    maker: str = ""
+    tried: str | None = None
 
     @property
     def is_shown(self) -> bool:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from traceback import clear_frames
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +132,7 @@ def _run_again(statement: _Statement, error: BaseException, session: Session, op
         call=position.call,
         overrides=position.overrides,
     )
+    raised: BaseException | None = None
     with contained() as attempt, undone(session, named, moment, memory):
         with contained() as again, _modes(session, error), memory:
             ops.open(outside=True)
@@ -138,9 +140,12 @@ def _run_again(statement: _Statement, error: BaseException, session: Session, op
                 statement.run()
             finally:
                 ops.close()
-        if again.error is None or type_and_message(again.error) != type_and_message(error):
+        raised = again.error
+        if raised is None or type_and_message(raised) != type_and_message(error):
             session.writer.forget_held()  # another failure shows nothing of this one
-    for stopped in (attempt.error, again.error):
+    if raised is not None:
+        clear_frames(raised.__traceback__)  # their variables hold tensors, and this frame the exception: a circle
+    for stopped in (attempt.error, raised):
         if isinstance(stopped, CannotReplayError):
             return str(stopped)
     return memory.why_not

@@ -80,6 +80,8 @@ MAX_KEPT = 8
 """Outermost calls that are kept at a time."""
 CAPSULE_LIMIT = 64 << 20
 """Bytes that a capsule may take if nobody says otherwise."""
+OF_ALL_CAPSULES = 4
+"""How many times as much all capsules may take that wait beside the trace until it is known which of them is kept."""
 IN_PLACE = "capsule-{call}-{kind}"
 """Name of the files of a capsule, beside the trace, until it is known whether it is of what is found."""
 SILENT = "silent"
@@ -189,6 +191,7 @@ class InPlaceReplays:
         self._scales = False
         self._every = 0
         self._capsule_limit: int | None = CAPSULE_LIMIT
+        self._capsule_room = 0
 
     def _is_forced(self, kept: KeptCall) -> bool:
         return bool(self._every) and kept.call % self._every == 0 and not kept.old
@@ -201,7 +204,8 @@ class InPlaceReplays:
             late: what a CPU computes is looked at when the next outermost call begins, as if it had come from a device; for tests.
             capsule_limit: bytes that the capsule of a failing call may take; None keeps none.
         """
-        self.begun, self._every, self._late, self._capsule_limit = True, force, late, capsule_limit
+        self.begun, self._every, self._late = True, force, late
+        self._capsule_limit, self._capsule_room = capsule_limit, OF_ALL_CAPSULES * (capsule_limit or 0)
         modules, phases = self._modules, self._phases
         self._session.seen_once = self._seen_silent
         modules.before_root.append(self._enter_root)
@@ -682,7 +686,9 @@ class InPlaceReplays:
         ops = self._new_trace()
         ops.lines = {source_of(sys._getframe()): kept.source}
         inner = (
-            InnerCalls(self._session, _KINDS[why], self._capsule_limit, self._silent, kept.depth)
+            InnerCalls(
+                self._session, _KINDS[why], min(self._capsule_limit, self._capsule_room), self._silent, kept.depth
+            )
             if why in _KINDS and self._capsule_limit is not None
             else None
         )
@@ -742,6 +748,7 @@ class InPlaceReplays:
         if name not in self.written:
             self.written[name] = bool(tensors)
             if tensors:
+                self._capsule_room -= len(tensors)
                 self._session.writer.write_beside(f"{name}.safetensors", tensors)
             self._session.writer.write_beside(f"{name}.json", to_json(description).encode("utf-8"))
 

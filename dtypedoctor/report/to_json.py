@@ -53,6 +53,9 @@ def report_data(report: Report) -> dict[str, Any]:
     """What ``report.json`` holds."""
     document = {"schema": SCHEMA, **plain(replace(report, pictures=()))}
     del document["pictures"]  # the traces themselves lie beside the report
+    tried = [advice.tried for advice in report.do_this]
+    for position, finding in enumerate(document["findings"]):
+        finding["tried"] = tried[position] if position < len(tried) else None
     document["trials"] = [_trial(trial) for trial in report.trials]
     return document
 

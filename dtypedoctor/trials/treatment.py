@@ -45,6 +45,7 @@ from dtypedoctor.trials.runs import (
     said_of_spawned,
 )
 from dtypedoctor.trials.summary import compare_unwatched, summarise
+from dtypedoctor.trials.tried_edits import judge_edits
 
 if TYPE_CHECKING:
     from dtypedoctor.trials.bisection.results import Inside
@@ -97,6 +98,7 @@ def treat(
         trials += (inside.trial,)
     explained = look.cap_confidence(apply_ablations(confirm_by_trials(findings, trials), trials))
     advice, excerpts = _advised(explained, before.trace, scenario, before)
+    advice = judge_edits(explained, advice, capsule, trials)
     return Treatment(
         scenario=scenario,
         before=before,
@@ -177,6 +179,7 @@ def examine(scenario: Scenario, run: Run, *, replay: bool = False, own_files: bo
     capsule = caught_in(run, found) if replay else None
     findings = look.cap_confidence(found)
     advice, excerpts = _advised(findings, seen, scenario, run, own_files=own_files)
+    advice = judge_edits(findings, advice, capsule, ())
     return Treatment(
         scenario=scenario,
         before=run,

@@ -1,5 +1,6 @@
 """What ends the program outside of module calls is run again in its frame: the operands of what raised are known then, and the program cannot tell."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -162,6 +163,15 @@ def test_a_statement_that_writes_a_file_is_not_run_again(tmp_path: Path) -> None
     trace = ended(tmp_path / "run", work)
     assert not (tmp_path / "other").exists()
     assert "outside of the process" in next(n.why for n in trace.all(NotWatched) if n.what == REPLAY_OF_FAILURES)
+
+
+def test_a_statement_that_may_write_to_a_pipe_is_not_run_again(tmp_path: Path) -> None:
+    """What goes through it cannot be taken back."""
+    read, write = os.pipe()
+    with os.fdopen(read), os.fdopen(write, "w") as pipe:
+        held = [pipe]
+        trace = ended(tmp_path, lambda: torch.fft.rfft(_of_ones(2) if held[0].writable() else _of_ones(3)))
+    assert "a pipe" in next(n.why for n in trace.all(NotWatched) if n.what == REPLAY_OF_FAILURES)
 
 
 def test_a_statement_that_raises_something_else_the_second_time_shows_nothing(tmp_path: Path) -> None:

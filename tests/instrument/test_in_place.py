@@ -30,7 +30,7 @@ from dtypedoctor.diagnosis.unsettled import is_unsettled
 from dtypedoctor.instrument import copies as copies_module
 from dtypedoctor.instrument.alone import calls_alone
 from dtypedoctor.instrument.copies import CopiesOfParameters, ParameterCopies
-from dtypedoctor.instrument.in_place import _Waiting
+from dtypedoctor.instrument.in_place import OF_ALL_CAPSULES, _Waiting
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.live_call import LiveCall
 from dtypedoctor.instrument.operators import is_unfinished
@@ -283,6 +283,20 @@ def test_a_capsule_keeps_the_limit_that_was_given(tmp_path: Path, limit: int, is
 
     watched(tmp_path, work)
     assert bool(list(tmp_path.glob("capsule-*.safetensors"))) is is_left
+
+
+def test_all_capsules_of_a_run_together_have_a_limit(tmp_path: Path) -> None:
+    """Each call that fails would leave one until it is known which of them is wanted."""
+    (tmp_path / "one").mkdir()
+    watched(tmp_path / "one", lambda one: (one.in_place.begin(), overflows_forward()))
+    size = sum(path.stat().st_size for path in (tmp_path / "one").glob("capsule-*.safetensors"))
+    (tmp_path / "all").mkdir()
+    watched(
+        tmp_path / "all", lambda one: (one.in_place.begin(capsule_limit=size), [overflows_forward() for _ in range(8)])
+    )
+    left = [path.stat().st_size for path in (tmp_path / "all").glob("capsule-*.safetensors")]
+    assert len(left) > 1
+    assert sum(left) <= OF_ALL_CAPSULES * size
 
 
 @pytest.mark.parametrize(
