@@ -1,6 +1,6 @@
 """The baseline beside the runs with fixes and the reference: one column per run, one row per quantity."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -78,9 +78,9 @@ def side_by_side(runs: Sequence[Column]) -> tuple[Block, ...]:
 
 def _together(runs: Sequence[Column]) -> Table:
     """Lay out a few runs; rows in which none has anything to say are left out."""
-    rows: list[tuple[Line, ...]] = []
-    for label, cell in _ROWS.items():
-        cells = list(map(cell, runs))
+    columns, rows = list(map(_rows, runs)), list[tuple[Line, ...]]()
+    for label in columns[0]:
+        cells = [column[label] for column in columns]
         silent = {ABSENT, "0"} if label in _CORRECTED else {ABSENT}
         if not silent.issuperset(cells):
             rows.append((label, *(Words(text, outcome_look(text)) for text in cells)))
@@ -154,68 +154,45 @@ def _about_logs(report: Report) -> Iterator[str]:
         )
 
 
-def _outcome(column: Column) -> str:
-    if column.trial:
-        return outcome_words(column.trial, here=column.here)
-    return column.ended
-
-
-def _steps(column: Column) -> str:
-    planned = column.run.steps_planned  # nobody but a script itself knows what it plans
-    return f"{column.run.steps_completed}/{planned}" if planned else str(column.run.steps_completed)
+def _rows(column: Column) -> dict[str, str]:
+    """What one run has to say, by the labels of the table's rows."""
+    run, trial = column.run, column.trial
+    return {
+        "outcome": outcome_words(trial, here=column.here) if trial else column.ended,
+        # nobody but a script itself knows what it plans
+        "steps completed": f"{run.steps_completed}{f'/{run.steps_planned}' if run.steps_planned else ''}",
+        "findings": ", ".join(column.findings) or "none",
+        "loss": span(run.numbers("loss")),
+        "grad_norm": span(run.numbers("grad_norm")),
+        "reward": span(run.numbers("reward")),
+        "step time": _with_ratio(duration(run.step_time), trial.step_time_ratio if trial else None),
+        "peak memory": _with_ratio(memory(run.peak_memory), trial.peak_memory_ratio if trial else None),
+        "elements replaced": count(trial.rescued_elements if trial else None),
+        "elements clamped": count(trial.clamped_elements if trial else None),
+        **_parity(trial.parity if trial else None),
+        "output error": number(run.output_error),
+        "side effects": _side_effects(trial),
+    }
 
 
 def _with_ratio(text: str, factor: float | None) -> str:
     return f"{text} ({ratio(factor)})" if factor is not None else text
 
 
-def _step_time(column: Column) -> str:
-    return _with_ratio(duration(column.run.step_time), column.trial.step_time_ratio if column.trial else None)
+def _parity(parity: Parity | None) -> dict[str, str]:
+    """How far the policy is from the reference's."""
+    if parity is None:
+        return dict.fromkeys(("KL p50, p95, max", "KL total", "equal rewards"), ABSENT)
+    equal = parity.reward_equal_steps
+    return {
+        "KL p50, p95, max": " / ".join(map(number, (parity.median_kl, parity.p95_kl, parity.max_kl))),
+        "KL total": f"{number(parity.total_kl)} in {counted(parity.steps_compared, 'step')}",
+        "equal rewards": f"{equal}/{parity.steps_compared} steps" if equal is not None else ABSENT,
+    }
 
 
-def _peak_memory(column: Column) -> str:
-    return _with_ratio(memory(column.run.peak_memory), column.trial.peak_memory_ratio if column.trial else None)
-
-
-def _of_trial(pick: Callable[[Trial], str]) -> Callable[[Column], str]:
-    return lambda column: pick(column.trial) if column.trial else ABSENT
-
-
-def _of_parity(pick: Callable[[Parity], str]) -> Callable[[Column], str]:
-    return _of_trial(lambda trial: pick(trial.parity) if trial.parity else ABSENT)
-
-
-def _kl(parity: Parity) -> str:
-    return " / ".join(map(number, (parity.median_kl, parity.p95_kl, parity.max_kl)))
-
-
-def _safe(trial: Trial) -> str:
-    """Whether it may hide a failure, by what the fix does; where nothing was fixed there is nothing to hide."""
-    if trial.outcome is not Outcome.FIXED:
+def _side_effects(trial: Trial | None) -> str:
+    """Whether a fix may hide a failure; where nothing was fixed there is nothing to hide."""
+    if trial is None or trial.outcome is not Outcome.FIXED:
         return ABSENT
     return "none known" if trial.safe else "may hide a failure"
-
-
-def _reward_equal(parity: Parity) -> str:
-    if parity.reward_equal_steps is None:
-        return ABSENT
-    return f"{parity.reward_equal_steps}/{parity.steps_compared} steps"
-
-
-_ROWS: dict[str, Callable[[Column], str]] = {
-    "outcome": _outcome,
-    "steps completed": _steps,
-    "findings": lambda column: ", ".join(column.findings) or "none",
-    "loss": lambda column: span(column.run.numbers("loss")),
-    "grad_norm": lambda column: span(column.run.numbers("grad_norm")),
-    "reward": lambda column: span(column.run.numbers("reward")),
-    "step time": _step_time,
-    "peak memory": _peak_memory,
-    "elements replaced": _of_trial(lambda trial: count(trial.rescued_elements)),
-    "elements clamped": _of_trial(lambda trial: count(trial.clamped_elements)),
-    "KL p50, p95, max": _of_parity(_kl),
-    "KL total": _of_parity(lambda parity: f"{number(parity.total_kl)} in {counted(parity.steps_compared, 'step')}"),
-    "equal rewards": _of_parity(_reward_equal),
-    "output error": lambda column: number(column.run.output_error),
-    "side effects": _of_trial(_safe),
-}

@@ -103,25 +103,39 @@ def inspection_document(inspection: Inspection) -> Document:
     """The census, each finding, and what was not inspected."""
     findings, gaps = inspection.findings, inspection.gaps
     sections = [Section("Dtypes", tuple(_census(inspection.subject)), anchor="dtypes")]
-    sections += [_finding(position, finding) for position, finding in enumerate(findings)]
+    for number, finding in enumerate(findings, 1):
+        blocks: list[Block] = [Paragraph((finding.summary, finding_anchor(finding)))]
+        blocks += [Heading("cause"), Paragraph(finding.cause)]
+        blocks += [Heading("evidence"), Items(finding.evidence)] if finding.evidence else []
+        sections.append(Section(f"{finding.severity.upper()} {finding.id}", tuple(blocks), anchor=f"finding-{number}"))
     if gaps:
         sections.append(Section("Not inspected", (Items(gaps),), anchor="gaps"))
     return Document(
         name=inspection.subject.name,
         headline=inspection.subject.name,
-        status=_verdict(inspection),
+        status="FOUND" if inspection.troubled else "NOTED" if findings else "NOTHING FOUND",
         good=not inspection.troubled,
         sections=tuple(sections),
-        checks=tuple(map(_check, findings)),
+        checks=tuple(
+            Check(
+                name=f"finding {finding.id}",
+                outcome=Outcome.PASSED if finding.severity is Severity.INFO else Outcome.FAILED,
+                kind=finding.id,
+                message=finding.summary,
+                text=finding.cause,
+            )
+            for finding in findings
+        ),
         next_command=f"dtypedoctor explain {findings[0].id}" if findings else "",
-        data=lambda: _data(inspection),
+        data=lambda: {
+            "schema": SCHEMA,
+            "model": inspection.subject.name,
+            "status": "findings" if inspection.troubled else "healthy",
+            "census": census(inspection.subject),
+            "findings": plain(findings),
+            "coverage": list(gaps),
+        },
     )
-
-
-def _verdict(inspection: Inspection) -> str:
-    if inspection.troubled:
-        return "FOUND"
-    return "NOTED" if inspection.findings else "NOTHING FOUND"
 
 
 def _census(subject: Subject) -> Iterator[Table | Items]:
@@ -131,53 +145,16 @@ def _census(subject: Subject) -> Iterator[Table | Items]:
         (dtype, f"{numbers['tensors']:,}", f"{numbers['elements']:,}", where)
         for dtype, numbers in counted["tensors"].items()
     )
+    lines = [
+        f"{state['weights']} {state['kind']} weights, quant_state.dtype {state['dtype']}{', nested statistics' if state['nested'] else ''}"
+        for state in counted["quant_states"]
+    ]
+    lines += [f"config says {subject.config_dtype}"] if subject.config_dtype else []
+    lines += [f"loaded as {subject.load_dtype}"] if subject.load_dtype and not subject.loaded else []
     if rows:
         yield Table(("dtype", "tensors", "elements", ""), rows)
-    lines = tuple(_dtypes_besides(subject, counted))
     if lines:
-        yield Items(lines)
-
-
-def _dtypes_besides(subject: Subject, counted: dict[str, Any]) -> Iterator[str]:
-    for state in counted["quant_states"]:
-        nested = ", nested statistics" if state["nested"] else ""
-        yield f"{state['weights']} {state['kind']} weights, quant_state.dtype {state['dtype']}{nested}"
-    if counted["config_dtype"]:
-        yield f"config says {counted['config_dtype']}"
-    if counted["load_dtype"] and not subject.loaded:
-        yield f"loaded as {counted['load_dtype']}"
-
-
-def _finding(position: int, finding: Finding) -> Section:
-    blocks: list[Block] = [
-        Paragraph((finding.summary, finding_anchor(finding))),
-        Heading("cause"),
-        Paragraph(finding.cause),
-    ]
-    if finding.evidence:
-        blocks += [Heading("evidence"), Items(finding.evidence)]
-    return Section(f"{finding.severity.value.upper()} {finding.id}", tuple(blocks), anchor=f"finding-{position + 1}")
-
-
-def _check(finding: Finding) -> Check:
-    return Check(
-        name=f"finding {finding.id}",
-        outcome=Outcome.PASSED if finding.severity is Severity.INFO else Outcome.FAILED,
-        kind=finding.id,
-        message=finding.summary,
-        text=finding.cause,
-    )
-
-
-def _data(inspection: Inspection) -> dict[str, Any]:
-    return {
-        "schema": SCHEMA,
-        "model": inspection.subject.name,
-        "status": "findings" if inspection.troubled else "healthy",
-        "census": census(inspection.subject),
-        "findings": plain(inspection.findings),
-        "coverage": list(inspection.gaps),
-    }
+        yield Items(tuple(lines))
 
 
 _WORKER = "dtypedoctor.worker.environment"
