@@ -69,6 +69,7 @@ def run_document(report: Report) -> Document:
         _trust(report),
         _reproduce(report),
     )
+    runs_again = "dtypedoctor exec " in report.next_command
     return Document(
         name=report.name,
         headline=report.headline,
@@ -79,7 +80,7 @@ def run_document(report: Report) -> Document:
         sections=tuple(part for part in parts if part.blocks),
         checks=tuple(_checks(report)),
         next_command=report.next_command,
-        next_title="Next, after the edit above" if _is_after_edit(report) else "Next",
+        next_title="Next, after the edit above" if runs_again and report.asks_for_edit else "Next",
         last_line=report.rerun,
         data=lambda: report_data(report),
     )
@@ -94,11 +95,6 @@ def _about(report: Report) -> str:
     counted_by_call = any(finding.call is not None for finding in report.findings)
     unit = "forward calls of the outermost module" if counted_by_call else "optimizer steps"
     return f"{what}; {'calls' if counted_by_call else 'steps'} are {unit}, counted from 1" if report.findings else what
-
-
-def _is_after_edit(report: Report) -> bool:
-    """Whether what to type next runs the script that the report shows an edit of."""
-    return report.asks_for_edit and "dtypedoctor exec " in report.next_command
 
 
 def public_run(report: Report) -> Document:
@@ -256,15 +252,11 @@ def _capsule(report: Report) -> Iterator[Block]:
     where = indexed(kept["module"]) or "the whole model"
     yield Heading("capsule")
     yield Paragraph(
-        f"{kept['directory']}/ holds the failing call of {where} ({kept['class']}), {_in_bytes(kept['bytes'])}: {kept['holds']}."
+        f"{kept['directory']}/ holds the failing call of {where} ({kept['class']}), {memory(kept['bytes'])}: {kept['holds']}."
     )
     yield Code(replay_command(report), "sh")
     if kept.get("script"):
         yield Fold("Stand-alone script", (Code(kept["script"], "python"),), brief="")
-
-
-def _in_bytes(size: int) -> str:
-    return f"{size / 1024:,.1f} KiB" if size < 1 << 20 else f"{size / (1 << 20):,.1f} MiB"
 
 
 def _checks(report: Report) -> Iterator[Check]:
