@@ -206,7 +206,7 @@ def bad_ends(graph: OpGraph, n: int, wanted: Callable[[Op], bool]) -> list[Op]:
 def ancestry(graph: OpGraph, last: Op) -> Ancestry:
     """The origins of what is not finite in the results of ``last`` (in its operands, if it raised)."""
     nan_ops, nan_given = _upstream(graph, [last], has_nan)
-    makers = list(filter(_makes_nan, nan_ops))
+    makers = list(filter(makes_nan, nan_ops))
     shows_nan = any(map(has_nan, [*last.outputs, *last.inputs]))
     inf_ops, inf_given = _upstream(graph, makers if shows_nan else [last], has_inf)
     found = [*makers, *nan_ops, *inf_ops] if shows_nan else [*makers, *inf_ops]
@@ -221,7 +221,7 @@ def ancestry(graph: OpGraph, last: Op) -> Ancestry:
     )
 
 
-def _makes_nan(op: Op) -> bool:
+def makes_nan(op: Op) -> bool:
     """Whether an op has NaN in its results and none in its operands."""
     return any(map(has_nan, op.outputs)) and not any(map(has_nan, op.inputs))
 

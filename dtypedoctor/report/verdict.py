@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from dtypedoctor.analysis import How, analysis_of, ended_at, ending_of
 from dtypedoctor.diagnosis.distributed import not_recorded, size_of
 from dtypedoctor.diagnosis.incidents import GRADIENTS, looks_like_a_mask
-from dtypedoctor.diagnosis.ops import all_finite, asked_for, has_nan, nonfinite
+from dtypedoctor.diagnosis.ops import all_finite, asked_for, makes_nan, nonfinite
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.seen import ENOUGH
 from dtypedoctor.diagnosis.unsettled import doubt_in_words
@@ -140,7 +140,7 @@ def _first_bad(trace: Trace) -> str:
     for op in trace.all(Op):
         # What an earlier record has made is named there, unless the code asks for it: then the first that computes NaN of it is.
         foreign = any(not t.finite and t.id not in recorded for t in op.inputs)
-        makes = not asked_for(op) and nonfinite(op.outputs) and (all_finite(op.inputs) or _makes_nan(op))
+        makes = not asked_for(op) and nonfinite(op.outputs) and (all_finite(op.inputs) or makes_nan(op))
         if foreign or makes:
             return f"{op.op} at {one_line(op.source or 'an unknown line', 80)}"
         recorded.update(t.id for t in op.outputs)
@@ -149,10 +149,6 @@ def _first_bad(trace: Trace) -> str:
         [t.first_nonfinite for t in (*folded.sites.values(), *folded.metrics.values())] if folded is not None else []
     )
     return next((f"a value of step {step}" for step in sorted(s for s in steps if s is not None)), "")
-
-
-def _makes_nan(op: Op) -> bool:
-    return any(map(has_nan, op.outputs)) and not any(map(has_nan, op.inputs))
 
 
 def _first_asked_for(trace: Trace) -> str:
@@ -190,17 +186,13 @@ def _first_swallowed(trace: Trace) -> str:
     skipped = {state.step for state in trace.all(ScalerState) if state.skipped}
     finite: set[int] = set()
     for sample, site in trace.measured():
-        if not _is_float16_output(site) or sample.step in skipped:
+        if (site.kind, site.dtype) != ("output", "float16") or sample.step in skipped:
             continue
         if sample.finite:
             finite.add(sample.site)
         elif sample.site in finite:
             return f"{one_line(site.fqn or site.cls, 80)} in {trace.moment(sample.step)}"
     return ""
-
-
-def _is_float16_output(site: Site) -> bool:
-    return site.kind == "output" and site.dtype == "float16"
 
 
 _WHAT_TO_DO = {
@@ -218,7 +210,10 @@ def last_module(trace: Trace) -> str:
     where = _where(trace)
     if not where:
         return " before any module was entered"
-    return f"; the last module entered was {where}{_raised_before(trace)}{_first_nonfinite(trace)}"
+    raised, before = analysis_of(trace).raised, ""
+    if raised is not None:  # before something else has ended the process: on CUDA the one often leads to the other
+        before = f"; {raised.type} was raised {trace.when(raised)}: {one_line(raised.message, 160)}"
+    return f"; the last module entered was {where}{before}{_first_nonfinite(trace)}"
 
 
 def missing_end(run: Run) -> str:
@@ -274,14 +269,6 @@ def _listed(dtypes: list[str]) -> str:
     return "+".join(dict.fromkeys(dtypes)) or "no tensor"
 
 
-def _raised_before(trace: Trace) -> str:
-    """What was raised before the process was ended by something else; on CUDA the one often leads to the other."""
-    raised = analysis_of(trace).raised
-    if raised is None:
-        return ""
-    return f"; {raised.type} was raised {trace.when(raised)}: {one_line(raised.message, 160)}"
-
-
 def _first_nonfinite(trace: Trace) -> str:
     found = analysis_of(trace).first_bad
     if found is None:
@@ -328,8 +315,10 @@ def _without_findings(treatment: Treatment, measured: Measured, noted: Finding |
     if ending.how is How.INTERRUPTED:
         return Status.ERROR, f"Nothing found before the run was {ending.words}."
     if not ending.completed:
-        unseen = "".join(f" ({lack})" for lack in (_lack(treatment, measured),) if lack)
-        return Status.ERROR, f"The run failed; nothing precision-related was found{unseen}: {_ended(treatment.before)}"
+        before, lack = treatment.before, _lack(treatment, measured)
+        unseen = f" ({lack})" if lack else ""
+        ended = f"{_one_of(before)}: {ended_at(before)}" if before.rank is not None else ending.words
+        return Status.ERROR, f"The run failed; nothing precision-related was found{unseen}: {ended}"
     if blind := next((note.why for note in trace.all(NotWatched) if note.what == NOTHING_WATCHED), ""):
         return Status.ERROR, f"Nothing was instrumented: {blind}."
     if measured.matters:
@@ -462,10 +451,6 @@ def _of_several(trace: Trace) -> OptimizerSteps | None:
 
 def _in_words(steps: OptimizerSteps) -> str:
     return f"{counted(steps.done, 'step')} of {steps.optimizers} optimizers"
-
-
-def _ended(run: Run) -> str:
-    return f"{_one_of(run)}: {ended_at(run)}" if run.rank is not None else ending_of(run).words
 
 
 def _one_of(run: Run) -> str:
