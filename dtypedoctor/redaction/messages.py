@@ -29,21 +29,9 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e[-+]?\d+)?")
 _FLOAT = re.compile(r"-?\d+\.\d*(?:e[-+]?\d+)?|nan|inf")
 _QUOTED = re.compile(r"""(?<![\w])([bru]{0,2})('(?:[^'\\\n]|\\.){0,4000}'|"(?:[^"\\\n]|\\.){0,4000}")(?!\w)""")
 _INNERMOST = re.compile(r"(\b\w+)?([(\[{])([^()\[\]{}]*)([)\]}])")
-_PRINTED = frozenset(
-    {
-        "tensor",
-        "Tensor",
-        "array",
-        "Parameter",
-        "DataFrame",
-        "Series",
-        "Dataset",
-        "dict",
-        "OrderedDict",
-        "defaultdict",
-        "BatchEncoding",
-    }
-)
+_PRINTED = frozenset({
+    "tensor", "Tensor", "array", "Parameter", "DataFrame", "Series", "Dataset", "dict", "OrderedDict", "defaultdict", "BatchEncoding",
+})  # fmt: skip
 _MOST_NUMBERS, _LONGEST_NAME, _LONGEST_HOLE, _LEAST_TEMPLATE, _FRAMES = 8, 200, 60, 6, 4
 _ABOUT_DTYPES = re.compile(
     r"\b(?:dtype|c10::|torch\.|[Hh]alf|bfloat16|float16|float32|BFloat16|scalar type|CUDA|cuBLAS|overflow|non-?finite|[Nn]a[Nn]|inf)\b"
@@ -51,7 +39,6 @@ _ABOUT_DTYPES = re.compile(
 _METADATA = re.compile(r"(?:'(?:shape|dtype|device)': [^'\"]{1,100}(?:'\w+'[\2\4\6])?(?:, )?)+")
 """What torch's checkpointing says of a tensor; brackets in it are marked already."""
 _IDENTIFIER = re.compile(r"[\w.:*/<>@+-]+")
-_MARK = "\0"
 
 
 _TIME = r"\d{1,2}:\d\d(?::\d\d)?(?:[.,]\d+)?"
@@ -114,7 +101,7 @@ def elided(text: str) -> str:
         if shorter == text:
             break
         text = shorter
-    return _restored(text)
+    return text.translate(_UNMARKS)
 
 
 def _quoted(match: re.Match[str]) -> str:
@@ -127,7 +114,7 @@ def _quoted(match: re.Match[str]) -> str:
 
 
 _MARKS = str.maketrans({"(": "\1", ")": "\2", "[": "\3", "]": "\4", "{": "\5", "}": "\6"})
-_UNMARKS = {value: chr(key) for key, value in _MARKS.items()}
+_UNMARKS = {ord(mark): sign for sign, mark in _MARKS.items()}
 
 
 def _bracketed(match: re.Match[str]) -> str:
@@ -140,21 +127,13 @@ def _bracketed(match: re.Match[str]) -> str:
 def _is_harmless(before: str, opening: str, inside: str) -> bool:
     if not inside.strip() or inside == ELIDED:
         return True
-    is_mapping = opening == "{" and ":" in inside
-    if is_mapping:
+    if opening == "{" and ":" in inside:
         return _METADATA.fullmatch(inside) is not None
     if before in _PRINTED or len(inside) > 600:
         return False
-    if opening != "(" and _is_quoted(inside) and not _is_names(inside):
+    is_quoted = "'" in inside or '"' in inside
+    if opening != "(" and is_quoted and not _is_names(inside):
         return False
-    return _has_few_numbers(inside)
-
-
-def _is_quoted(inside: str) -> bool:
-    return "'" in inside or '"' in inside
-
-
-def _has_few_numbers(inside: str) -> bool:
     return len(_NUMBER.findall(inside)) <= _MOST_NUMBERS and len(_FLOAT.findall(inside)) < 3
 
 
@@ -165,12 +144,6 @@ def _is_names(inside: str) -> bool:
         for item in inside.split(",")
         if item.strip()
     )
-
-
-def _restored(text: str) -> str:
-    for mark, sign in _UNMARKS.items():
-        text = text.replace(mark, sign)
-    return text
 
 
 def _of_source(text: str, traceback: TracebackType | None) -> str:
