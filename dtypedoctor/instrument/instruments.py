@@ -25,7 +25,6 @@ from dtypedoctor.instrument.in_place import CAPSULE_LIMIT, InPlaceReplays
 from dtypedoctor.instrument.module_tree import parameters_in
 from dtypedoctor.instrument.naming import CodePlaces
 from dtypedoctor.instrument.operators import Arguments
-from dtypedoctor.instrument.optrace import OpTrace, OpWindow, OpWindows
 from dtypedoctor.instrument.parameter_ends import ParameterJourneys
 from dtypedoctor.instrument.phases import Exports, Phases, ScalerStep, Threads
 from dtypedoctor.instrument.places import When
@@ -34,7 +33,6 @@ from dtypedoctor.instrument.sentinel import Sentinel
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.checks import Checks
 from dtypedoctor.instrument.silent.float32_shadows import OverflowsOutside
-from dtypedoctor.instrument.silent.reruns import EagerReplay
 from dtypedoctor.instrument.silent.shadows import Shadows
 from dtypedoctor.instrument.silent.updates import GradientCheck
 from dtypedoctor.instrument.statistics import HALF, Rooted
@@ -60,10 +58,9 @@ class Instruments:
     Args:
         writer: where the records go.
         watch: False leaves the process untouched but for exceptions and what the workload itself reports.
-        windows: where the op trace is on.
         every: everything is measured in each ``every``-th training step, the first one included; in the others (and always
             where this is 0) only the residual stream and the loss.
-        budget: says what is measured in each step, where ``every`` is 1 and there are no windows; None for everything.
+        budget: says what is measured in each step, where ``every`` is 1; None for everything.
         look: look at the operators of some calls for failures that leave finite values.
 
     Attributes:
@@ -78,12 +75,11 @@ class Instruments:
         writer: TraceWriter,
         *,
         watch: bool = True,
-        windows: Sequence[OpWindow] = (),
         every: int = 1,
         budget: Budget | None = None,
         look: bool = True,
     ) -> None:
-        self._budget = budget if watch and every == 1 and not windows else None
+        self._budget = budget if watch and every == 1 else None
         self.session = session = Session(writer, self._budget.meter if self._budget is not None else None)
         self.writer = writer
         self.position, self.names, self.guard = session.position, session.names, session.guard
@@ -116,13 +112,10 @@ class Instruments:
         originals.outside = self._program = Float32Program(session, FOLLOWED)
         self._computes_in_half: dict[int, bool] = {}
         self.checks = Checks(session, originals, look=look)
-        self.checks[EagerReplay].calls.update(window.call for window in windows if window.eager)
-        self._ops = OpTrace(session, originals)
         self.in_place = InPlaceReplays(
             session, self.modules, self.phases, originals, self._operators_unseen, self._samples.look_closer
         )
         """Replays calls that fail; begins only where it is asked to."""
-        self._windows = OpWindows(self._ops, self.position, windows)
         self._bad = BadValues(session)
         self._operators_kept: KeptOperators | None = None
         self._exports = Exports(session.guard, self._bad.left)
@@ -135,14 +128,13 @@ class Instruments:
         if watch:
             self._listen()
         else:
-            self._listen_to_ops()
+            self._listen_to_steps()
 
-    def _listen_to_ops(self) -> None:
-        """Who hears of each moment where nothing is watched: what counts steps and calls, and the op trace."""
+    def _listen_to_steps(self) -> None:
+        """Who hears of each moment where nothing is watched: what counts steps and calls."""
         phases, modules = self.phases, self.modules
         modules.before_root = [self._before_call]
         modules.after_root = [self._after_call]
-        modules.on_error = [self._ops.refused_by_module]
         phases.before_backward = [self._before_backward]
         phases.after_backward = [self._after_backward]
         phases.before_step = [self._before_step]
@@ -150,16 +142,13 @@ class Instruments:
         phases.after_scaler = [self._after_scaler]
 
     def _listen(self) -> None:
-        """Who hears of each moment, in the order in which they do.
-
-        The routine look puts its mode on after that of the op trace, and so takes it off before that.
-        """
+        """Who hears of each moment, in the order in which they do."""
         phases, modules, checks = self.phases, self.modules, self.checks
         hearing, look = checks.hearing, checks.look
         modules.before_any = [self._enters_modules]
         told = [self._before_call, self._facts.tell, self.code_places.learn]
         modules.before_root = [*told, *hearing("before_call"), look.before_call]
-        modules.on_error = [self._ops.refused_by_module, self._note_left]
+        modules.on_error = [self._note_left]
         modules.on_return = [*hearing("returned"), self._note_returned]
         modules.after_root = [look.after_call, *hearing("after_call"), self._after_call]
         modules.after_any = [self._leaves_modules]
@@ -182,7 +171,6 @@ class Instruments:
         phases.compiled_called = self.guard.shield(self._compiled_called, COMPILED_OUTSIDE)
         entered = (*hearing("entered"), self._regions.tell)
         self.session.autocast.entered = [self.guard.shield(listener, "some autocast regions") for listener in entered]
-        self._windows.scaled_backward = [checks[GradientCheck].scaled_backward]
         checks[GradientCheck].on_zeros.append(self.in_place.zeros_seen)
 
     def start(self) -> None:
@@ -201,7 +189,6 @@ class Instruments:
             self.sharding.start()
             self._dtype_lines.start()
             self.checks.call("start")
-        self._windows.start()
         if self.watching:
             self._thread_begins(self.sentinel)
             self._threads.start()
@@ -226,7 +213,6 @@ class Instruments:
                 self._samples.describe_optimizers()
         self._samples.look_closer()
         self.in_place.finish()
-        self._ops.close()
         self.modules.stop()
         self.phases.stop()
         self.session.autocast.stop()
@@ -276,14 +262,11 @@ class Instruments:
             self.collectives.start()
             self.collectives.settle()
         self.phases.follow_generate()
-        self._windows.before_call(module)
 
     def _after_call(self, module: nn.Module) -> None:
-        self._windows.after_call()
         self._look_closer()
 
     def _before_backward(self, tensors: list[Tensor]) -> None:
-        self._windows.before_backward(tensors)
         if self.watching:
             if (sentinel := self._here()) is not None:
                 sentinel.backward_begins(tensors)
@@ -300,7 +283,6 @@ class Instruments:
             self._leaves.inside(tensors)
 
     def _after_backward(self) -> None:
-        self._windows.after_backward()
         if self.watching:
             self.collectives.settle(backward_is_over=True)
             self._measure_gradients(self._leaves.after())
@@ -318,10 +300,8 @@ class Instruments:
             self.modules.flush()
         elif self.watching:
             self._samples.leave_out(optimizer)
-        self._windows.before_step()
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        self._windows.after_step()
         if self.watching:
             self._journeys.after_step(optimizer)
             self._samples.after_step(optimizer, sentinel=not self.modules.whole)
@@ -330,7 +310,6 @@ class Instruments:
 
     def _after_scaler(self, ended: ScalerStep) -> None:
         if not ended.called:
-            self._windows.after_step()
             self._samples.skipped(ended.optimizer)
             self._sign_of_skipped_step()
         if self.watching:
@@ -422,7 +401,7 @@ class Instruments:
 
     def _new_sentinel(self) -> Sentinel:
         sentinel = Sentinel(self.session, self._bad, self._sample_operator)
-        sentinel.quiet = lambda: self._stopped or self._ops.is_open
+        sentinel.quiet = lambda: self._stopped
         sentinel.wanted = lambda: self.modules.whole
         sentinel.raised = self.guard.shield(self._note_outside, "exceptions that the program may have caught")
         sentinel.computed = self._note_child

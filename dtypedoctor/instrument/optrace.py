@@ -1,15 +1,13 @@
-"""The op trace: every operator inside a window, with its operands, so that the op where a failure begins can be named.
+"""The op trace: every operator of a call that is made again, with its operands, so that the op where a failure begins can be named.
 
 A ``TorchDispatchMode`` runs below autocast and autograd: it sees the dtypes that the kernels really get, in the forward
 and in the backward pass alike. While the operands are at hand, an op that turns finite operands into non-finite results
 is run again in a wider dtype, and an op that refuses mixed dtypes is run again with equal ones; both are recorded.
-:class:`OpWindows` opens and closes it at the moments that a request names.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +31,6 @@ from dtypedoctor.instrument.operators import (
     is_unfinished,
     is_whole,
     keep_written,
-    return_large_blocks,
     run,
     scalars,
     tensors_of,
@@ -46,9 +43,9 @@ from dtypedoctor.instrument.replay import (
     replay_refused,
     replay_wider,
 )
-from dtypedoctor.instrument.session import Position, Session
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Extent, extent_of, is_spread, local_part, measurable
-from dtypedoctor.instrument.whereabouts import KnownTensors, OpPlace, Whereabouts, call_arguments
+from dtypedoctor.instrument.whereabouts import KnownTensors, OpPlace, Whereabouts
 from dtypedoctor.interruptions import noticing
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import Op, TensorNote
@@ -362,121 +359,3 @@ def _originates(inputs: list[TensorNote], outputs: list[TensorNote]) -> bool:
     if all(t.finite for t in measured):
         return not all(t.finite for t in outputs)
     return any(t.num_nan for t in outputs) and not any(t.num_nan for t in measured)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpWindow:
-    """When the op trace is open; see ``dtypedoctor.scenario.model.Window``."""
-
-    call: int
-    step: int
-    until: str
-    early: bool = False
-    scaled: bool = False
-    eager: bool = False
-
-
-class OpWindows:
-    """Told of calls, backward passes and steps as they begin and end.
-
-    Args:
-        ops: the op trace.
-        position: shared coordinates.
-        windows: when it is to be open.
-
-    Attributes:
-        scaled_backward: called with the tensors that a backward pass starts from where a window asks for the experiment.
-    """
-
-    def __init__(self, ops: OpTrace, position: Position, windows: Sequence[OpWindow]) -> None:
-        self._ops = ops
-        self._position = position
-        self._windows = [window for window in windows if not window.eager]
-        self._open: OpWindow | None = None
-        self.scaled_backward: list[Callable[[list[Tensor]], None]] = []
-
-    def start(self, call: int = 1) -> None:
-        """The program begins, or goes on before outermost call number ``call``: what is made before it belongs to it, and to its step."""
-        if self._windows:
-            return_large_blocks()
-        self._open_early(call - 1)
-        self._open_whole(self._position.step)
-
-    def before_call(self, module: nn.Module) -> None:
-        """An outermost call begins."""
-        if not self._windows:
-            return
-        call = self._position.call
-        if self._is("next-call") and not self._position.backward_depth and not self._waits_for(call):
-            self._close()
-        for window in self._windows:
-            if window.call == call and window.until in self._begins_here():
-                self._begin(window)
-        if self._ops.is_open:
-            self._ops.enter_root(*call_arguments(module))
-
-    def after_call(self) -> None:
-        """An outermost call has ended."""
-        self._ops.leave_root()
-        if not self._position.backward_depth:
-            self._open_early(self._position.call)
-
-    def before_backward(self, tensors: list[Tensor]) -> None:
-        """A backward pass begins."""
-        call = self._position.call
-        if any(window.scaled and window.call == call for window in self._windows):
-            for listener in self.scaled_backward:
-                listener(tensors)
-        if self._is("next-call") and not self._waits_for(call + 1):
-            self._close()
-
-    def after_backward(self) -> None:
-        """A backward pass has ended."""
-        if self._is("backward") and not self._waits_for(self._position.call + 1):
-            self._close()
-
-    def before_step(self) -> None:
-        """An optimizer step begins."""
-        for window in self._windows:
-            if window.until == "optimizer" and window.step == self._position.step:
-                self._begin(window)
-
-    def after_step(self) -> None:
-        """An optimizer step has ended, or a loss scaler has skipped it; it is counted in a moment."""
-        if self._is("optimizer") and not self._is_to_come():
-            self._close()
-        self._open_whole(self._position.step + 1)
-
-    def _open_whole(self, step: int) -> None:
-        for window in self._windows:
-            if window.early and window.until == "optimizer" and window.step == step:
-                self._begin(window)
-
-    def _is_to_come(self) -> bool:
-        """Whether the open window holds a whole step that is not over before another of several optimizers has taken its own."""
-        return self._open is not None and self._open.early and self._position.step <= self._open.step
-
-    def _open_early(self, call: int) -> None:
-        for window in self._windows:
-            if window.early and window.until != "optimizer" and window.call == call + 1:
-                self._begin(window)
-
-    def _begins_here(self) -> tuple[str, ...]:
-        """Kinds of windows that an outermost call may open: a block that is recomputed belongs to the backward pass."""
-        return ("backward",) if self._position.backward_depth else ("next-call", "backward")
-
-    def _waits_for(self, call: int) -> bool:
-        """Whether the open window was opened for a call that has not begun before number ``call``."""
-        return self._open is not None and self._open.early and self._open.call >= call
-
-    def _is(self, until: str) -> bool:
-        return self._open is not None and self._open.until == until
-
-    def _begin(self, window: OpWindow) -> None:
-        if self._open is None:
-            self._open = window
-            self._ops.open(outside=True)
-
-    def _close(self) -> None:
-        self._open = None
-        self._ops.close()

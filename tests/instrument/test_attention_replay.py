@@ -10,10 +10,7 @@ from observed import observed
 from torch import Tensor, nn
 from watched import watched
 
-from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.trace.events import NotWatched, Observation, Op
-
-WINDOW = OpWindow(call=1, step=0, until="next-call")
 
 
 class Attention(nn.Module):
@@ -39,7 +36,7 @@ def operands(size: float, dtype: torch.dtype = torch.float16) -> tuple[Tensor, T
 
 def experiments(directory: Path, model: nn.Module, *inputs: Tensor) -> list[Observation]:
     """What the op trace's experiments on attention say of one call."""
-    trace = watched(directory, lambda _: model(*inputs), WINDOW)
+    trace = watched(directory, lambda _: model(*inputs), traced=True)
     assert not trace.all(NotWatched)
     found = observed(trace, "attention-replay")
     names = {op.n: op.op for op in trace.all(Op)}

@@ -12,7 +12,6 @@ from watched import watched
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument import recorders
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.instrument.replay import note_replay, replay_wider
 from dtypedoctor.instrument.statistics import extent_of
 from dtypedoctor.trace.events import Coverage, Op, Replay
@@ -145,8 +144,7 @@ def test_the_operator_of_a_module_that_makes_complex_nan_is_named(tmp_path: Path
     """0/0 in a spectrum is blamed on the division and not on the inverse transform after it, by measurements of all operands."""
     signal = torch.ones(2, 8)
     signal[1] = 0
-    window = OpWindow(call=1, step=0, until="next-call")
-    trace = watched(tmp_path, lambda _: Spectrum(divides=True)(signal), window)
+    trace = watched(tmp_path, lambda _: Spectrum(divides=True)(signal), traced=True)
     finding = diagnose(trace)[0]
     assert (finding.op, finding.confidence) == ("aten.div.Tensor", "proven")
     assert all(t.absmax is not None for op in trace.all(Op) for t in op.inputs)

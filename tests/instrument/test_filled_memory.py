@@ -12,11 +12,8 @@ from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Severity
-from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.trace.events import Op
 from dtypedoctor.trace.model import Trace
-
-WINDOW = OpWindow(call=1, step=0, until="next-call")
 
 
 @pytest.fixture
@@ -83,7 +80,7 @@ def multiplied(net: Projection, folder: Path) -> Trace:
         with torch.autocast("cpu", dtype=torch.float16):
             net(x)
 
-    return watched(folder, work, WINDOW)
+    return watched(folder, work, traced=True)
 
 
 WRONG, RIGHT = (torch.bfloat16, ["stale-dequant-buffer"]), (torch.float16, [])
@@ -200,7 +197,7 @@ def test_bits_that_a_cast_destroys_are_seen_before_the_cast(use: str, tmp_path: 
                 net(x)
 
         findings = [
-            finding for finding in diagnose(watched(folder, work, WINDOW)) if finding.severity is not Severity.INFO
+            finding for finding in diagnose(watched(folder, work, traced=True)) if finding.severity is not Severity.INFO
         ]
         assert [finding.id for finding in findings] == found, (state, read)
         assert all(finding.source.startswith("test_filled_memory.py") for finding in findings)

@@ -15,7 +15,6 @@ from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Finding
-from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.trace.events import NotWatched
 
 ZEROS = torch.zeros(2, 4, dtype=torch.float16)
@@ -34,7 +33,7 @@ class Apply(nn.Module):
 
 def findings(folder: Path, work: Callable[[], Any]) -> tuple[Finding, ...]:
     """What is found in the first call of ``work`` under the op trace."""
-    trace = watched(folder, lambda _: work(), OpWindow(call=1, step=1, until="next-call"))
+    trace = watched(folder, lambda _: work(), traced=True)
     assert not trace.all(NotWatched)
     return diagnose(trace)
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from watched import op_trace
 
 from dtypedoctor.instrument import batches
 from dtypedoctor.instrument.device_rows import NormRows
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.trace.events import Header
 from dtypedoctor.trace.writer import TraceWriter
 
@@ -31,14 +31,14 @@ pytestmark = [
 
 
 @contextmanager
-def instruments(directory: Path, **options: Any) -> Iterator[None]:
+def instruments(directory: Path, **options: Any) -> Iterator[Instruments]:
     """Inside, the process is watched."""
     writer = TraceWriter(directory)
     writer.write(Header())
     found = Instruments(writer, **options)
     found.start()
     try:
-        yield
+        yield found
     finally:
         found.stop()
         writer.close()
@@ -239,12 +239,12 @@ def test_peak_memory_is_that_of_the_program(program: Callable[[], Any], tmp_path
 @pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("program", [temporaries, without_gradients, half_training, attention])
 def test_peak_memory_under_the_op_trace_is_that_of_the_program(program: Callable[[], Any], tmp_path: Path) -> None:
-    """A window that records each operator keeps none of its operands."""
+    """What records each operator keeps none of its operands."""
     work = program()
     with no_collector():
         work()
         bare = peak(work)
-        with instruments(tmp_path, windows=[OpWindow(call=1, step=1, until="backward")]):
+        with instruments(tmp_path) as watching, op_trace(watching):
             found = peak(work)
     assert found <= 1.02 * bare + ALLOWED
 

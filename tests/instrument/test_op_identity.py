@@ -12,13 +12,9 @@ from torch.overrides import _get_current_function_mode_stack
 from watched import watched
 
 from dtypedoctor.instrument.operators import TensorIds
-from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.instrument.whereabouts import MAX_DEPTH, tensors_held
 from dtypedoctor.trace.events import Op, Replay
 from dtypedoctor.trace.model import Trace
-
-FORWARD = OpWindow(call=1, step=0, until="next-call")
-BACKWARD = OpWindow(call=1, step=0, until="backward")
 
 
 def seen(trace: Trace, kind: str) -> list[dict[str, Any]]:
@@ -85,7 +81,7 @@ class Reader(nn.Module):
 def test_operands_say_whose_memory_they_are(tmp_path: Path) -> None:
     """Also through a transposition; keyword arguments are inputs too."""
     net = Reader()
-    trace = watched(tmp_path, lambda _: net(torch.ones(1, 3), bias=torch.ones(3)), FORWARD)
+    trace = watched(tmp_path, lambda _: net(torch.ones(1, 3), bias=torch.ones(3)), traced=True)
     origins = {(t.name, t.origin) for op in trace.all(Op) for t in op.inputs if t.name}
     assert origins >= {
         ("weight", "parameter"),
@@ -106,7 +102,7 @@ class Attend(nn.Module):
 def test_a_function_that_refuses_before_any_operator_runs_is_recorded(tmp_path: Path) -> None:
     """With its operands, the name of its operator and replays; and no mode stays behind."""
     net = Attend()
-    trace = watched(tmp_path, lambda _: net(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4).bfloat16()), FORWARD)
+    trace = watched(tmp_path, lambda _: net(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4).bfloat16()), traced=True)
     (failed,) = (op for op in trace.all(Op) if op.error)
     assert failed.op == "aten.scaled_dot_product_attention.default"
     assert [t.dtype for t in failed.inputs] == ["float32", "float32", "bfloat16"]
@@ -119,7 +115,7 @@ def test_a_function_that_refuses_before_any_operator_runs_is_recorded(tmp_path: 
 def test_a_module_that_refuses_by_a_check_of_its_own_is_recorded(tmp_path: Path) -> None:
     """Its arguments and its weights stand for the operands."""
     net = nn.GRU(4, 4).bfloat16()
-    trace = watched(tmp_path, lambda _: net(torch.ones(2, 1, 4)), FORWARD)
+    trace = watched(tmp_path, lambda _: net(torch.ones(2, 1, 4)), traced=True)
     (failed,) = (op for op in trace.all(Op) if op.error)
     assert failed.op == "module.GRU"
     assert failed.inputs[0].origin == "input"
@@ -134,7 +130,7 @@ def test_replays_of_a_refused_op_in_place_leave_the_tensor_as_it_was(tmp_path: P
         def forward(self, x: Tensor) -> Tensor:
             return target.addmm_(x, x)
 
-    trace = watched(tmp_path, lambda _: Accumulate()(torch.ones(2, 2).bfloat16()), FORWARD)
+    trace = watched(tmp_path, lambda _: Accumulate()(torch.ones(2, 2).bfloat16()), traced=True)
     assert [r.how for r in trace.all(Replay) if r.finite]
     assert torch.equal(target, torch.ones(2, 2))
 
@@ -171,7 +167,7 @@ def test_a_custom_function_is_known_in_its_backward_by_the_region_of_its_forward
             loss = net(torch.ones(2, 4)).sum()
         loss.backward()
 
-    trace = watched(tmp_path, work, BACKWARD)
+    trace = watched(tmp_path, work, traced=True)
     (values,) = seen(trace, "custom-function")
     assert (values["function"], values["decorated"], values["forward_autocast"]) == ("Product", False, "bfloat16")
     failed = next(op for op in trace.all(Op) if op.error)
@@ -235,6 +231,6 @@ def test_operators_of_a_module_that_a_hook_calls_are_in_that_module(tmp_path: Pa
     """No other module holds it: it and what it holds are named after its class, below the call that is still open when hooks of the inner one run."""
     model, probe = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Tanh())
     model[0].register_forward_hook(lambda module, args, output: probe(output))
-    trace = watched(tmp_path, lambda _: model(torch.ones(1, 2)), FORWARD)
+    trace = watched(tmp_path, lambda _: model(torch.ones(1, 2)), traced=True)
     [tanh] = [op for op in trace.all(Op) if op.op == "aten.tanh.default"]
     assert (tanh.root, tanh.fqn) == (0, "Sequential().0")

@@ -1,5 +1,6 @@
 """The modes that see operators: the compiler is not loaded for them, and never compiles them."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -15,12 +16,11 @@ from watched import watched
 
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.operators import for_wider
-from dtypedoctor.instrument.optrace import OpWindow
 
 LOOKED_AT = """
     import sys, torch
     from pathlib import Path
-    from dtypedoctor.instrument.optrace import OpWindow
+    from watched import op_trace
     from dtypedoctor.instrument.operators import keep_compiler_out
     from dtypedoctor.instrument.instruments import Instruments
     from dtypedoctor.trace.events import Op
@@ -28,9 +28,11 @@ LOOKED_AT = """
     from dtypedoctor.trace.writer import TraceWriter
     from dtypedoctor.worker.on_import import after_import
     writer = TraceWriter(Path(sys.argv[1]))
-    instruments = Instruments(writer, windows=[OpWindow(call=call, step=0, until="next-call") for call in (1, 2)])
+    instruments = Instruments(writer)
     after_import("torch._dynamo", keep_compiler_out)
     instruments.start()
+    opened = op_trace(instruments)
+    opened.__enter__()
 """
 """The routine look and the op trace are both open in the first two calls."""
 
@@ -54,8 +56,9 @@ def test_the_compiler_is_loaded_by_the_program_alone_and_compiles_nothing_of_the
     """Also where it comes while a mode is open: torch runs the call uncompiled then, and no function of the watch is compiled for it."""
     source = textwrap.dedent(LOOKED_AT) + textwrap.dedent(COMPILES)
     done = subprocess.run(
-        [sys.executable, "-c", source, str(tmp_path)], capture_output=True, text=True, check=False, timeout=PATIENCE
-    )
+        [sys.executable, "-c", source, str(tmp_path)], capture_output=True, text=True, check=False, timeout=PATIENCE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+    )  # fmt: skip
     assert done.stdout == "True 0 {}\n", done.stderr
 
 
@@ -98,8 +101,7 @@ def test_writes_by_operators_on_lists_count_as_without_a_mode(where: str, tmp_pa
 
     works: dict[str, Callable[[], None]] = {"between modules": between, "in an optimizer": stepping}
 
-    traced = OpWindow(call=1, step=0, until="next-call") if where == "under the op trace" else None
-    watched(tmp_path, lambda _: works.get(where, inside)(), traced)
+    watched(tmp_path, lambda _: works.get(where, inside)(), traced=where == "under the op trace")
     assert (module.kept if where not in works else held)._version == 1
 
 
@@ -127,7 +129,7 @@ def test_an_operator_on_lists_is_made_again_on_copies(tmp_path: Path) -> None:
             return x + masters[0]
 
     with torch.no_grad():
-        watched(tmp_path, lambda _: Adds()(torch.ones(3)), window=OpWindow(call=1, step=0, until="next-call"))
+        watched(tmp_path, lambda _: Adds()(torch.ones(3)), traced=True)
     assert masters[0].tolist() == [2.0] * 3
 
 

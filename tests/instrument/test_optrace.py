@@ -11,7 +11,6 @@ from watched import watched
 
 from dtypedoctor._torch_private import top_function_mode
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.trace.events import Op, Replay
 from dtypedoctor.trace.model import Trace
 
@@ -29,11 +28,6 @@ class Product(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
         return self.last(h * h)
-
-
-def first_call() -> OpWindow:
-    """The window around the first outermost call."""
-    return OpWindow(call=1, step=0, until="next-call")
 
 
 class Root(nn.Module):
@@ -65,33 +59,12 @@ def test_a_gradient_of_a_transformation_belongs_to_the_forward_line_that_it_diff
         else:
             torch.func.grad(loss)(parameters)
 
-    trace = watched(tmp_path, work, OpWindow(call=1, step=0, until="backward"))
+    trace = watched(tmp_path, work, traced=True)
     born = next(op for op in trace.all(Op) if op.op == "aten.div.Tensor" and op.phase == "backward")
     line = Root.forward.__code__.co_firstlineno + 2
     assert (born.root, born.fqn) == (0, "")
     assert born.source is not None
     assert born.source.endswith(f"test_optrace.py:{line}")
-
-
-def test_a_whole_step_is_looked_at_from_the_end_of_the_one_before(tmp_path: Path) -> None:
-    """No module is called in it; the step that a loss scaler skips ends as the others do."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-
-    def work(_: object) -> None:
-        for factor in (2.0, float("inf"), 3.0, 5.0, 7.0):
-            optimizer.zero_grad()
-            scaler.scale((weight * factor).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-
-    trace = watched(tmp_path, work, OpWindow(call=0, step=3, until="optimizer", early=True))
-    factors = [
-        op.scalars for op in trace.all(Op) if op.op == "aten.mul.Tensor" and op.phase == "forward" and op.step == 3
-    ]
-    assert ["3.0"] in factors
-    assert not {2, 5} & {op.step for op in trace.all(Op) if not op.sentinel}
 
 
 def test_inplace_ops_inside_a_custom_function_are_seen_with_their_real_dtypes(tmp_path: Path) -> None:
@@ -117,23 +90,13 @@ def test_inplace_ops_inside_a_custom_function_are_seen_with_their_real_dtypes(tm
         with torch.autocast("cpu", dtype=torch.float16):
             net(torch.ones(1, 4).bfloat16())
 
-    trace = watched(tmp_path, work, first_call())
+    trace = watched(tmp_path, work, traced=True)
     failed = next(op for op in trace.all(Op) if op.error)
     assert failed.op == "aten.addmm_.default"
     assert failed.inplace
     assert failed.function == "Accumulate"
     assert failed.autocast == "float16"
     assert [t.dtype for t in failed.inputs] == ["float16", "bfloat16", "bfloat16"]
-
-
-def test_the_window_is_closed_outside_of_its_call(tmp_path: Path) -> None:
-    """Only the ops of the named call are recorded."""
-    net = Product()
-    trace = watched(
-        tmp_path, lambda _: [net(torch.ones(1, 4)) for _ in range(3)], OpWindow(call=2, step=0, until="next-call")
-    )
-    assert {op.call for op in trace.all(Op)} == {2}
-    assert trace.all(Op)
 
 
 def results(trace: Trace) -> list[str]:
@@ -147,7 +110,7 @@ def test_the_op_trace_changes_no_gradient(tmp_path: Path) -> None:
     net(x).sum().backward()
     expected = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
     net.zero_grad()
-    trace = watched(tmp_path, lambda _: net(x).sum().backward(), OpWindow(call=1, step=0, until="backward"))
+    trace = watched(tmp_path, lambda _: net(x).sum().backward(), traced=True)
     assert "aten.mm.default" in results(trace)
     traced = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     assert expected.keys() == traced.keys() == dict(net.named_parameters()).keys()
@@ -176,7 +139,7 @@ def test_operators_that_are_made_of_others_are_taken_apart_in_inference_mode_too
         with mode():
             Glance()(torch.randn(2, 3, 4))
 
-    trace = watched(tmp_path, work, OpWindow(call=1, step=0, until="next-call"))
+    trace = watched(tmp_path, work, traced=True)
     computing = [op.op for op in trace.all(Op) if op.op.split(".")[1] in ("addmm", "bmm", "_softmax", "_to_copy")]
     assert computing == ["aten.addmm.default", "aten.bmm.default", "aten._softmax.default", "aten._to_copy.default"]
     assert all(op.error is None for op in trace.all(Op))
@@ -185,7 +148,7 @@ def test_operators_that_are_made_of_others_are_taken_apart_in_inference_mode_too
 def test_whole_numbers_that_an_op_rejects_are_cast_to_the_dtype_of_the_others(tmp_path: Path) -> None:
     """Where everything else agrees; the op's own operands stay as they are."""
     numbers = torch.arange(4).reshape(1, 4)
-    trace = watched(tmp_path, lambda _: nn.Linear(4, 4)(numbers), first_call())
+    trace = watched(tmp_path, lambda _: nn.Linear(4, 4)(numbers), traced=True)
     assert {(r.how, r.finite, r.note) for r in trace.all(Replay)} == {
         ("equal-dtypes", True, ""),
         ("all-as-float32", True, ""),
@@ -222,7 +185,7 @@ def test_a_function_that_lacks_a_dtype_is_tried_in_another_wherever_it_is_called
     tmp_path: Path, work: Callable[[], None], dtype: str, how: str
 ) -> None:
     """Outside of modules, and above the dispatcher, too; whatever its message says. Afterwards no mode is left."""
-    trace = watched(tmp_path, lambda _: work(), first_call())
+    trace = watched(tmp_path, lambda _: work(), traced=True)
     assert [(replay.how, replay.note) for replay in trace.all(Replay) if replay.how == how] == [(how, "")]
     finding = diagnose(trace)[0]
     assert (finding.id, finding.confidence) == ("unsupported-dtype", "proven")
@@ -232,5 +195,5 @@ def test_a_function_that_lacks_a_dtype_is_tried_in_another_wherever_it_is_called
 
 def test_a_function_that_raises_in_float32_too_lacks_no_dtype(tmp_path: Path) -> None:
     """The matrix is not square, in whatever dtype."""
-    trace = watched(tmp_path, lambda _: torch.linalg.inv(nn.Linear(4, 4).half()(torch.ones(1, 4).half())), first_call())
+    trace = watched(tmp_path, lambda _: torch.linalg.inv(nn.Linear(4, 4).half()(torch.ones(1, 4).half())), traced=True)
     assert diagnose(trace) == ()

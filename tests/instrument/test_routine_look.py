@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.look import RoutineLook, Seen
 from dtypedoctor.trace.events import NotWatched, Observation
@@ -294,9 +293,7 @@ def test_casts_to_float8_that_only_round_or_that_no_scale_helps_are_not_observed
 def test_an_overflow_of_a_cast_to_float8_is_no_rounding(tmp_path: Path, dtype: torch.dtype) -> None:
     """float8_e5m2 has inf, float8_e4m3fn had NaN: the watch sees it, and the cast in a wider dtype proves it."""
     layer = Apply(lambda x: x.to(dtype).float())
-    trace = watched(
-        tmp_path, lambda _: layer(torch.full((8,), 1e5)).sum().item(), OpWindow(call=1, step=1, until="next-call")
-    )
+    trace = watched(tmp_path, lambda _: layer(torch.full((8,), 1e5)).sum().item(), traced=True)
     [found, *_] = diagnose(trace)
     assert (found.id, found.confidence, found.dtype) == ("float8-range", "proven", str(dtype).removeprefix("torch."))
 

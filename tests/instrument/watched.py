@@ -1,12 +1,15 @@
 """Runs a piece of code under the instruments and reads its trace."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.instrument.optrace import OpWindow
+from dtypedoctor.instrument.operators import return_large_blocks
+from dtypedoctor.instrument.optrace import OpTrace
+from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.trace.events import End, Header
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.reader import read_trace
@@ -14,18 +17,18 @@ from dtypedoctor.trace.writer import TraceWriter
 
 
 def watched(
-    directory: Path, work: Callable[[Instruments], Any], window: OpWindow | None = None, *, watch: bool = True,
+    directory: Path, work: Callable[[Instruments], Any], *, traced: bool = False, watch: bool = True,
     every: int = 1, budget: Budget | None = None,
 ) -> Trace:  # fmt: skip
-    """The trace of ``work``; an exception that it raises is recorded as the worker would."""
+    """The trace of ``work``, with the op trace if it is to be ``traced``; an exception that it raises is recorded as the worker would."""
     writer = TraceWriter(directory)
     writer.write(Header(watched=watch))
-    windows = [window] if window is not None else []
-    instruments = Instruments(writer, watch=watch, windows=windows, every=every, budget=budget)
+    instruments = Instruments(writer, watch=watch, every=every, budget=budget)
     instruments.start()
     outcome = "completed"
     try:
-        work(instruments)
+        with op_trace(instruments) if traced else nullcontext():
+            work(instruments)
     except Exception as error:  # noqa: BLE001  (the code under test may raise anything)
         instruments.note_exception(error)
         outcome = "raised"
@@ -34,3 +37,19 @@ def watched(
     writer.write(End(n=writer.next_n(), outcome=outcome, steps_completed=0))
     writer.close()
     return read_trace(directory)
+
+
+@contextmanager
+def op_trace(instruments: Instruments) -> Iterator[None]:
+    """Inside, every operator is recorded with its operands, as those of a replay are."""
+    ops, modules = OpTrace(instruments.session, instruments.in_place._originals), instruments.modules
+    modules.before_root.insert(0, lambda module: ops.enter_root(*call_arguments(module)))
+    modules.after_root.insert(0, lambda module: ops.leave_root())
+    modules.on_error.insert(0, ops.refused_by_module)
+    instruments.sentinel.quiet = lambda: True
+    return_large_blocks()
+    ops.open(outside=True)
+    try:
+        yield
+    finally:
+        ops.close()

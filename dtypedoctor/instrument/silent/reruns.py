@@ -1,4 +1,4 @@
-"""Calls that are made once more in another way: without the copies that autocast keeps, without the compiler."""
+"""Calls that are made once more without the copies that autocast keeps."""
 
 import math
 from collections.abc import Mapping
@@ -12,12 +12,11 @@ from torch.nn.modules import module as hooks
 from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import as_the_program
-from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.module_tree import named_modules
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.silent.observer import Observer
-from dtypedoctor.instrument.statistics import Extent, measurable, measure
-from dtypedoctor.trace.records.execution import AutocastRegion, EagerCall
+from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.trace.records.execution import AutocastRegion
 from dtypedoctor.trace.records.silent import StaleCopy
 
 if TYPE_CHECKING:
@@ -170,43 +169,3 @@ def _would_be_kept(weight: Tensor) -> bool:
         and weight.is_contiguous()
         and measurable(weight)
     )
-
-
-class EagerReplay(Observer):
-    """Runs a compiled model once more without the compiler, on its last inputs, and writes an :class:`EagerCall`.
-
-    Only for a second pass: a call that is made twice moves whatever state the model keeps.
-
-    Attributes:
-        calls: numbers of the outermost calls to make again.
-    """
-
-    def __init__(self, checks: "Checks") -> None:
-        super().__init__(checks)
-        self.calls: set[int] = set()
-
-    def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """An outermost call has returned."""
-        if self.position.call not in self.calls or self.position.backward_depth:
-            return
-        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with (
-            self.position.mute(),
-            torch.random.fork_rng(devices=devices),
-            torch.no_grad(),
-            torch.compiler.set_stance("force_eager"),
-            as_the_program(),
-        ):
-            again = module(*args, **kwargs)
-        real, eager = _extents(output), _extents(again)
-        compared = EagerCall(
-            finite=all(e.finite for e in real),
-            absmax=max((e.absmax for e in real), default=0.0),
-            eager_finite=all(e.finite for e in eager),
-            eager_absmax=max((e.absmax for e in eager), default=0.0),
-        )
-        self.session.emit(compared, fqn="")
-
-
-def _extents(output: Any) -> list[Extent]:
-    return measure([tensor for _, tensor in tensors_in(output)])

@@ -19,15 +19,13 @@ from dtypedoctor._torch_private import MemoryRef, has_hooks_of_the_program, vers
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.statistics import HALF, measurable
-from dtypedoctor.interruptions import contained, is_interruption
-from dtypedoctor.redaction.messages import elided
+from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.events import LOST_UPDATES
 from dtypedoctor.trace.records.execution import AutocastRegion
 from dtypedoctor.trace.records.silent import (
     GradientZeros,
     Overshoots,
     OvershotParameter,
-    ScaledBackward,
     ScaledGradient,
     StalledParameter,
     Updates,
@@ -47,11 +45,10 @@ MANY = 0.5
 class GradientCheck(Observer):
     """Counts zeros in gradients where float16 is at work.
 
-    Zeros alone prove nothing: tokens that do not occur, ReLU and dropout give them too. The first pass only counts them; where
-    there are many, the second pass multiplies the same loss by 32768 and looks which of them come back.
+    Zeros alone prove nothing: tokens that do not occur, ReLU and dropout give them too. Where
+    there are many, the calls of the step are made again with what their backward passes start from multiplied by 32768 (`in_place.py`).
 
-    Before an optimizer step it writes a :class:`GradientZeros`, where a gradient is zero for the most part; :meth:`scaled_backward` writes
-    a :class:`ScaledBackward`.
+    Before an optimizer step it writes a :class:`GradientZeros`, where a gradient is zero for the most part.
 
     Attributes:
         on_zeros: called where a :class:`GradientZeros` has been written.
@@ -101,39 +98,11 @@ class GradientCheck(Observer):
             self.checks.look.look_again()
         self._dead[optimizer] = dead
 
-    def scaled_backward(self, tensors: list[Tensor]) -> None:
-        """A backward pass is about to begin: computes its gradients twice beside it, of the loss and of the scaled loss."""
-        losses = [t for t in tensors if t.requires_grad and t.numel() == 1]
-        trained = self._trained()
-        if not losses or not trained:
-            return
-
-        def gradients(scale: float) -> Sequence[Tensor | None]:
-            return _gradients(losses, list(trained.values()), scale)
-
-        try:
-            with self.position.mute(), torch.random.fork_rng(enabled=True):
-                told = when_scaled(trained, gradients, SCALE)
-        except RuntimeError as error:  # a graph that can be walked only once, say
-            if is_interruption(error):
-                raise
-            self.session.emit(ScaledBackward(scale=SCALE, error=elided(str(error))[:200]))
-            return
-        self.session.emit(ScaledBackward(scale=SCALE, parameters=told))
-
-    def _trained(self) -> dict[str, Tensor]:
-        return {n: p for _, n, p, _, is_buffer in self.names.tensors() if not is_buffer and p.requires_grad}
-
     def _of(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         known = self.names.parameters()
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
                 yield known.get(id(parameter), (0, f"param_groups.{number}.{index}"))[1], parameter
-
-
-def _gradients(losses: list[Tensor], parameters: list[Tensor], scale: float) -> tuple[Tensor | None, ...]:
-    starts = [torch.full_like(loss, scale) for loss in losses]
-    return torch.autograd.grad(losses, parameters, starts, retain_graph=True, allow_unused=True)
 
 
 def when_scaled(
