@@ -16,12 +16,12 @@ from dtypedoctor.diagnosis.scene import Change, Changes, Scene, Source, may_be_s
 
 
 def edits_for(scene: Scene, makers: Sequence[str]) -> tuple[tuple[Edit, ...], str]:
-    """The lines that the first maker changes which sees what to change, and its name; none and no name where none does."""
+    """The lines that the first maker changes which sees what to change, and its name; where none does, no lines, and the name of what would help."""
     for name in update_edits.fitting(scene, tuple(makers)):
         made = MAKERS[name](scene)
         if made is not None and (edits := _with_copies(scene, name, *made)):
             return edits, "cast-written" if name == "cast-operand" and _is_a_write(scene) else name
-    return (), ""
+    return (), "cast-written" if _is_a_write(scene) else ""
 
 
 def _is_a_write(scene: Scene) -> bool:

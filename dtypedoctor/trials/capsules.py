@@ -53,6 +53,7 @@ _SEEN_IN_OPERATOR = (
     "domain-error",
     "fully-masked-row",
     "operand-dtype-mismatch",
+    "unsupported-dtype",
     "norm-square-overflow",
 )
 """Findings that one operator shows, without what is around it."""

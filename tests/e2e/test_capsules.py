@@ -308,6 +308,7 @@ print(distance(table, torch.zeros(4).half()))
 """
 
 REJECTED_OUTSIDE = "import torch\ntorch.ones(5, 4) @ torch.ones(4, 3).half()\n"
+LACKING_OUTSIDE = "import torch\ntorch.linalg.cholesky(torch.eye(3).half())\n"
 
 
 @pytest.mark.release(all_but=1)
@@ -316,8 +317,9 @@ REJECTED_OUTSIDE = "import torch\ntorch.ones(5, 4) @ torch.ones(4, 3).half()\n"
     [
         (OUTSIDE, "aten.pow.Tensor_Scalar", "elements are inf or NaN in torch.float16"),
         (REJECTED_OUTSIDE, "aten.mm.default", "(nothing is raised in float32)"),
+        (LACKING_OUTSIDE, "aten.linalg_cholesky_ex.default", "(nothing is raised in float32)"),
     ],
-    ids=["overflow", "mismatch"],
+    ids=["overflow", "mismatch", "lacking"],
 )
 def test_an_operator_outside_of_modules_is_kept(text: str, op: str, said: str, tmp_path: Path) -> None:
     """It replays to the same verdict, and its script fails alone; nothing of it stays beside the trace."""

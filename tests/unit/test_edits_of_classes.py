@@ -719,7 +719,8 @@ def test_only_an_argument_that_was_seen_to_be_a_tensor_is_cast(tmp_path: Path) -
     read = lerped(tmp_path, *made, takes=["tensor", "tensor", "float"])
     assert edited(read, "cast-operand").endswith("average.lerp_(p.to(average.dtype), 1 - decay)")
     assert edits_for(read, ["cast-operand"])[1] == "cast-written"
-    assert edited(lerped(tmp_path, *made, takes=[]), "cast-operand") == ""
+    unknown = lerped(tmp_path, *made, takes=[])
+    assert edits_for(unknown, ["cast-operand"]) == ((), "cast-written")  # in words, whatever can be shown
 
 
 def test_weights_keep_their_dtype_where_they_meet_another_outside_of_modules(tmp_path: Path) -> None:
