@@ -68,7 +68,8 @@ def running(below: int, words: str) -> bool:
     for name in filter(str.isdecimal, os.listdir("/proc")):
         try:
             parents[int(name)] = int(Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[1])
-            commands[int(name)] = Path("/proc", name, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            command = Path("/proc", name, "cmdline").read_bytes()
+            commands[int(name)] = command.replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
 
