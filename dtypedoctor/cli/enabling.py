@@ -156,28 +156,18 @@ def _read_job(directory: Path) -> dict[str, Any]:
 
 def _scenario(words: list[str]) -> Any:
     """The job as a scenario: its script, and the launcher in front of that where it has one."""
-    from dtypedoctor.cli.launchers import Launch, taken_apart
-    from dtypedoctor.runner.directories import scenario_name
+    from dtypedoctor.cli.exec import name_of
     from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 
     while words and words[0].startswith("-") and words[0] not in ("-", "-m", "-c"):
         words = words[1:]  # options of the interpreter
-    mode = words[0] if words and words[0] in ("-m", "-c") else ""
-    script, *arguments = (words[1:] if mode else words) or ["-"]
-    try:
-        launch = taken_apart(script, arguments, module=mode == "-m", text=mode == "-c")
-    except UsageError:  # a launcher's way of saying things that exec does not know
-        launch = Launch(script=script, arguments=tuple(arguments), module=mode == "-m", text=mode == "-c")
-    target = {"module": launch.script} if launch.module else {"path": launch.script}
-    if launch.text:
-        target = {"path": "-", "code": launch.script}
+    script, *arguments = words or ["-"]
+    target: dict[str, Any] = {"path": script, "args": arguments}
+    if script in ("-m", "-c"):
+        target = {"module" if script == "-m" else "code": arguments[0], "args": arguments[1:]}
     return Scenario(
-        name=scenario_name("command" if launch.text else launch.script),
+        name=name_of(target),
         summary="A script, run unchanged.",
         deterministic=False,
-        steps=[
-            ScenarioStep(
-                workload=Script(kind="script", args=list(launch.arguments), launcher=list(launch.launcher), **target)
-            )
-        ],
+        steps=[ScenarioStep(workload=Script(kind="script", **target))],
     )

@@ -2,16 +2,19 @@
 
 import json
 import os
+import shutil
+import stat
 import sys
+import tempfile
 from dataclasses import asdict
-from importlib.util import decode_source
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dtypedoctor.cli import completion
-from dtypedoctor.cli.launchers import nodes_of, taken_apart
+from dtypedoctor.cli.nodes import nodes_of
 from dtypedoctor.cli.output import EveryNSteps, NprocPerNode, OpenPage, Out, OverheadBudget, announce
 from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import say
@@ -119,12 +122,10 @@ def execute(
     Exits 0 if nothing is found and the script succeeds, 10 otherwise. The script's output stays on its own streams; the report
     goes to stderr. Options of dtypedoctor stand before SCRIPT, those of the script after it.
     """
-    launch = taken_apart(script, arguments or [], module=module, text=text)
-    script, module, text = launch.script, launch.module, launch.text
-    target = script_target(script, module=module, text=text)
+    target = program_of(script, arguments or [], module=module, text=text)
     announce("Running the text of -c" if text else f"Running {script}", terminal_only=True)
     from dtypedoctor.cli.scripts import treat_script
-    from dtypedoctor.runner.directories import RecordFolder, job_directory, new_record, scenario_name
+    from dtypedoctor.runner.directories import RecordFolder, job_directory, new_record
     from dtypedoctor.scenario.model import Distributed, Scenario, ScenarioStep, Script
     from dtypedoctor.trace.ranks import member, member_of_torchrun, rank_directory
     from dtypedoctor.trials.plan import Plan
@@ -133,7 +134,7 @@ def execute(
     if every_n_steps not in (None, 1) and overhead_budget not in (None, "off"):
         raise UsageError("--every-n-steps and --overhead-budget: each says what is measured when", "Give one of them.")
     scenario = Scenario(
-        name=scenario_name("command" if text else "stdin" if script == "-" else script),
+        name=name_of(target),
         summary="A script, run unchanged.",
         time_limit=time_limit,
         deterministic=False,
@@ -141,19 +142,17 @@ def execute(
         overhead_budget=_budget(overhead_budget),
         remedies=remedies,
         distributed=Distributed(processes=nproc_per_node) if nproc_per_node is not None else None,
-        steps=[
-            ScenarioStep(
-                workload=Script(kind="script", args=list(launch.arguments), launcher=list(launch.launcher), **target)
-            )
-        ],
+        steps=[ScenarioStep(workload=Script(kind="script", **target))],
     )
-    # `srun torchrun …`: Slurm's processes are the machines then
-    here, nodes = member_of_torchrun() if launch.launcher else member(), nodes_of(launch.launcher)
-    if launch.launcher and (here is not None or nproc_per_node is not None):
-        why = (
-            "this process is one of several already" if here is not None else "--nproc-per-node starts torchrun itself"
+    if nproc_per_node is not None and target.get("command"):
+        raise UsageError(
+            f"--nproc-per-node starts torchrun itself, not {script}", "Give the script without a launcher."
         )
-        raise UsageError(f"{launch.launcher[0]}: {why}", "Give the script without the launcher.")
+    if rerun and script == "-" and not stat.S_ISREG(os.fstat(0).st_mode):
+        raise UsageError("--rerun: standard input can be read once", "Save the program in a file.")
+    # `srun torchrun …`: Slurm's processes are the machines then
+    nodes = nodes_of(target.get("command") or [script, *target["args"]])
+    here = member_of_torchrun() if nodes is not None else member()
     if here is not None and nproc_per_node is not None:
         raise UsageError(
             "--nproc-per-node: this process is one of several already",
@@ -180,7 +179,9 @@ def execute(
         )
 
     if nodes is None or out is None:
-        folder = new_record(out, scenario.name, _folder_of(target))
+        folder = new_record(
+            out, scenario.name, Path(target["path"]).resolve().parent if target.get("path", "-") != "-" else None
+        )
         report, status = treat_script(scenario, folder, plan, in_place=rerun_in_place)
         directory = folder.directory
     else:
@@ -191,7 +192,7 @@ def execute(
             return treat_script(scenario, RecordFolder(own, own), plan, in_place=rerun_in_place)
 
         directory = out
-        report, status = treated_together(out, nodes, [script, *launch.arguments], treat_here)
+        report, status = treated_together(out, nodes, [script, *target["args"]], treat_here)
     from dtypedoctor.cli.output import console_for, leave_report_page, left_in
     from dtypedoctor.cli.reported import exit_code
     from dtypedoctor.report.first_screen import print_first_screen
@@ -231,27 +232,51 @@ def _remedies(ablate: list[str], attempt: list[str]) -> list[str]:
     return asked_for(ablate, attempt)
 
 
-def script_target(script: str, *, module: bool, text: bool) -> dict[str, str]:
-    """What to run, as fields of a scenario's ``script``."""
+def program_of(script: str, arguments: list[str], *, module: bool, text: bool) -> dict[str, Any]:
+    """What to run, as fields of a scenario's ``script``.
+
+    Raises:
+        UsageError: there is no such script and no such program.
+    """
     if module and text:
         raise UsageError("give either -m or -c", "-m runs a module, -c source text.")
-    if module:
-        return {"module": script}
-    if text:
-        return {"code": script}
-    if script == "-":
-        return {"path": script, "code": _standard_input()}
-    if not os.path.exists(script):
-        raise UsageError(
-            f"{script}: no such script{_meant_beside(script)}", "Give a file, or -m and the name of a module."
-        )
-    return {"path": script}
+    if module or text:
+        return {"module" if module else "code": script, "args": arguments}
+    program = None if script.endswith(("-", ".py")) else _program(script)
+    if program is not None:
+        return {"command": [*program, *arguments], **_named_among(script, arguments)}
+    if script != "-" and not os.path.exists(script):
+        hint = "Give a file, -m and the name of a module, or a command such as torchrun."
+        raise UsageError(f"{script}: no such script{_meant_beside(script)}", hint)
+    return {"path": script, "args": arguments}
 
 
-def _folder_of(target: dict[str, str]) -> Path | None:
-    """The folder of the script, which is the program's own like the working directory."""
-    path = target.get("path", "-")
-    return Path(path).resolve().parent if path != "-" else None
+def _named_among(program: str, arguments: list[str]) -> dict[str, Any]:
+    """The script that a launcher is given, which names the run and is edited; nothing else depends on which word it is."""
+    at = next((at for at, word in enumerate(arguments) if word.endswith(".py") and os.path.isfile(word)), -1)
+    return {"path": arguments[at] if at >= 0 else program, "args": arguments[at + 1 :]}
+
+
+_MODULES = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
+"""Programs by name, with the module that does the same where they are installed in another environment than the package."""
+
+
+def _program(name: str) -> list[str] | None:
+    """A program: one of this environment first, which need not be activated; None for a script of Python, or if there is none."""
+    beside = shutil.which(name, path=os.path.dirname(sys.executable))
+    if beside is None and name in _MODULES and find_spec(_MODULES[name].partition(".")[0]) is not None:
+        return [sys.executable, "-m", _MODULES[name]]
+    found = beside or shutil.which(name)
+    return [found] if found is not None else None
+
+
+def name_of(target: dict[str, Any]) -> str:
+    """The name of the run of a program."""
+    from dtypedoctor.runner.directories import scenario_name
+
+    if "code" in target:
+        return "command"
+    return "stdin" if target.get("path") == "-" else scenario_name(target.get("path") or target["module"])
 
 
 def _meant_beside(script: str) -> str:
@@ -262,15 +287,6 @@ def _meant_beside(script: str) -> str:
         return did_you_mean(script, [str(path) for path in Path(script).parent.glob("*.py")])
     except OSError:
         return ""
-
-
-def _standard_input() -> str:
-    """The program on standard input, whose end the program then finds there, as under ``python -``."""
-    source = sys.stdin.buffer.read() if sys.stdin is not None else b""
-    try:
-        return decode_source(source)
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise UsageError(f"standard input: not Python source text: {error}", "Save it as UTF-8.") from error
 
 
 With = Annotated[
@@ -293,7 +309,7 @@ def treat(
     Prints one line for each corrected file or model and exits with the script's own status; 2 if a library's source is not what a correction
     was written for. A correction of a library costs what the same lines would in the library.
     """
-    target = script_target(script, module=module, text=text)
+    target = program_of(script, arguments or [], module=module, text=text)
     from dtypedoctor.plugins import Correction, known, registered
     from dtypedoctor.report.library_patch import check
 
@@ -311,14 +327,14 @@ def treat(
     folder = Path.cwd() if module or text or script == "-" else Path(script).resolve().parent
     for one in wanted:
         check(one, [str(folder), *sys.path])
-    request = {
-        "script": {"path": None, "module": None, "code": None, "args": arguments or []} | target,
-        "corrections": [
-            {"id": one.id, "library": one.library, "seen": one.seen, "edits": [asdict(edit) for edit in one.edits]}
-            for one in wanted
-        ],
-    }
-    boot = (
-        Path(__file__).parents[1] / "worker" / "boot.py"
-    )  # runner.process has it, too, and takes as long to import as all the rest
-    os.execv(sys.executable, [sys.executable, str(boot), "--treated", json.dumps(request)])
+    treated = [
+        {"id": one.id, "library": one.library, "seen": one.seen, "edits": [asdict(edit) for edit in one.edits]}
+        for one in wanted
+    ]
+    from dtypedoctor.runner.command import TREATED, command_of_program, hooked
+
+    descriptor, notes = tempfile.mkstemp(prefix="dtypedoctor-treat-")
+    os.close(descriptor)
+    family = {"root": os.getpid(), "notes": notes, "python": [sys.prefix, sys.version], "corrections": treated}
+    words = command_of_program(**target)
+    os.execve(words[0], words, hooked({TREATED: json.dumps(family)}))

@@ -26,7 +26,6 @@ from dtypedoctor.runner.directories import clear
 from dtypedoctor.runner.launch import PRELOAD, WORKER, Launcher, Resident
 from dtypedoctor.runner.process import (
     ending_by_interrupt,
-    run_launched,
     run_ranks,
     run_script,
     unless_interrupted,
@@ -123,12 +122,11 @@ def _runner(
 ) -> Iterator[Callable[[Request, Path], Run]]:
     """What makes the runs of a scenario: a fresh interpreter for a script, torchrun for several processes, else workers, one of which keeps the model loaded."""
     workload = scenario.steps[0].workload
-    if scenario.distributed is not None:
-        yield lambda request, place: unless_interrupted(run_ranks(request, place, live=False, progress=view.progress))
-        return
     if isinstance(workload, Script):
-        run = run_launched if workload.launcher else run_script
-        yield lambda request, place: unless_interrupted(run(request, place, live=False))
+        yield lambda request, place: unless_interrupted(run_script(request, place, live=False))
+        return
+    if scenario.distributed is not None:
+        yield lambda request, place: unless_interrupted(run_ranks(request, place, progress=view.progress))
         return
     imported = (PRELOAD,) if preload is None else (WORKER, *preload)
     with Launcher(directory / "server.log", preload=imported) as launcher:

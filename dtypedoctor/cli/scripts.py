@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import say
 from dtypedoctor.runner.directories import RecordFolder, remove_unmeasured, remove_unused
-from dtypedoctor.runner.process import Guardian, outliving, run_launched, run_ranks, run_script
+from dtypedoctor.runner.process import Guardian, outliving, run_script
 from dtypedoctor.scenario.model import Request, Scenario, Script
 from dtypedoctor.trials.plan import Plan, first_run
 
@@ -39,9 +39,6 @@ def treat_script(
         UsageError: there is no such script, the directory cannot be used, or another run cannot have a view of the working
             directory. The directory is gone then, unless something else lies in it.
     """
-    workload = scenario.steps[0].workload
-    launched = isinstance(workload, Script) and bool(workload.launcher)
-    run = run_launched if launched else run_script if scenario.distributed is None else run_ranks
     private = folder.private
     is_moved = private != folder.directory
     guarding = Guardian(private, folder.directory, merge=folder.merge) if is_moved else Guardian()
@@ -50,13 +47,13 @@ def treat_script(
 
         def launch(label: str, request: Request) -> "Run":
             if label == "before":
-                first = run(request, private / label, live=True, meanwhile=_import_the_rest, guardian=guardian)
+                first = run_script(request, private / label, live=True, meanwhile=_import_the_rest, guardian=guardian)
                 if _was_interrupted(first):
                     raise KeyboardInterrupt
                 private.mkdir(exist_ok=True)  # the program may have deleted it
                 return first
             with _running_again(label, view, private) as through:
-                return run(request, private / label, live=False, through=through, guardian=guardian)
+                return run_script(request, private / label, live=False, through=through, guardian=guardian)
 
         before = None if _is_given_a_folder(scenario) else first_run(launch, scenario, plan)
 

@@ -23,6 +23,7 @@ from dtypedoctor.trace.cursor import Stopped
 from dtypedoctor.trace.events import (
     FAILED_THERE,
     LOST_UPDATES,
+    NO_PYTHON,
     NO_TORCH,
     NOT_HERE,
     NOT_SEEN,
@@ -418,6 +419,8 @@ def _nothing_ran(trace: Trace) -> str:
         what = "the trace holds no record"
     elif any(note.why == NO_TORCH for note in notes):
         what = "this process did not import torch"
+    elif any(note.why == NO_PYTHON for note in notes):
+        what = "no process could be recorded, because no Python that takes PYTHONPATH from the command was started"
     else:
         what = "no nn.Module ran in this process"
     elsewhere = " and ".join(one_line(note.what, 120) for note in notes if note.why in (NOT_HERE, WORKED_ELSEWHERE))

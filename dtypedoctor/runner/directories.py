@@ -22,7 +22,7 @@ from dtypedoctor.scenario.model import REQUEST
 from dtypedoctor.trace.cursor import CURSOR
 from dtypedoctor.trace.events import NAMES, Refused
 from dtypedoctor.trace.lines import EVENTS
-from dtypedoctor.trace.ranks import LEADING, STREAMS
+from dtypedoctor.trace.ranks import LEADING
 
 _START = 19
 """Place of the time of start in ``/proc/PID/stat``, counted from behind the name."""
@@ -189,11 +189,11 @@ def scenario_name(program: str) -> str:
 
 
 _OWN = {
-    REQUEST, PRIVATE_REQUEST, EVENTS, CURSOR, EXIT, STDOUT, STDERR, "server.log", "bisection.jsonl", "scenarios.jsonl", "sent.json", "random_states.json", STREAMS,
+    REQUEST, PRIVATE_REQUEST, EVENTS, CURSOR, EXIT, STDOUT, STDERR, "server.log", "bisection.jsonl", "scenarios.jsonl", "sent.json", "random_states.json", "begun", "repeats.txt", "refused.txt",
     "failures.json", LEADING, "error.json", "stdout.log", "stderr.log", "folded.json", "folded.json.part",
     "nodes.json", "node.json", "look.json",
 }  # fmt: skip
-_DETAIL = re.compile(r"detail-[0-9.]+\.jsonl")
+_DETAIL = re.compile(r"detail-[0-9.]+\.jsonl|random_states-\w+\.json")
 _REFUSED = f'"e":"{NAMES[Refused]}"'.encode()
 _SAMPLES = b'["s",'
 _ENOUGH = 1 << 16

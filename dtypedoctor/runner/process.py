@@ -1,38 +1,46 @@
-"""Runs a script, or torchrun with one, in its own process group, and nothing is missing that a shell would give it.
+"""Runs a user's command as it is: it has this process's terminal, streams, process group and signals, and records itself.
 
-Signals sent to this process go to the command, it has the terminal, its output is shown and kept, and it ends when this process is
-killed. The ranks that torchrun starts leave a trace each; they are collected here.
+This process only waits for its end, because nobody else can say how it ended, and so that the shell waits for the report. What a terminal sends
+goes to both, as they are of one process group; what is sent to this process alone is sent on. The command ends with this process.
 """
 
 import contextlib
 import json
-import math
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from dtypedoctor.errors import UsageError
-from dtypedoctor.foreign_files import parse_json, read_file, working_directory
+from dtypedoctor.foreign_files import parse_json, read_file, working_directory, write_file
 from dtypedoctor.guardian import PROGRAM, end
 from dtypedoctor.interruptions import interrupt
-from dtypedoctor.redaction.redact import forget_request
+from dtypedoctor.redaction.redact import public_text
+from dtypedoctor.runner.command import HOME, JOB, command_of_program, hooked
 from dtypedoctor.runner.directories import make_directory
-from dtypedoctor.runner.run import STDERR, Run, WorkerExit, collect, deleted, led_by, write_request
-from dtypedoctor.runner.streams import Streams
-from dtypedoctor.scenario.model import Request, Scenario, Script
-from dtypedoctor.trace.ranks import child_directories, rank_directories, rank_directory
+from dtypedoctor.runner.run import (
+    STDERR,
+    STDOUT,
+    Run,
+    WorkerExit,
+    collect,
+    deleted,
+    led_by,
+    nothing_recorded,
+    write_request,
+)
+from dtypedoctor.scenario.model import REQUEST, Request, Scenario, Script
+from dtypedoctor.trace.lines import EVENTS
+from dtypedoctor.trace.ranks import child_directories, place_in_job, rank_directories, rank_directory
 
-LONGEST_WAIT = 0.5
+LOOK_SECONDS = 0.5
 SECONDS_TO_END = 10.0
 """How long a script that nobody sees has to end when the command is asked to."""
 
@@ -43,104 +51,105 @@ def run_process(
     *,
     live: bool,
     time_limit: float,
+    environment: Mapping[str, str],
     meanwhile: Callable[[], None] = lambda: None,
-    ranks: Sequence[Path] = (),
-    stdin_is_read: bool = False,
     guardian: "Guardian | None" = None,
 ) -> WorkerExit:
-    """Runs a command in a process group of its own until it ends or its time limit is over.
-
-    Signals that this process is sent go to the command. If this process is killed, the command is.
+    """Runs a command until it ends or its time limit is over.
 
     Args:
         command: the program and its arguments.
-        directory: where what it writes is kept.
+        directory: where what it writes is kept if it is not shown.
         live: see :func:`run_script`.
         time_limit: seconds.
+        environment: its variables.
         meanwhile: called as soon as it runs, then now and then.
-        stdin_is_read: standard input has been read to its end, and is not begun again.
-        ranks: directories of the processes that it starts itself, whose output is shown and kept as well.
-        guardian: see :func:`run_script`.
+        guardian: what ends the command if this process is killed; None for one of its own.
     """
     began = time.monotonic()
-    with Streams(directory, live=live, ranks=ranks) as streams, PassedOn(streams.resize) as signals:
-        with streams.ends() as (out, err), _standard_input(live, again=not stdin_is_read) as given:
-            process = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, process_group=0)
-        with _ending(process, guardian), Foreground(process) if live else nullcontext() as foreground:
-            signals.to(process)
-            timed_out = not _wait(
-                process,
-                streams,
-                lambda: min(began + time_limit, signals.deadline if not live else math.inf),
-                lambda: signals.stop_together(foreground),
-                meanwhile,
-            )
-        streams.show_rest()
-        left = _left_running(process.pid, streams.names)
+    with contextlib.ExitStack() as stack:
+        guardian = guardian or stack.enter_context(Guardian())
+        streams = {} if live else stack.enter_context(_kept_streams(directory))
+        process = subprocess.Popen(command, env=environment, **streams)
+        with guardian.ending(process):
+            asked_to_end, timed_out = _wait(process, began + time_limit, meanwhile, patient=live)
     return WorkerExit(
-        code=process.wait(),
+        code=process.returncode,
         timed_out=timed_out,
         seconds=time.monotonic() - began,
-        asked_to_end=signals.asked_to_end,
-        left=left,
+        asked_to_end=asked_to_end,
+        left=_left_running(environment[JOB]) if JOB in environment else "",
     )
 
 
-def _left_running(script: int, streams: AbstractSet[str]) -> str:
-    """Processes that have loaded torch and are still there though the script has ended, in words.
-
-    They are in its process group or session, or write to where it wrote; what has left all of these is not found.
-    """
-    running = []
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        process = Path("/proc", name)
-        with contextlib.suppress(OSError):  # it is somebody else's, or has ended
-            group, session = (process / "stat").read_bytes().rpartition(b")")[2].split()[2:4]
-            is_its = script in (int(group), int(session)) or not streams.isdisjoint(_open_in(process))
-            if is_its and b"libtorch" in (process / "maps").read_bytes():
-                running.append(f"process {name} ({(process / 'comm').read_text().strip()})")
-    return ", ".join(running)
-
-
-def _open_in(process: Path) -> Iterator[str]:
-    """What a process has as output and error."""
-    for number in ("1", "2"):
-        with contextlib.suppress(OSError):
-            yield os.readlink(process / "fd" / number)
-
-
 @contextlib.contextmanager
-def _standard_input(live: bool, *, again: bool) -> Iterator[int | None]:
-    if live:
-        yield None  # the same as this process's
-    elif again and stat.S_ISREG(os.fstat(0).st_mode):
-        with open("/proc/self/fd/0", "rb") as anew:  # so it begins at the beginning
-            yield anew.fileno()
-    else:
-        yield subprocess.DEVNULL
+def _kept_streams(directory: Path) -> Iterator[dict[str, Any]]:
+    """Streams of a run that is not shown. It reads standard input again if that is a file, which only the user may read; else it reads nothing."""
+    with contextlib.ExitStack() as files:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL}
+        if stat.S_ISREG(os.fstat(0).st_mode):
+            streams["stdin"] = files.enter_context(open("/proc/self/fd/0", "rb"))
+        for stream, name in (("stdout", STDOUT), ("stderr", STDERR)):
+            descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            files.callback(os.close, descriptor)
+            streams[stream] = descriptor
+        yield streams
+
+
+_OF_ONE_PROCESS = {
+    signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS,
+    signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTTIN, signal.SIGTTOU, signal.SIGTSTP,
+}  # fmt: skip
+"""Those that nobody can catch, by which the kernel tells a process of what it did itself, or that stop a whole job."""
+_AWAITED = signal.valid_signals() - _OF_ONE_PROCESS
+_ASK_TO_END = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT}
+_BY_TERMINAL = 128
+"""``si_code`` of a signal that the kernel has sent: a terminal sends it to all processes of the job."""
 
 
 def _wait(
-    process: "subprocess.Popen[bytes]",
-    streams: Streams,
-    deadline: Callable[[], float],
-    *meanwhile: Callable[[], None],
-) -> bool:
-    """Waits for the process, showing what it writes; False if it had to be stopped at its time limit."""
-    ended = os.pidfd_open(process.pid)
+    process: "subprocess.Popen[bytes]", deadline: float, meanwhile: Callable[[], None], *, patient: bool
+) -> tuple[int, bool]:
+    """Waits for a process, and sends on what this one is sent.
+
+    Returns:
+        The first signal that asked it to end, 0 where none did, and whether it had to be stopped at its deadline.
+    """
+    asked_to_end, timed_out = 0, False
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     try:
+        meanwhile()
         while process.poll() is None:
-            left = deadline() - time.monotonic()
-            if left <= 0:
+            left = deadline - time.monotonic()
+            if left <= 0 and not timed_out:
+                timed_out = True
                 end(process.pid)
-                process.wait()
-                return False
-            for act in meanwhile:
-                act()
-            streams.show(min(left, LONGEST_WAIT), ended)
+            received = signal.sigtimedwait(_AWAITED, min(max(left, 0.01), LOOK_SECONDS))
+            if received is None:
+                meanwhile()
+            elif received.si_signo != signal.SIGCHLD:
+                if received.si_signo in _ASK_TO_END:
+                    asked_to_end = asked_to_end or received.si_signo
+                    deadline = deadline if patient else min(deadline, time.monotonic() + SECONDS_TO_END)
+                if received.si_code != _BY_TERMINAL:
+                    process.send_signal(received.si_signo)
+        while (received := signal.sigtimedwait(_AWAITED, 0)) is not None:  # which came together with its end
+            asked_to_end = asked_to_end or received.si_signo * (received.si_signo in _ASK_TO_END)
     finally:
-        os.close(ended)
-    return True
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return asked_to_end, timed_out
+
+
+def _left_running(job: str) -> str:
+    """Processes that were started by a command, have loaded torch and are still there though it has ended, in words."""
+    mark, running = f"{JOB}={job}".encode(), []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        process = Path("/proc", name)
+        with contextlib.suppress(OSError):  # it is somebody else's, or has ended
+            is_its = mark in (process / "environ").read_bytes().split(b"\0")
+            if is_its and b"libtorch" in (process / "maps").read_bytes():
+                running.append(f"process {name} ({(process / 'comm').read_text().strip()})")
+    return ", ".join(running)
 
 
 class Guardian:
@@ -199,167 +208,18 @@ class Guardian:
             os.write(self._pipe, f"{json.dumps(wanted)}\n".encode())
 
 
-@contextlib.contextmanager
-def _ending(process: "subprocess.Popen[bytes]", guardian: Guardian | None) -> Iterator[None]:
-    """See :meth:`Guardian.ending`; where there is no guardian yet, one for this process alone."""
-    with contextlib.ExitStack() as stack:
-        try:
-            guardian = guardian or stack.enter_context(Guardian())
-        except OSError:
-            _end_script(process)
-            raise
-        with guardian.ending(process):
-            yield
-
-
 def _end_script(process: "subprocess.Popen[bytes]") -> None:
     if process.poll() is None:
         end(process.pid)
         process.wait()
 
 
-STDIN = 0
-
-
-class Foreground:
-    """Gives the terminal to a process group, so that it can read from it, and Ctrl-C and Ctrl-Z go to it alone.
-
-    Does nothing where standard input is not this process's terminal. Use as a context manager.
-    """
-
-    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
-        self._process = process
-        self.is_ours = _is_ours()
-        """Whether there is a terminal to give."""
-
-    def __enter__(self) -> Self:
-        self.give()
-        if self.is_ours:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGCONT)  # it may have been stopped for reading too early
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.take_back()
-
-    def give(self) -> None:
-        """The process's group has the terminal from now on."""
-        self._give(self._process.pid)
-
-    def take_back(self) -> None:
-        """This process's group has it again."""
-        self._give(os.getpgrp())
-
-    def _give(self, group: int) -> None:
-        if not self.is_ours:
-            return
-        before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else a background process is stopped for asking
-        try:
-            with contextlib.suppress(OSError):
-                os.tcsetpgrp(STDIN, group)
-        finally:
-            signal.signal(signal.SIGTTOU, before)
-
-
-def _is_ours() -> bool:
-    """Whether standard input is the terminal that this process is in the foreground of."""
-    try:
-        return os.isatty(STDIN) and os.tcgetpgrp(STDIN) == os.getpgrp()
-    except OSError:
-        return False
-
-
-_OF_ONE_PROCESS = {
-    signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL,
-    signal.SIGTRAP, signal.SIGSYS, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTTIN, signal.SIGTTOU,
-}  # fmt: skip
-"""Those that nobody can catch, and those by which the kernel tells a process of what it did itself."""
-
-_PASSED: list[int] = sorted(signal.valid_signals() - _OF_ONE_PROCESS)
-
-_TO_THE_GROUP = {signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH}
-"""Those that a terminal or a shell sends to all processes of a job."""
-
-_ASK_TO_END = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT}
-
-
-class PassedOn:
-    """Sends what this process is sent on to the script, from :meth:`to` on. Use as a context manager.
-
-    A signal that this process ignores is ignored by the script as well, which has that from it.
-
-    Args:
-        resized: called before the script is told that the terminal has another size.
-    """
-
-    def __init__(self, resized: Callable[[], None]) -> None:
-        self._resized = resized
-        self._process: subprocess.Popen[bytes] | None = None
-        self._early: list[int] = []
-        self._before: dict[int, Any] = {}
-        self._stopping = self._waking = False
-        self.asked_to_end = 0
-        """The first signal that asked the script to end; 0 where none did."""
-        self.deadline = math.inf
-        """When a script that only this command is interested in has had its time to end."""
-
-    def __enter__(self) -> Self:
-        self._before = dict(_replaced(_PASSED, self._pass_on))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def to(self, process: "subprocess.Popen[bytes]") -> None:
-        """The script has been started; it is sent what came in the meantime."""
-        self._process = process
-        for number in self._early:
-            self._send(number, process)
-
-    def stop_together(self, foreground: Foreground | None) -> None:
-        """Stops this process where the script has been stopped, by Ctrl-Z or SIGTSTP; both go on together."""
-        if self._process is None or not (self._stopping or (foreground is not None and foreground.is_ours)):
-            return
-        if not _is_stopped(self._process):
-            return
-        self._stopping = False
-        if foreground is not None:
-            foreground.take_back()
-        self._waking = True  # the SIGCONT that wakes this process is sent on below, once
-        os.kill(os.getpid(), signal.SIGSTOP)  # here the shell takes over, until it says `fg`
-        if foreground is not None:
-            foreground.give()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGCONT)
-        self._waking = False
-
-    def _pass_on(self, number: int, _: FrameType | None) -> None:
-        if number in _ASK_TO_END:
-            self.asked_to_end = self.asked_to_end or number
-            self.deadline = min(self.deadline, time.monotonic() + SECONDS_TO_END)
-        if self._process is None:
-            self._early.append(number)
-        else:
-            self._send(number, self._process)
-
-    def _send(self, number: int, process: "subprocess.Popen[bytes]") -> None:
-        if number == signal.SIGCONT and self._waking:
-            return
-        if number == signal.SIGWINCH:
-            self._resized()
-        self._stopping = self._stopping or number == signal.SIGTSTP
-        with contextlib.suppress(ProcessLookupError):
-            if number in _TO_THE_GROUP:
-                os.killpg(process.pid, number)
-            else:
-                process.send_signal(number)
-
-
 @contextlib.contextmanager
 def outliving() -> Iterator[None]:
     """Inside, signals that are none of this process's business do not end it while no script is running."""
-    before = dict(_replaced([n for n in _PASSED if n not in {*_ASK_TO_END, *_TO_THE_GROUP}], lambda *_: None))
+    before = dict(
+        _replaced(sorted(_AWAITED - _ASK_TO_END - {signal.SIGCHLD, signal.SIGCONT, signal.SIGWINCH}), lambda *_: None)
+    )
     try:
         yield
     finally:
@@ -385,16 +245,6 @@ def _replaced(numbers: list[int], handler: Callable[[int, FrameType | None], Non
             yield number, signal.signal(number, handler)
 
 
-def _is_stopped(process: "subprocess.Popen[bytes]") -> bool:
-    try:
-        return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG) is not None
-    except ChildProcessError:  # it has ended
-        return False
-
-
-BOOT = Path(__file__).resolve().parents[1] / "worker" / "boot.py"
-
-
 def run_script(
     request: Request,
     directory: Path,
@@ -407,102 +257,91 @@ def run_script(
     """Runs the script of ``request``; everything it leaves lies in ``directory``, which must not exist yet.
 
     Args:
-        request: what the script's process is to do.
-        directory: for its trace and its output.
-        live: give the script this process's standard input, and show what it writes. Otherwise what it writes is only
-            kept, and it reads standard input again from the beginning if that is a file; else it reads nothing.
+        request: what is to be run and how it is to be recorded.
+        directory: for its trace.
+        live: it has this process's streams. Otherwise what it writes is only kept, and it reads standard input again from the beginning if that is a
+            file; else it reads nothing.
         through: program and arguments that stand before the command, and become it (:mod:`dtypedoctor.runner.view`).
         meanwhile: see :func:`run_process`.
-        guardian: what ends the script if this process is killed; None for one of its own.
+        guardian: see :func:`run_process`.
+
+    Returns:
+        The run of its only process, or of the rank that failed first, or of rank 0.
 
     Raises:
-        UsageError: the directory cannot be written, or there is no such script.
+        UsageError: the directory cannot be written, or the script continues what its first run has written.
     """
-    make_directory(directory)
-    write_request(directory, request)
-    command = [*through, sys.executable, str(BOOT), str(directory.resolve())]
-    workload = request.scenario.steps[0].workload
-    read_up = isinstance(workload, Script) and workload.path == "-"  # the program itself has come from there
+    prepare(request, directory)
     ended = run_process(
-        command,
+        [*through, *command_of(request.scenario)],
         directory,
         live=live,
         time_limit=request.scenario.time_limit,
+        environment=hooked({JOB: str(directory.resolve())}),
         meanwhile=meanwhile,
-        stdin_is_read=read_up,
         guardian=guardian,
     )
-    return _with_children(directory, ended) if directory.is_dir() else deleted(directory, ended)
+    if not directory.is_dir():
+        return deleted(directory, ended)
+    return collect_job(directory, ended)
 
 
-def _with_children(directory: Path, ended: WorkerExit) -> Run:
-    own = collect(directory, ended, foreign=True)
-    spawned = child_directories(directory)
-    return replace(own, children={number: collect(place, ended, foreign=True) for number, place in spawned.items()})
+REPEATS, STATES = "repeats.txt", "random_states.json"
+"""In the folder of a run: which one it repeats, and, where it is to be repeated, random states; see ``worker/repeating.py``."""
+
+
+def prepare(request: Request, directory: Path) -> None:
+    """Makes the folder of a script's run, in which its processes find what is asked of them.
+
+    A later run begins with the random states of the first one, and does not read what that has written.
+
+    Raises:
+        UsageError: it exists, or cannot be created.
+    """
+    make_directory(directory)
+    request = request.model_copy(update={"member": place_in_job()})
+    write_file(directory / REQUEST, public_text(request.model_dump_json()))
+    if request.repeatable:
+        (directory / STATES).write_text("{}", encoding="ascii")
+    if request.repeats is not None:
+        first = directory.parent / request.repeats
+        (directory / REPEATS).write_text(str(first.resolve()), encoding="utf-8")
+        for states in first.glob(STATES.replace(".", "*.")):
+            shutil.copy(states, directory)
+
+
+def command_of(scenario: Scenario) -> list[str]:
+    """The command that a scenario's script stands for, as a shell would start it."""
+    script = scenario.steps[0].workload
+    assert isinstance(script, Script)  # whoever asks for a command has one
+    program = command_of_program(script.path, script.module, script.code, script.args, script.command)
+    if scenario.distributed is None:
+        return program
+    return [*_torchrun(scenario.distributed.processes), *program[1:]]
+
+
+def _torchrun(count: int) -> list[str]:
+    """With this many processes; ``-P`` because Python would look for torch in the working directory first."""
+    return [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
 
 
 def collect_job(directory: Path, ended: WorkerExit) -> Run:
-    """The run of processes that recorded themselves in ``directory``: of its ranks if it has any, as :func:`run_launched` tells of them,
-    else of its first process and those that this started."""
-    return _of_ranks(directory, ended) if rank_directories(directory) else _with_children(directory, ended)
-
-
-def run_launched(
-    request: Request,
-    directory: Path,
-    *,
-    live: bool,
-    through: Sequence[str] = (),
-    meanwhile: Callable[[], None] = lambda: None,
-    guardian: Guardian | None = None,
-) -> Run:
-    """Runs the script of ``request`` by its own launcher, with the launcher's options; see :func:`run_script`.
-
-    Returns:
-        The run of the rank that failed first, or of rank 0; its ``ranks`` are those that the launcher has started on this
-        machine.
-
-    Raises:
-        UsageError: the directory cannot be written, or the launcher ended before it had started the script.
-    """
-    workload = request.scenario.steps[0].workload
-    assert isinstance(workload, Script)  # whoever asks for a launcher has a script
-    make_directory(directory)
-    write_request(directory, request)
-    module, *options = workload.launcher
-    is_torchrun = module == _TORCHRUN
-    shown = workload.path or workload.module or ""
-    start = ["-P", str(ELASTIC), str(directory.resolve() / FAILURES), shown] if is_torchrun else ["-P", "-m", module]
-    script = [str(BOOT), "--launched", str(directory.resolve())]
-    try:
-        ended = run_process(
-            [*through, sys.executable, *start, *options, *script],
-            directory,
-            live=live,
-            time_limit=request.scenario.time_limit,
-            meanwhile=meanwhile,
-            guardian=guardian,
-        )
-    finally:
-        forget_request(directory)
-    if not directory.is_dir():
-        return deleted(directory, ended)
-    if not rank_directories(directory):
-        hint = "What it printed is above." if live else f"What it printed: {directory / STDERR}"
-        raise UsageError(f"{module} ended with {ended.code} before it started {workload.path or workload.module}", hint)
-    return _of_ranks(directory, ended)
-
-
-def _of_ranks(directory: Path, ended: WorkerExit) -> Run:
-    """The run of the rank that failed first, or of the first one, with all others."""
+    """The run of the processes that have recorded themselves in ``directory``: of the rank that failed first or of the first one, with all others, or of
+    its first process with those that this has started."""
     ranks = rank_directories(directory)
     failures = _failures(directory)
-    started = sorted({*ranks, *failures})  # one that failed before it came to the script has no directory
-    runs = [
-        collect_rank(rank_directory(directory, rank), rank, exit_of_rank(rank, ended, failures), foreign=True)
-        for rank in started
-    ]
-    return led_by(tuple(runs), _first_failure(failures, default=min(ranks)))
+    if ranks:
+        started = sorted({*ranks, *failures})  # one that failed before it came to torch has no directory
+        runs = [
+            collect_rank(rank_directory(directory, rank), rank, exit_of_rank(rank, ended, failures), foreign=True)
+            for rank in started
+        ]
+        return led_by(tuple(runs), _first_failure(failures, default=min(ranks)))
+    if not (directory / EVENTS).exists():
+        nothing_recorded(directory, ended)
+    own = collect(directory, ended, foreign=True)
+    spawned = enumerate(child_directories(directory).values(), 1)
+    return replace(own, children={number: collect(place, ended, foreign=True) for number, place in spawned})
 
 
 def _first_failure(failures: dict[int, dict[str, Any]], *, default: int) -> int:
@@ -515,33 +354,18 @@ def _first_failure(failures: dict[int, dict[str, Any]], *, default: int) -> int:
     return min(failures, key=order, default=default)
 
 
-_TORCHRUN = "torch.distributed.run"
-ELASTIC = BOOT.with_name("elastic.py")
 FAILURES = "failures.json"
-LOGS = "torchrun"
-"""Folder of torchrun's own logs."""
+RANK = "dtypedoctor.worker.rank"
+"""The module that torchrun starts for each rank of a scenario; it is imported there only."""
 
 
-def run_ranks(
-    request: Request,
-    directory: Path,
-    *,
-    live: bool,
-    progress: Callable[[Path], None] = lambda _: None,
-    through: Sequence[str] = (),
-    meanwhile: Callable[[], None] = lambda: None,
-    guardian: Guardian | None = None,
-) -> Run:
-    """Runs ``request`` in as many processes as its scenario says, on this machine.
+def run_ranks(request: Request, directory: Path, *, progress: Callable[[Path], None] = lambda _: None) -> Run:
+    """Runs a scenario that is no script in as many processes as it says, on this machine.
 
     Args:
         request: what each of them is to do.
         directory: holds afterwards a directory for each rank, and what torchrun itself printed; must not exist yet.
-        live: show what the processes write, as it comes.
         progress: called now and then, while they run, with the directory of rank 0.
-        through: see :func:`run_script`.
-        meanwhile: see :func:`run_process`.
-        guardian: see :func:`run_script`.
 
     Returns:
         The run of the rank that failed first, or of rank 0; its ``ranks`` are those of all.
@@ -555,29 +379,19 @@ def run_ranks(
     for rank in range(count):
         place = rank_directory(directory, rank)
         make_directory(place)
-        write_request(place, request_of_rank(request, rank))
-    command = [*through, sys.executable, "-P", *_torchrun(directory.resolve(), request.scenario, count)]
-    places = [rank_directory(directory, rank) for rank in range(count)]
-
-    def act() -> None:
-        meanwhile()
-        progress(places[0])
-
+        write_request(place, request)
     ended = run_process(
-        command,
+        [*_torchrun(count), "-m", RANK, str(directory.resolve())],
         directory,
-        live=live,
+        live=False,
         time_limit=request.scenario.time_limit,
-        meanwhile=act,
-        ranks=places,
-        guardian=guardian,
+        # torchrun's own process is recorded like any launcher; a rank of ours is not
+        environment=hooked({JOB: str(directory.resolve()), "PYTHONSAFEPATH": "1"}, HOME),
+        meanwhile=lambda: progress(rank_directory(directory, 0)),
     )
-    foreign = isinstance(request.scenario.steps[0].workload, Script)
-    if foreign and not directory.is_dir():
-        return deleted(directory, ended)
     failures = _failures(directory)
     runs = [
-        collect_rank(rank_directory(directory, rank), rank, exit_of_rank(rank, ended, failures), foreign=foreign)
+        collect_rank(rank_directory(directory, rank), rank, exit_of_rank(rank, ended, failures))
         for rank in range(count)
     ]
     return led_by(tuple(runs), _first_failure(failures, default=0))
@@ -593,29 +407,6 @@ def unless_interrupted(run: Run) -> Run:
     if asked:
         raise KeyboardInterrupt(f"interrupted by {signal.Signals(asked).name}")
     return run
-
-
-def _torchrun(directory: Path, scenario: Scenario, count: int) -> list[str]:
-    workload = scenario.steps[0].workload
-    program = workload.path or workload.module if isinstance(workload, Script) else None
-    return [
-        str(ELASTIC),
-        str(directory / FAILURES),
-        program or scenario.name,
-        "--standalone",
-        f"--nproc-per-node={count}",
-        f"--log-dir={directory / LOGS}",
-        str(BOOT),
-        "--rank",
-        str(directory),
-    ]
-
-
-def request_of_rank(request: Request, rank: int) -> Request:
-    """The request as one rank gets it: what it repeats is what the same rank did before."""
-    if request.repeats is None:
-        return request
-    return request.model_copy(update={"repeats": str(rank_directory(Path("..") / request.repeats, rank))})
 
 
 def _failures(directory: Path) -> dict[int, dict[str, Any]]:

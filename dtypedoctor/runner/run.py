@@ -13,11 +13,12 @@ from dtypedoctor.redaction.messages import elided
 from dtypedoctor.redaction.redact import forget_request, write_request_file
 from dtypedoctor.redaction.secrets import masked
 from dtypedoctor.scenario.model import REQUEST, Request
-from dtypedoctor.trace.events import Refused, Stage
+from dtypedoctor.trace.events import NO_PYTHON, NO_TORCH, End, NotWatched, Refused, Stage
 from dtypedoctor.trace.lines import EVENTS
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.ranks import lead, leading_directory
+from dtypedoctor.trace.ranks import header, lead, leading_directory
 from dtypedoctor.trace.reader import read_trace, steps_by_call
+from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import to_json
 
 __all__ = [
@@ -31,12 +32,17 @@ __all__ = [
     "collect",
     "deleted",
     "led_by",
+    "nothing_recorded",
     "open_run",
     "write_request",
 ]
 
 STDOUT, STDERR = "stdout.txt", "stderr.txt"
 """Where a worker's streams go, in its directory."""
+BEGUN = "begun"
+"""File that the first Python process of a command leaves, whether or not it imports torch; see ``worker/hooked.py``."""
+REFUSED = "refused.txt"
+"""Where a script's process says why another run of it is not made; see ``worker/repeating.py``."""
 EXIT = "exit.json"
 """Where it is written down how the worker ended."""
 NO_END = "left no end record and no exit status (it was killed together with dtypedoctor, or is still running)"
@@ -160,10 +166,28 @@ def collect(directory: Path, ended: WorkerExit, *, foreign: bool = False) -> Run
         write_file(directory / EXIT, to_json(asdict(ended)))
     trace = _trace(directory)
     run = Run(trace=steps_by_call(trace) if foreign else trace, exit=ended, directory=directory, foreign=foreign)
+    if (directory / REFUSED).exists():
+        raise UsageError(read_file(directory / REFUSED).decode("utf-8", "replace"))
     refused = run.trace.last(Refused)
     if refused is not None:
         raise UsageError(refused.message, refused.hint)
     return run
+
+
+def nothing_recorded(directory: Path, ended: WorkerExit) -> None:
+    """Writes the trace of a command none of whose processes has imported torch, or could be recorded."""
+    with contextlib.suppress(OSError):
+        writer = TraceWriter(directory)
+        writer.write(header())
+        writer.write(Stage(n=writer.next_n(), index=0, name="script", workload="script"))
+        why = NO_TORCH if (directory / BEGUN).exists() else NO_PYTHON
+        writer.write(NotWatched(what="tensors and modules", why=why))
+        if (
+            ended.code in (-signal.SIGINT, *range(256)) and not ended.timed_out
+        ):  # Python ends by SIGINT after KeyboardInterrupt
+            outcome = "raised" if ended.code else "completed"
+            writer.write(End(n=writer.next_n(), outcome=outcome, steps_completed=0))
+        writer.close()
 
 
 def deleted(directory: Path, ended: WorkerExit) -> Run:

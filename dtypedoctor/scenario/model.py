@@ -177,17 +177,18 @@ class Script(Strict):
     kind: Literal["script"] = Field(description="Chooses this workload.")
     path: str | None = Field(default=None, description="Path of the script.")
     module: str | None = Field(default=None, description="Dotted module name, as `python -m`.")
-    code: str | None = Field(default=None, description='Source text, as `python -c`; with `path: "-"`, as `python -`.')
+    code: str | None = Field(default=None, description="Source text, as `python -c`.")
     args: list[str] = Field(default_factory=list, description="Arguments of the script.")
-    launcher: list[str] = Field(
-        default_factory=list, description="Module and options of the launcher that starts its processes."
+    command: list[str] = Field(
+        default_factory=list,
+        description="Another program that starts it, with all arguments: a launcher, say. `path` or `module` only names the script then.",
     )
 
     @model_validator(mode="after")
     def _one_target(self) -> Self:
         given = [self.path is not None, self.module is not None, self.code is not None]
-        if sum(given) != 1 and not (self.path == "-" and self.module is None):
-            raise ValueError("give either path, module or code")
+        if not self.command and sum(given) != 1:
+            raise ValueError("give either path, module, code or command")
         return self
 
 
@@ -398,6 +399,7 @@ class Request(Strict):
     ``replay`` has failing calls made again in the process itself; ``capsule_limit`` is how many bytes a capsule of one may take, and without it none is kept.
     ``repeats`` and ``witness`` are for scripts, which seed their random numbers themselves or not at all: the label of the run whose
     random state this one begins with, and whether a digest of the parameters is taken after each optimizer step.
+    ``repeatable`` has the random states kept for a later run. ``member`` is what launchers call the process that makes the request.
     Without ``look`` the operators of the first calls are not looked at for failures that leave finite values, and the weights get no
     checksum at the end: a probe of a bisection asks where values stop being finite.
     """
@@ -408,5 +410,7 @@ class Request(Strict):
     capsule_limit: int | None = None
     repeats: str | None = None
     witness: bool = False
+    repeatable: bool = False
+    member: str = ""
     capture: Capture | None = None
     look: bool = True

@@ -464,6 +464,8 @@ WORKED_ELSEWHERE = "what they compute is not measured: only the process that run
 """``why`` of other processes that may do, or have done, the work of the script: it is not healthy as long as that is not known."""
 NO_TORCH = "the script has not imported torch"
 """Why nothing at all could be watched in this process."""
+NO_PYTHON = "no Python process that takes PYTHONPATH from the command was started"
+"""Why no process of a command could be watched."""
 REPLAY_OF_FAILURES = "replay of what fails"
 """What is not watched where a failing call cannot be made again."""
 NOT_SEEN = "not seen:"

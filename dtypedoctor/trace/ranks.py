@@ -12,11 +12,14 @@ from dtypedoctor.trace.events import Header
 LEADING = "leading"
 """Link to the directory of the rank that the run's report is about."""
 
-STREAMS = "streams.json"
-"""File that tells a rank, by path, where its standard output and error are to go."""
-
 NODE = "node-"
 """How the directory of a machine begins, in the folder that several machines of a job name."""
+
+LAUNCHERS = frozenset(
+    {"torchrun", "accelerate", "deepspeed", "torch.distributed.run", "accelerate.commands.launch", "accelerate.commands.accelerate_cli",
+     "deepspeed.launcher.runner", "deepspeed.launcher.launch"}
+)  # fmt: skip
+"""Programs and modules that start the ranks of a job, on one machine or several."""
 
 _NAME = "rank-"
 _CHILD = "spawned-"
@@ -56,6 +59,11 @@ def member(environment: Mapping[str, str] = os.environ) -> Member | None:
         return here
     others = (_member(environment, names) for names in _OTHERS)
     return next((one for one in others if one is not None and one.world_size > 1), None)
+
+
+def place_in_job(environment: Mapping[str, str] = os.environ) -> str:
+    """What launchers call this process; the same in the processes that it starts, but for those that it starts as ranks."""
+    return " ".join(environment.get(names[0], "-") for names in (_TORCHRUN, *_OTHERS))
 
 
 def member_of_torchrun(environment: Mapping[str, str] = os.environ) -> Member | None:

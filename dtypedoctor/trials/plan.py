@@ -50,6 +50,7 @@ def first_run(run: Callable[[str, Request], Run], scenario: Scenario, plan: Plan
             Request(
                 scenario=scenario,
                 witness=plan.certify and is_script,
+                repeatable=plan.runs_again and is_script,
                 replay=True,
                 capsule_limit=plan.capsule_limit if is_script else None,
             ),

@@ -9,9 +9,8 @@ from math import exp, expm1, fsum, sqrt
 from statistics import median
 
 from dtypedoctor.analysis import analysis_of, ending_of
-from dtypedoctor.foreign_files import read_file
 from dtypedoctor.redaction.messages import without_volatile
-from dtypedoctor.runner.run import STDOUT, Run
+from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.events import Metric, ProbeLogProbs, Resources
 from dtypedoctor.trace.model import Trace
@@ -155,8 +154,6 @@ _SET = re.compile(r"\{([^{}:]*)\}")
 """How Python prints a set, in an order of its own in each process."""
 
 COMPARED = ("loss", "grad_norm", "reward")
-MAX_COMPARED = 4 << 20
-"""Bytes of output that are compared without times and the like, if they are not equal as they are."""
 
 
 def compare_unwatched(watched: Run, unwatched: Run) -> Observer:
@@ -191,7 +188,7 @@ def _compare(watched: Run, unwatched: Run) -> Observer:
         return Observer(bitwise_equal=False, reason=difference)
     steps = len(watched.trace.all(Metric))
     if not steps:
-        reason = f"{_nothing_to_compare(end.outcome)}{_as_far_as_seen(watched, unwatched)}"
+        reason = f"{_nothing_to_compare(end.outcome)}{'; the script ended in the same way' if watched.foreign else ''}"
         return Observer(bitwise_equal=None, reason=reason, same_error=end.outcome == "raised")
     trained = "the gradients and parameters after each of them" if watched.foreign else "the trained parameters"
     return Observer(
@@ -222,26 +219,6 @@ def _compared(run: Run) -> str:
     metrics = run.trace.all(Metric)
     names = [name for name in COMPARED if any(name in m.values or name in m.nonfinite for m in metrics)]
     return ", ".join(names) or "the number"
-
-
-def _as_far_as_seen(watched: Run, unwatched: Run) -> str:
-    """For a script, what can be said without losses: how it ended and what it printed, where that is kept for it alone."""
-    if not watched.foreign:
-        return ""
-    printed = [run.directory / STDOUT for run in (watched, unwatched)]
-    try:
-        ours, theirs = map(read_file, printed)
-    except OSError:  # a user's launcher has put the output of all ranks into one stream
-        return "; the script ended in the same way"
-    if ours == theirs:
-        return "; the script ended in the same way and printed the same"
-    if max(len(ours), len(theirs)) <= MAX_COMPARED and _lasting(watched, ours) == _lasting(unwatched, theirs):
-        return "; the script ended in the same way and printed the same but for times, processes, ports, addresses and temporary files"
-    return "; the script ended in the same way and printed something else"
-
-
-def _lasting(run: Run, printed: bytes) -> str:
-    return without_volatile(printed.decode("utf-8", errors="replace"), _process_of(run))
 
 
 def _process_of(run: Run) -> int:

@@ -8,7 +8,6 @@ user without the frames of this package.
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,8 +18,7 @@ from typing import Protocol
 from dtypedoctor import guardian
 from dtypedoctor.interruptions import contained
 from dtypedoctor.lasting import at_fork, audited
-from dtypedoctor.redaction.messages import message_of
-from dtypedoctor.trace.events import NO_TORCH, Became, End, NotWatched, Raised, Refused, Resources, Stage
+from dtypedoctor.trace.events import Became, End, NotWatched, Refused, Resources, Stage
 from dtypedoctor.trace.ranks import header
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import getpid, perf_counter
@@ -103,8 +101,6 @@ class Recording:
     def torch_is_there(self, watch: Watch) -> None:
         """The program has imported torch, and ``watch`` is about to begin."""
         self.watch = watch
-        if self._elsewhere is not None:
-            self._elsewhere.torch_is_there()
         keep_out_of_compiler(audited)
 
     def refuse(self, message: str, hint: str = "") -> None:
@@ -112,13 +108,12 @@ class Recording:
         self.writer.write(Refused(message=message, hint=hint))
         self._close("refused", 0)
 
-    def end(self, error: BaseException | None, unwatched: Iterable[tuple[str, str]] = (), followed: int = 0) -> None:
+    def end(self, error: BaseException | None, unwatched: Iterable[tuple[str, str]] = ()) -> None:
         """What is recorded has come to its end; does nothing where that is known already, and in a forked child.
 
         Args:
             error: what ended it, if anything did. A scenario fails by SystemExit as by anything else; a program may leave so.
             unwatched: what was not watched, and why.
-            followed: processes of the program that leave traces of their own.
         """
         if not self.active:
             return
@@ -128,24 +123,21 @@ class Recording:
             hide_own_frames(error)
         steps = 0
         with contained() as ours:  # a defect of ours, or a device that no longer answers
-            steps = self._conclude(error, unwatched, followed)
+            steps = self._conclude(error, unwatched)
         if ours.error is not None:
             self._not_watched("the end of the program", f"{type(ours.error).__name__}: {ours.error}")
         completed = error is None or (is_program and isinstance(error, SystemExit))
         self._close("completed" if completed else "raised", steps)
 
-    def _conclude(self, error: BaseException | None, unwatched: Iterable[tuple[str, str]], followed: int) -> int:
+    def _conclude(self, error: BaseException | None, unwatched: Iterable[tuple[str, str]]) -> int:
         """Writes what only the end knows; steps that were done."""
         libraries: Sequence[str] = ()
         if self._elsewhere is not None:
             self._elsewhere.end()
             libraries = self._elsewhere.libraries
-            for what, why in (*self._elsewhere.processes(followed), *unwatched):
+            for what, why in (*self._elsewhere.processes(), *unwatched):
                 self._not_watched(what, why)
         if self.watch is None:
-            self._not_watched("tensors and modules", NO_TORCH)
-            if error is not None and not isinstance(error, SystemExit):
-                self._note_without_torch(error)
             return 0
         totals = self.watch.finish(error, libraries)
         if totals.device:
@@ -161,22 +153,6 @@ class Recording:
 
     def _not_watched(self, what: str, why: str) -> None:
         self.writer.write(NotWatched(what=what, why=why))
-
-    def _note_without_torch(self, error: BaseException) -> None:
-        """Records what ended a program that has never come to torch."""
-        frames = traceback.extract_tb(error.__traceback__)
-        self.writer.write(
-            Raised(
-                n=self.writer.next_n(),
-                step=1,
-                call=0,
-                phase="forward",
-                type=type(error).__name__,
-                message=message_of(error),
-                frames=[f"{f.filename}:{f.lineno} {f.name}" for f in frames],
-                modules=[],
-            )
-        )
 
     def _close(self, outcome: str, steps: int) -> None:
         self._over = True

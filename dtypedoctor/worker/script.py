@@ -1,215 +1,252 @@
-"""A worker for a user's script: the same process does what ``python script.py`` would, with the watch around it.
+"""A process that records itself, from the import of torch to its end: a user's program, or one that it has started.
 
-Nothing heavy is imported here. The instruments come in when the script itself has imported torch, so environment variables
-that it sets before that are heeded, and a script without torch pays nothing.
-
-A later run of a script is to be the same program as the first: it draws the same random numbers (:class:`RandomStates`), and it
-is not run where it reads or continues a file that the first has written (:class:`FirstRunFiles`).
+The program runs as Python runs it, and nothing of this package stands between them. What is here is called when torch has been imported
+(:mod:`dtypedoctor.worker.hooked`), when Python shows what ends the program, and by ``atexit``.
 """
 
+import atexit
+import json
 import os
-import random
-import stat
+import re
+import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from importlib import import_module
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtypedoctor.interruptions import contained, noticing
-from dtypedoctor.redaction.redact import read_request, write_request_file
-from dtypedoctor.trace.events import NOT_HERE, NOTHING_WATCHED, NotWatched
-from dtypedoctor.trace.ranks import STREAMS, member, member_of_torchrun, rank_directory
+from dtypedoctor.foreign_files import read_file
+from dtypedoctor.guardian import make_private_folder
+from dtypedoctor.interruptions import contained, say
+from dtypedoctor.lasting import at_audit
+from dtypedoctor.redaction.redact import public_text
+from dtypedoctor.trace.events import NOTHING_WATCHED, NotWatched
+from dtypedoctor.trace.ranks import LAUNCHERS, child_directory, member, place_in_job, rank_directory
 from dtypedoctor.trace.writer import TraceWriter
-from dtypedoctor.unpatched import from_json, time_ns, to_json, unseen_by_warnings
-from dtypedoctor.worker import main_module
-from dtypedoctor.worker.elsewhere import outliving_threads
-from dtypedoctor.worker.on_import import after_import, keep_out_of_compiler, no_collection
-from dtypedoctor.worker.recording import Recording, hide_in_excepthook
+from dtypedoctor.unpatched import from_json, getpid
+from dtypedoctor.worker.hooked import JOB
+from dtypedoctor.worker.on_import import no_collection
+from dtypedoctor.worker.recording import Recording, move_when_this_process_ends
 
 if TYPE_CHECKING:
     from dtypedoctor.worker.process_watch import ProcessWatch
-    from dtypedoctor.worker.spawned import Spawned
     from dtypedoctor.worker.treated import EditedLibrary
 
+SWITCH = "DTYPEDOCTOR"
+BEFORE, JOB_FILE, FAILURES, REQUEST = "before", "job.json", "failures.json", "request.json"
+"""In the folder of a job that began by itself: where its processes are recorded, and what it was started with. In that of a run: which ranks have
+failed, and what is asked for."""
+FIRST_CHILD, LAST_CHILD = 101, 132
+"""Numbers of recorded processes that are neither ranks nor numbered by ``multiprocessing``."""
+_LAST = -1000
+"""Priority of what is done when a process of ``multiprocessing`` ends: after everything that the program has asked for."""
+_KEPT: list[object] = []
+"""Recorded processes, which ``multiprocessing`` holds weakly."""
 
-@unseen_by_warnings
-def serve(directory: Path) -> None:
-    """Runs the script that ``DIRECTORY/request.json`` names and leaves the trace beside it.
 
-    What the script raises, ``SystemExit`` and ``KeyboardInterrupt`` included, leaves this function, so that the interpreter
-    ends as it would without the doctor.
+def record_this_process(environment: Mapping[str, str]) -> None:
+    """Begins to record a process that began in an environment; whatever goes wrong here must not reach the program."""
+    with contained() as ours:
+        _Process(environment).begin()
+    if ours.error is not None:
+        say(f"dtypedoctor: this process is not recorded: {type(ours.error).__name__}: {ours.error}")
+
+
+class _Process:
+    """This process, and its place in the job: the first one that comes records in the job's folder, each rank and each further process below it.
+
+    With ``DTYPEDOCTOR=1`` nobody waits for the end of the program. The first process makes the folder then, and has the report written.
     """
-    request = from_json(read_request(directory))
-    recording = ScriptRecording(request, directory)
-    recording.begin()
-    settings = request["scenario"]["steps"][0]["workload"]
 
-    def ended(error: BaseException) -> None:
-        if not isinstance(error, main_module.NotRunnableError):  # that one is refused
-            recording.end(error)
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._owner = getpid()
+        self._environment = environment
+        self._is_child = any(word.startswith("from multiprocessing.") for word in sys.orig_argv)
+        self._error: BaseException | None = None
+        self._recording: ScriptRecording | None = None
+        self._writes_report = JOB not in os.environ
+        self._job = _new_job(environment) if self._writes_report else Path(os.environ[JOB])
 
-    try:
-        with noticing(ended):
-            program = main_module.program(settings["path"], settings["module"], settings["code"])
-    except main_module.NotRunnableError as error:
-        recording.refuse(str(error))
-        sys.exit(2)
-    with noticing(recording.end):
-        main_module.run(program, settings["args"])
-    recording.end(None)
+    def begin(self) -> None:
+        """Finds its place in the job, and begins."""
+        if not self._job.is_dir():  # the run is over and its record has been moved, or lies on another machine
+            return
+        with suppress(OSError):  # after os.exec the first process is still the one that ends the job
+            self._writes_report |= from_json(read_file(self._job.parent / JOB_FILE))["pid"] == self._owner
+        # Of a launcher only the failures that it has seen are kept.
+        if LAUNCHERS.isdisjoint({os.path.basename(word) for word in sys.orig_argv[1:4]}):
+            self._recording = self._claimed(from_json(read_file(self._job / REQUEST)))
+            if self._recording is None:
+                return
+            self._recording.begin()
+        at_audit(self._excepted, "sys.excepthook")
+        atexit.register(self._end)
+        if self._is_child:  # multiprocessing leaves without atexit, and shows exceptions itself
+            from multiprocessing import util
+
+            _KEPT.append(self)
+            util.register_after_fork(self, _Process._follow_multiprocessing)  # it forgets what there was before
+            self._follow_multiprocessing()
+
+    def _follow_multiprocessing(self) -> None:
+        from multiprocessing import util
+
+        # multiprocessing calls it while it handles what has left the process's function
+        util.Finalize(None, lambda: self._end(sys.exc_info()[1]), exitpriority=_LAST)
+
+    def _claimed(self, request: Mapping[str, Any]) -> "ScriptRecording | None":
+        """A recording in the first place that is free; None for a rank that a launcher starts again, and where there are too many."""
+        here = member(self._environment)
+        if here is not None and place_in_job(self._environment) != request["member"]:
+            places = [rank_directory(self._job, here.rank)]
+        else:
+            places = [] if self._is_child else [self._job]
+            places += [child_directory(self._job, number) for number in _numbers_of_child()]
+        for place in places:
+            place.mkdir(exist_ok=True)
+            with suppress(FileExistsError):
+                return ScriptRecording(request, place)
+        return None
+
+    def _excepted(self, event: str, details: tuple[Any, ...]) -> None:
+        """Python is about to show what ends the program, by whatever ``sys.excepthook`` is: recording it hides the watch's own frames before."""
+        if event == "sys.excepthook" and getpid() == self._owner:
+            self._error = details[2]
+            if self._recording is not None:
+                self._recording.end(self._error)
+
+    def _end(self, error: BaseException | None = None) -> None:
+        if getpid() != self._owner:
+            return
+        error = self._error or error
+        if error is None and hasattr(sys, "last_value"):
+            error = SystemExit(1)  # a test runner has shown what failed there, and leaves with a status
+        if self._recording is not None:
+            self._recording.end(error)
+        failures = {
+            str(rank): {"code": failure.exitcode, "time": failure.timestamp}
+            for rank, failure in getattr(error, "failures", {}).items()
+        }
+        if failures and type(error).__name__ == "ChildFailedError":  # this is torchrun, which ends for that
+            with suppress(OSError):
+                (self._job / FAILURES).write_text(json.dumps(failures), encoding="utf-8")
+        if self._writes_report:
+            _write_report(self._job.parent, failed=error is not None)
 
 
-def serve_rank(directory: Path) -> None:
-    """The same for one rank, whose directory lies in that of the run; it serves a scenario, too.
+def _numbers_of_child() -> Iterator[int]:
+    """How a process that is no rank may be numbered, first as ``multiprocessing`` does: "SpawnProcess-2"."""
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    number = re.search(r"-(\d+)$", multiprocessing.current_process().name) if multiprocessing is not None else None
+    if number is not None and int(number[1]) < FIRST_CHILD:
+        yield int(number[1])
+    yield from range(FIRST_CHILD, LAST_CHILD + 1)
 
-    Raises:
-        RuntimeError: the process was not started by torchrun.
+
+def _new_job(environment: Mapping[str, str]) -> Path:
+    """Makes the private folder of a job that has begun by itself, tells the processes of it, and starts what moves it if this one is killed.
+
+    Its record is going to lie in ``runs/NAME-TIME``, or where ``DTYPEDOCTOR_RUNS`` says, with the name of the first script on the command line.
     """
-    directory = _enter_rank(directory)
-    steps = from_json(read_request(directory))["scenario"]["steps"]
-    if steps[0]["workload"]["kind"] == "script":
-        serve(directory)
+    scripts = (word for word in sys.orig_argv[1:] if word.endswith(".py"))
+    name = re.sub(r"[\W_]+", "-", os.path.basename(next(scripts, sys.argv[0])).removesuffix(".py").lower()).strip("-")
+    runs = os.path.abspath(os.environ.get("DTYPEDOCTOR_RUNS") or "runs")
+    wanted = os.path.join(runs, f"{name or 'program'}-{time.strftime('%Y%m%d-%H%M%S')}")
+    script = os.path.dirname(os.path.abspath(sys.argv[0]))
+    folder = make_private_folder(name or "program", [os.getcwd(), script], os.getcwd())
+    move_when_this_process_ends(folder, wanted)
+    job = Path(folder, BEFORE)
+    job.mkdir()
+    (job / REQUEST).write_text(
+        public_text(json.dumps(request_of(sys.argv, place_in_job(environment)))), encoding="utf-8"
+    )
+    _tell(job.parent, {"argv": sys.orig_argv, "failed": False, "pid": getpid(), "to": wanted})
+    os.environ[JOB] = str(job)
+    return job
+
+
+def _tell(folder: Path, job: Mapping[str, Any]) -> None:
+    (folder / JOB_FILE).write_text(json.dumps(job), encoding="utf-8")
+
+
+def _write_report(folder: Path, *, failed: bool) -> None:
+    """In a process of its own: nothing of it comes into the program's."""
+    if not folder.is_dir():
+        say(
+            f"dtypedoctor: the program deleted the folder with the records of this run ({folder}), so nothing is known of it: "
+            "set TMPDIR to a folder that it does not delete"
+        )
         return
-    worker = import_module("dtypedoctor.worker.main")
-    worker.leave(worker.serve(directory))
+    job = from_json(read_file(folder / JOB_FILE)) | {"failed": failed}
+    _tell(folder, job)
+    command = [sys.executable, "-m", "dtypedoctor", "job-report", str(folder), "--to", job["to"]]
+    environment = {name: value for name, value in os.environ.items() if name not in (SWITCH, JOB)}
+    sys.stdout.flush()
+    subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=2, check=False)
 
 
-def serve_launched(directory: Path, added: Sequence[str] = ()) -> None:
-    """The same for a process that a launcher of the user's has started; it records beside the others in ``directory``.
-
-    A process that the launcher starts a second time, after a failure, runs the script without being recorded. The script's arguments
-    begin with ``added``.
-    """
-    here = member()
-    place = rank_directory(directory, here.rank if here is not None else 0)
-    request = from_json(read_request(directory))
-    settings = request["scenario"]["steps"][0]["workload"]
-    settings["args"] = [*added, *settings["args"]]
-    if request["repeats"]:
-        request["repeats"] = str(rank_directory(Path("..") / request["repeats"], int(place.name.rpartition("-")[2])))
-    try:
-        place.mkdir()
-        write_request_file(place, to_json(request))
-    except OSError:
-        program = main_module.program(settings["path"], settings["module"], settings["code"])
-        main_module.run(program, settings["args"])
-        return
-    serve(place)
-
-
-def _enter_rank(directory: Path) -> Path:
-    """This rank's own directory in that of the run; its output goes from now on where the doctor reads it.
-
-    Raises:
-        RuntimeError: the process was not started by torchrun.
-    """
-    here = member_of_torchrun()
-    if here is None:
-        raise RuntimeError("RANK and WORLD_SIZE are not set: this process was not started by torchrun")
-    place = rank_directory(directory, here.rank)
-    _write_to(place / STREAMS)
-    return place
-
-
-def _write_to(streams: Path) -> None:
-    """Lets this process's output and error go where the doctor wants them; to torchrun's own where that is not possible."""
-    try:
-        paths = from_json(streams.read_bytes())
-        for descriptor, path in enumerate(paths, start=1):
-            end = os.open(path, os.O_WRONLY | os.O_NOCTTY)  # torchrun has made this process the first of a session
-            os.dup2(end, descriptor)
-            os.close(end)
-    except OSError:
-        return
+def request_of(argv: list[str], place: str) -> dict[str, object]:
+    """The request that ``exec`` would have made for this process, without pydantic, which would be imported for it."""
+    return {
+        "scenario": {
+            "name": "job",
+            "summary": "A program, run unchanged.",
+            "deterministic": False,
+            "watch_every": 1,
+            "overhead_budget": "off",
+            "corrections": [],
+            "conditions": [],
+            "steps": [{"workload": {"kind": "script", "path": argv[0] or "-", "args": argv[1:]}}],
+        },
+        "watch": True,
+        "replay": True,
+        "capsule_limit": 64 << 20,
+        "repeats": None,
+        "witness": False,
+        "member": place,
+    }
 
 
 class ScriptRecording:
-    """The recording of a user's script, or of a process that it has spawned: begun before that starts, and waiting for torch.
+    """The recording of a program in this process, in which torch has been imported.
 
     Args:
         request: the decoded request file.
         directory: where the trace lies.
+
+    Raises:
+        FileExistsError: there is one already.
     """
 
     def __init__(self, request: Mapping[str, Any], directory: Path) -> None:
         self._request = request
-        self._directory = directory
         self._recording = Recording(directory, watched=request["watch"])
-        repeats = request["repeats"]
-        first = directory.parent / repeats if repeats else None
-        self._randomness = RandomStates(directory, first)
-        self._first_run_files = FirstRunFiles(first, directory, self._leave) if first is not None else None
-        self._spawned: Spawned | None = None
         self._edited: list[EditedLibrary] = []
 
     def begin(self) -> None:
-        """Listens to what the script does, and waits for it to import torch."""
+        """Starts the instruments that the request asks for."""
+        writer = self._recording.writer
         self._recording.follow_program("script")
-        self._edited = edited_libraries(self._request, self._recording.writer)
-        for one in self._edited:
-            one.begin()
-        after_import("torch", self._torch_is_there)
-        after_import("numpy.random", self._randomness.numpy_is_there)
-        if member() is None:
-            after_import("multiprocessing.spawn", self._follow_spawned)
-        self._randomness.begin()
-        if self._first_run_files is not None:
-            self._first_run_files.begin()
-
-    def refuse(self, message: str) -> None:
-        """There is nothing to run."""
-        self._recording.refuse(message)
-
-    def end(self, error: BaseException | None) -> None:
-        """The script has come to its end, with ``error`` if it is one; in a child that it has forked that means nothing."""
-        if not self._recording.active:
-            return
-        if error is not None:
-            hide_in_excepthook()
-        if self._spawned is not None:
-            self._spawned.end()
-        for one in self._edited:
-            one.record(self._recording.writer)
-        followed = self._spawned.followed if self._spawned is not None else 0
-        self._recording.end(error, self._unwatched(), followed)
-
-    def _unwatched(self) -> Iterator[tuple[str, str]]:
-        """What was not watched of the processes and threads that the script has started, and why."""
-        if self._spawned is not None and self._spawned.not_followed:
-            yield f"{self._spawned.not_followed} more spawned process(es)", NOT_HERE
-        yield from outliving_threads()
-
-    def _torch_is_there(self) -> None:
-        with no_collection(), contained() as ours:  # a defect of ours must not end the script
-            watch = _watch(self._recording.writer, self._request, {one.name for one in self._edited})
+        self._edited = edited_libraries(self._request, writer)
+        for library in self._edited:
+            library.begin()
+        with no_collection(), contained() as ours:  # a defect of ours must not end the program
+            watch = _watch(writer, self._request, {library.name for library in self._edited})
             self._recording.torch_is_there(watch)
             watch.start()
             if self._request["replay"]:
                 watch.instruments.replay_failures(self._request["capsule_limit"])
-            keep_out_of_compiler(FirstRunFiles.heard)
         if ours.error is not None:
-            self._failed(NOTHING_WATCHED, ours.error)
+            writer.write(NotWatched(what=NOTHING_WATCHED, why=f"{type(ours.error).__name__}: {ours.error}"))
 
-    def _follow_spawned(self) -> None:
-        with contained() as ours:
-            from dtypedoctor.worker.spawned import Spawned
-
-            self._spawned = Spawned(self._request, self._directory)
-            self._spawned.begin()
-        if ours.error is not None:
-            self._failed("spawned processes", ours.error)
-
-    def _failed(self, what: str, error: Exception) -> None:
-        self._recording.writer.write(NotWatched(what=what, why=f"{type(error).__name__}: {error}"))
-
-    def _leave(self, path: str) -> None:
-        """Ends this process before it opens a file of the first run: what came after would not be what the first run did."""
-        if self._recording.active:
-            self.refuse(
-                f"the script reads or continues {path}, written during its first run: a second run would be another one"
-            )
-        os._exit(2)
+    def end(self, error: BaseException | None) -> None:
+        """The program has come to its end, with ``error`` if it is one; in a child that it has forked that means nothing."""
+        if not self._recording.active:
+            return
+        for library in self._edited:
+            library.record(self._recording.writer)
+        self._recording.end(error)
 
 
 def edited_libraries(request: Mapping[str, Any], writer: TraceWriter) -> list["EditedLibrary"]:
@@ -253,101 +290,3 @@ def _watch(writer: TraceWriter, request: Mapping[str, Any], edited: Collection[s
         corrections=corrections,
         digest=StepDigest() if request["witness"] else None,
     )
-
-
-_CLOCK_STEP = 50_000_000
-"""Nanoseconds by which a file's time may lie before the moment of writing; file systems use the coarse clock of the kernel."""
-_CODE = (".py", ".pyc", ".so")
-"""Suffixes of what is imported: somebody who edits their code while it runs changes nothing that the first run has written."""
-_CACHES = ("/.cache/", "/.triton/", "/torchinductor_", "/__pycache__/")
-"""Directories of what is computed again where it is missing: whether it is there changes nothing but time."""
-
-
-class FirstRunFiles:
-    """Keeps a later run of a script away from what the first one has written.
-
-    A training that saves checkpoints and resumes from them, or appends to its log, is another program when it runs a second time: it
-    begins where the first run ended, and what it writes is not what the user's run wrote. Python's audit events tell of a file
-    before it is opened.
-
-    Calls ``found`` with the path of a file from the first run that is about to be read or continued; that it is replaced is all right.
-
-    Args:
-        first: directory of the first run.
-        own: directory of the run that is beginning.
-        found: what to do; must not return if the file is not to be opened.
-    """
-
-    def __init__(self, first: Path, own: Path, found: Callable[[str], None]) -> None:
-        self._found = found
-        self._began = (first / "request.json").stat().st_mtime_ns
-        self._ended = time_ns() - _CLOCK_STEP
-        places = (str(first.resolve()), str(own.resolve()), sys.prefix, sys.base_prefix, "/proc", "/sys", "/dev")
-        self._ours = tuple(f"{place}/" for place in places)
-
-    def begin(self) -> None:
-        """Begins to listen; an audit hook cannot be taken back."""
-        sys.addaudithook(self.heard)
-
-    def heard(self, event: str, details: tuple[Any, ...]) -> None:
-        """The audit hook."""
-        if event != "open":
-            return
-        try:
-            path, _, flags = details
-            path = os.path.abspath(os.fsdecode(path))
-            written = not flags & os.O_TRUNC and self._was_written_by_the_first(path)
-        except (OSError, TypeError, ValueError):
-            return  # a descriptor, no such file, no working directory, another event of this name
-        if written:
-            self._found(path)
-
-    def _was_written_by_the_first(self, path: str) -> bool:
-        if path.startswith(self._ours) or path.endswith(_CODE) or any(cache in path for cache in _CACHES):
-            return False
-        status = os.stat(path)
-        return stat.S_ISREG(status.st_mode) and self._began <= status.st_mtime_ns < self._ended
-
-
-STATES = "random_states.json"
-
-
-class RandomStates:
-    """The states of Python's and numpy's generators at the beginning of a run, kept beside its trace and set in the later ones.
-
-    Both begin with entropy of the system; torch's begins with the same seed in every process anyway.
-
-    Args:
-        directory: where they are kept.
-        repeats: directory of the run whose states this one begins with; None for a run that begins with its own.
-    """
-
-    def __init__(self, directory: Path, repeats: Path | None) -> None:
-        self._kept = directory / STATES
-        self._states: dict[str, Any] = {}
-        if repeats is not None and (repeats / STATES).exists():
-            self._states = from_json((repeats / STATES).read_bytes())
-
-    def begin(self) -> None:
-        """The script is about to start."""
-        if "python" in self._states:
-            version, internal, gauss = self._states["python"]
-            random.setstate((version, tuple(internal), gauss))
-        else:
-            self._keep("python", random.getstate())
-
-    def numpy_is_there(self) -> None:
-        """numpy's random module has been imported."""
-        numpy_random: Any = sys.modules["numpy.random"]
-        if "numpy" in self._states:
-            numpy_random.set_state(tuple(self._states["numpy"]))
-        else:
-            name, keys, *rest = numpy_random.get_state()
-            self._keep("numpy", (name, keys.tolist(), *rest))
-
-    def _keep(self, name: str, state: Any) -> None:
-        self._states[name] = state
-        try:
-            self._kept.write_text(to_json(self._states), encoding="ascii")
-        except OSError:  # a full disk: the script goes on, and a second look at it may draw other numbers
-            return

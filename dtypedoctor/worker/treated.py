@@ -1,6 +1,6 @@
 """Puts corrections into the process of a script: into a library as soon as that is imported, or into the script's model.
 
-:func:`serve` runs a script, and the Python processes that it starts, with them and nothing else: no instruments, no trace, no count of
+``dtypedoctor treat`` runs a script, and the Python processes that it starts, with them and nothing else: no instruments, no trace, no count of
 uses. What the script does beside that, its output and its exit status are its own. A script that is watched takes :class:`EditedLibrary`
 from here. Nothing imports torch before the script does, so a correction is in place before its first line.
 """
@@ -9,7 +9,6 @@ import atexit
 import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, wraps
@@ -17,11 +16,9 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dtypedoctor.interruptions import noticing
 from dtypedoctor.plugins import Edit
 from dtypedoctor.source_edits import AlreadyCorrectedError, Hit, TargetMismatchError, install, release_of
 from dtypedoctor.unpatched import from_json, getpid, to_json
-from dtypedoctor.worker import main_module
 from dtypedoctor.worker.on_import import after_import
 
 if TYPE_CHECKING:
@@ -141,44 +138,8 @@ class EditedLibrary:
         self._changed(self)
 
 
-def serve(asked: str) -> None:
-    """Runs a script with corrections, and the Python processes that it starts.
-
-    Args:
-        asked: JSON with ``script`` (``path``, ``module``, ``code`` and ``args`` as in a scenario) and ``corrections``, each with
-            its ``id``, and with ``library`` and ``edits`` if it edits one.
-
-    Raises:
-        SystemExit: there is no such script, or a library is not the one that a correction was written for; status 2.
-    """
-    request = from_json(asked.encode())
-    descriptor, notes = tempfile.mkstemp(prefix="dtypedoctor-treat-")
-    os.close(descriptor)
-    family = {
-        "root": getpid(),
-        "notes": notes,
-        "python": [sys.prefix, sys.version],
-        "corrections": request["corrections"],
-    }
-    os.environ[INHERITED] = to_json(family)
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([_SITE, *([before] if before else [])])
-    treatment = _Treatment(family)
-    treatment.begin()
-    atexit.register(treatment.conclude)
-    script = request["script"]
-    try:
-        program = main_module.program(script["path"], script["module"], script["code"])
-    except main_module.NotRunnableError as error:
-        _refuse(str(error))
-    with noticing(_leaving):
-        main_module.run(program, script["args"])
-
-
 INHERITED = "DTYPEDOCTOR_TREATED"
 """Environment variable with what the processes that a treated script starts are treated with, as JSON."""
-_SITE = str(Path(__file__).parent / "inherited")
-"""Folder of the ``sitecustomize.py`` that those processes run first."""
 _NAMED = 3
 """Programs that are named in one line."""
 _PYTHONS = ("python", "pypy", "torchrun", "accelerate", "deepspeed")
@@ -186,8 +147,17 @@ _PYTHONS = ("python", "pypy", "torchrun", "accelerate", "deepspeed")
 
 
 def follow() -> None:
-    """Puts the corrections of a treated script into this process, an interpreter of its environment that it, or one of its processes, has started."""
-    _Treatment(from_json(os.environ[INHERITED].encode())).begin()
+    """Puts the corrections of a treated script into this process, the script's own or an interpreter of its environment that one of its has started."""
+    from dtypedoctor.worker.recording import hide_in_excepthook
+
+    family = from_json(os.environ[INHERITED].encode())
+    if family["python"] != [sys.prefix, sys.version]:
+        return
+    treatment = _Treatment(family)
+    treatment.begin()
+    if family["root"] == getpid():
+        atexit.register(treatment.conclude)
+        hide_in_excepthook()
 
 
 class _Treatment:
@@ -323,14 +293,6 @@ def _why_unused(edited: EditedLibrary) -> str:
     if edited.installed or edited.error is not None:
         return ""
     return f"the script has not imported {edited.library}"
-
-
-def _leaving(error: BaseException) -> None:
-    """The script's traceback begins with the script, as without this package."""
-    from dtypedoctor.worker.recording import hide_in_excepthook, hide_own_frames
-
-    hide_own_frames(error)
-    hide_in_excepthook()
 
 
 class _ModelCorrection:

@@ -5,6 +5,7 @@ As a program it prints a table: ``python tests/e2e/exec_corpus.py [family or scr
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from forked_script import redirect
 from nursery import fork, preload
@@ -26,6 +28,7 @@ from dtypedoctor.instrument.instruments import HOW_TO_REPLAY
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.to_json import render_json
+from dtypedoctor.runner.process import STATES, prepare
 from dtypedoctor.runner.run import Run, WorkerExit, collect
 from dtypedoctor.scenario.model import REQUEST, Request, Scenario, ScenarioStep, Script
 from dtypedoctor.trials.results import Treatment
@@ -118,8 +121,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 def run_forked(request: Request, directory: Path, work: Path, replay: str = "") -> Run:
     """The request in a child that has the heavy libraries imported."""
-    directory.mkdir()
-    (directory / REQUEST).write_text(request.model_dump_json(), encoding="utf-8")
+    prepare(request, directory)
     began = time.monotonic()
     code = fork(live, directory, work, replay).wait()
     ended = WorkerExit(code=code, timed_out=False, seconds=time.monotonic() - began)
@@ -136,10 +138,8 @@ def live(directory: Path, work: Path, replay: str = "") -> int:
 
 def serve(directory: Path) -> int:
     """The child's side: what a fresh interpreter would do, as far as the trace can tell."""
-    from dtypedoctor.worker import script
-
     try:
-        script.serve(directory)
+        _recorded(directory)
     except SystemExit as left:
         return left.code if isinstance(left.code, int) else int(left.code is not None)
     except BaseException:  # noqa: BLE001 - whatever ends a script is shown as Python shows it
@@ -149,6 +149,32 @@ def serve(directory: Path) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
     return 0
+
+
+def _recorded(directory: Path) -> None:
+    """The program as ``__main__``, between the beginning and the end of its recording."""
+    from dtypedoctor.worker.repeating import repeat
+    from dtypedoctor.worker.script import ScriptRecording
+
+    if (directory / STATES).exists():
+        repeat(str(directory), is_first=True)
+    request = json.loads((directory / REQUEST).read_text(encoding="utf-8"))
+    workload = request["scenario"]["steps"][0]["workload"]
+    recording = ScriptRecording(request, directory)
+    recording.begin()
+    path = os.path.abspath(workload["path"])
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main).update(__builtins__=builtins, __file__=path, __spec__=None, __annotations__={})
+    sys.argv, sys.path[:0] = [workload["path"], *workload["args"]], [os.path.dirname(os.path.realpath(path))]
+    ended_by: BaseException | None = None
+    try:
+        exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), vars(main))  # noqa: S102
+    except BaseException as error:
+        error.__traceback__ = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        ended_by = error
+        raise
+    finally:
+        recording.end(ended_by)
 
 
 def mistakes(case: Case, treatment: Treatment, report: Report) -> Iterator[str]:

@@ -32,7 +32,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec
+from importlib.util import find_spec, module_from_spec
 from multiprocessing import forkserver, process, resource_tracker, util
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -44,7 +44,7 @@ from nursery import fork, preload
 LIBRARIES = frozenset({"transformers", "peft", "trl", "bitsandbytes", "accelerate", "datasets"})
 SAFE, SAFE_PATH = "-P", "PYTHONSAFEPATH"
 """Leave the program's folder out of ``sys.path``."""
-LAUNCHERS = frozenset({"torch.distributed.run", "elastic.py"})
+LAUNCHERS = frozenset({"torch.distributed.run", "torchrun"})
 """Programs that have threads when they start others."""
 CHILD_SUBREAPER = 36
 """``PR_SET_CHILD_SUBREAPER`` of ``prctl``: who is left by its parent becomes a child of this process."""
@@ -219,6 +219,11 @@ def _become(words: list[str], environment: dict[str, str]) -> NoReturn:
     _numbers_of_its_own(environment)
     if not LAUNCHERS.isdisjoint(map(os.path.basename, rest[:2])):
         _keep_forker()
+    sys.modules.pop("sitecustomize", None)
+    for name in [name for name in sys.modules if name == "dtypedoctor.worker.on_import"]:
+        del sys.modules[name]  # by which the hook knows that it is there already
+    if find_spec("sitecustomize") is not None:
+        importlib.import_module("sitecustomize")
     _end(lambda: _run(rest, main, safe=safe))
 
 

@@ -27,7 +27,6 @@ SLOW_PARTS = {
         "torch._subclasses.schema_check_mode",
         "dtypedoctor.worker.script",
         "dtypedoctor.worker.process_watch",
-        "dtypedoctor.worker.spawned",
     ),
     "transformers": (
         "transformers.generation.utils",

@@ -227,7 +227,7 @@ def test_only_reports_that_could_be_written_are_named(kib: int | None, tmp_path:
 def test_a_limit_of_open_files_is_no_lack_of_space(tmp_path: Path) -> None:
     """The hint names the limit that was met."""
     (tmp_path / "work.py").write_text("import torch")
-    done = in_shell("ulimit -n 12", "exec", "--out", "run", "work.py", cwd=tmp_path)
+    done = in_shell("ulimit -n 5", "exec", "--out", "run", "work.py", cwd=tmp_path)
     assert done.code == 2
     assert "Too many open files" in done.err
     assert "ulimit -n" in done.err

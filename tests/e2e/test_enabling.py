@@ -13,7 +13,7 @@ from patience import becomes
 from dtypedoctor.cli import enabling
 from dtypedoctor.errors import UsageError
 from dtypedoctor.scenario.model import Request
-from dtypedoctor.worker.hooked import request_of
+from dtypedoctor.worker.script import request_of
 
 TRAINING = """
 import os
@@ -181,7 +181,7 @@ def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path, monkeypatch: pyte
 
 def test_the_request_is_what_exec_would_ask_for() -> None:
     """It is written without pydantic, so it is held against the model here."""
-    made = request_of(["train.py", "1"])
+    made = request_of(["train.py", "1"], "")
     request = Request.model_validate(made).model_dump()
     asked = {name: value for name, value in made.items() if name != "scenario"}
     assert asked.items() <= request.items()

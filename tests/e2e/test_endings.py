@@ -1,6 +1,5 @@
 """However a run ends, its exit code is that of one table: 3 is for a run of which no trace is left, and for nothing else."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -54,8 +53,6 @@ def test_each_exit_code_belongs_to_the_reports_that_its_row_of_the_table_names(
         assert exit_code(report) == code
 
 
-KILLED_AT_BIRTH = "import os, sys\nif 'boot.py' in ' '.join(sys.orig_argv):\n    os.kill(os.getpid(), 9)\n"
-
 SCRIPTS = {
     "status 0, nothing to measure": ("print(1)", 10, "unknown"),
     "status 7": ("import sys; sys.exit(7)", 10, "error"),
@@ -68,7 +65,6 @@ SCRIPTS = {
     "Ctrl-C": ("raise KeyboardInterrupt", 10, "error"),
     "the time limit": ("import pathlib, time; pathlib.Path('hangs').touch(); time.sleep(2000)", 10, "worker-died"),
     "its record is gone": ("import glob, os, shutil; shutil.rmtree(*glob.glob(os.environ['TMPDIR'] + '/*'))", 3, ""),
-    "killed before its first record": ("print(1)", 3, "worker-died"),
 }
 """How a script ends, the exit code of the doctor, and the status in its report."""
 
@@ -82,10 +78,6 @@ def test_a_script_that_ends_in_any_way_ends_with_the_code_of_the_table(ending: s
     elsewhere.mkdir()
     (work / "work.py").write_text(textwrap.dedent(source))
     paths = {"TMPDIR": str(elsewhere)}
-    if ending == "killed before its first record":
-        (tmp_path / "site").mkdir()
-        (tmp_path / "site" / "sitecustomize.py").write_text(KILLED_AT_BIRTH)
-        paths |= {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])}
     late = work / "hangs" if ending == "the time limit" else None
     command = ("exec", "--out", tmp_path / "run", "--time-limit", "1000", work / "work.py")
     finished = dtypedoctor(*command, cwd=work, late_with=late, **paths)

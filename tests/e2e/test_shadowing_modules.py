@@ -130,21 +130,6 @@ def test_a_script_imports_what_it_would_without_the_doctor(tmp_path: Path, how: 
 
     plain = output(*program)
     (folder / "IMPORTED").unlink(missing_ok=True)
-    request = tmp_path / "before"
-    request.mkdir()
     assert any("this is not the module that was meant" in line for line in plain)
     assert any("MINE" in line for line in plain)
-    assert output(*booted(request, program, tells)) == plain
-
-
-def booted(directory: Path, program: list[str], tells: Path) -> list[str]:
-    """The command that the doctor runs for a script, without the doctor around it."""
-    from dtypedoctor.runner.process import BOOT
-    from dtypedoctor.runner.run import write_request
-    from dtypedoctor.scenario.model import Request, Scenario, ScenarioStep, Script
-
-    module = program[1] if program[0] == "-m" else None
-    script = Script(kind="script", path=None if module else str(tells), module=module)
-    scenario = Scenario(name="tells", summary="A script.", deterministic=False, steps=[ScenarioStep(workload=script)])
-    write_request(directory, Request(scenario=scenario))
-    return [str(BOOT), str(directory)]
+    assert output("-m", "dtypedoctor", "exec", "--out", str(tmp_path / "run"), *program) == plain

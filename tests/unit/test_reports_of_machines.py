@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtypedoctor.cli.launchers import Nodes, nodes_of
+from dtypedoctor.cli.nodes import Nodes, nodes_of
 from dtypedoctor.errors import UsageError
 from dtypedoctor.runner import nodes
 from dtypedoctor.runner.nodes import SECONDS, enter, leave, wait_for_others
@@ -32,7 +32,7 @@ JOB = {"nodes": 2, "meeting": ":29500", "program": ["train.py"]}
 )
 def test_what_a_launchers_options_say_of_machines(options: str, found: Nodes | None) -> None:
     """The host of the rendezvous is left out: each machine may call it by another name."""
-    assert nodes_of(("launcher", *options.split()), {}) == found
+    assert nodes_of(("/bin/torchrun", *options.split()), {}) == found
 
 
 def test_torchruns_variables_stand_for_its_options() -> None:
@@ -40,7 +40,7 @@ def test_torchruns_variables_stand_for_its_options() -> None:
     variables = {"PET_NNODES": "2", "PET_NODE_RANK": "1"}
     assert nodes_of(("torch.distributed.run",), variables) == Nodes(most=2, number=1, meeting=":")
     assert nodes_of(("torch.distributed.run", "--nnodes", "1"), variables) is None
-    assert nodes_of((), variables) is None
+    assert nodes_of(("train.py", "--nnodes", "2"), variables) is None
 
 
 def test_machines_that_come_at_once_get_a_directory_each(tmp_path: Path) -> None:

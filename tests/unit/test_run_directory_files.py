@@ -25,8 +25,10 @@ ELSEWHERE = {
     "report/surveys.py": {"log.open", "log.read_text", "result.read_text"},  # a temporary folder of its own
     "runner/directories.py": {"Path(f'/proc/{process}/stat').read_text", "Path('/proc/stat').read_text"},
     "runner/nodes.py": {"Path('/proc/sys/kernel/random/boot_id').read_text"},
-    "runner/process.py": {"open", "(process / 'stat').read_bytes", "(process / 'comm').read_text", "(process / 'maps').read_bytes"},  # /proc
-    "runner/streams.py": {"os.open", "open"},  # new files
+    "runner/process.py": {
+        "os.open", "open", "(directory / STATES).write_text", "(directory / REPEATS).write_text",  # new files
+        "(process / 'environ').read_bytes", "(process / 'comm').read_text", "(process / 'maps').read_bytes",  # /proc
+    },
     "runner/view.py": {"(run / FAILED).read_text", "settings.write_text", "open", "Path('/proc/self/mountinfo').read_text"},  # own temporary folders
     "trials/bisection/probe_runner.py": {"self._path.open"},  # a new file
     "trials/bisection/reproduction.py": {"shutil.copyfile"},  # in the place of what was removed

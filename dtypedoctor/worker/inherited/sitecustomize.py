@@ -1,38 +1,44 @@
-"""What Python runs first in each process that a treated script starts: puts the corrections into it, then the user's own such file.
+"""What Python runs first in each process of a program that is recorded or treated, found through ``PYTHONPATH``; then the user's own such file.
 
-Any interpreter may find this file through ``PYTHONPATH``, of whatever environment and release, so nothing of the package is imported
-before it is known that this is the script's own.
+Any interpreter may find this file, of whatever environment and release, so nothing of the package is imported before it is known that it can be.
 """
 
-import contextlib
-import importlib
-import json
 import os
 import sys
 
 
-def begin(before: "list[str]") -> None:
-    """Treats the process where its interpreter is that of the treated script; ``before`` is ``sys.path`` without this folder."""
-    if json.loads(os.environ["DTYPEDOCTOR_TREATED"])["python"] != [sys.prefix, sys.version]:
-        return
-    home = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
-    sys.path[:] = [*before, home]
-    try:
-        from dtypedoctor.worker.treated import follow
+def begin():  # a release of Python that has no annotations runs this file, too
+    # type: () -> None
+    """Puts corrections, or the recording, into this process."""
+    package = os.path.dirname(os.path.dirname(HERE))
+    home, before = os.path.dirname(package), list(sys.path)
+    if "DTYPEDOCTOR_TREATED" in os.environ:
+        # What PYTHONPATH names goes behind: the user may have other modules there with names of the standard library.
+        named = {os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
+        sys.path[:] = [*sorted(before, key=named.__contains__), home]
+        try:
+            from dtypedoctor.worker.treated import follow
 
-        follow()
-    finally:
-        sys.path[:] = before
+            follow()
+        finally:
+            sys.path[:] = before
+    elif "DTYPEDOCTOR_JOB" in os.environ and sys.version_info >= (3, 11):
+        path = os.path.join(package, "worker", "hooked.py")
+        with open(path, "rb") as file:
+            code = compile(file.read(), path, "exec")
+        exec(code, {"__name__": "dtypedoctor-hook", "__file__": path})  # noqa: S102
 
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
 ODD = (ImportError, SyntaxError, KeyError, TypeError, AttributeError, OSError, ValueError)
-with contextlib.suppress(*ODD):  # the package is gone, or the variable is not there or not ours: the program runs
-    begin(list(sys.path))
+try:  # noqa: SIM105
+    begin()
+except ODD:  # the package is gone, or the variable is not ours: the program runs; contextlib is not imported before it
+    pass
 this = sys.modules.pop("sitecustomize")
 try:
-    importlib.import_module("sitecustomize")
+    import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
 except ImportError as error:
     if error.name != "sitecustomize":  # the user's own fails
         raise
