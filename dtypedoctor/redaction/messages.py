@@ -125,14 +125,13 @@ def _bracketed(match: re.Match[str]) -> str:
 
 
 def _is_harmless(before: str, opening: str, inside: str) -> bool:
-    if not inside.strip() or inside == ELIDED:
+    if inside.strip() in ("", ELIDED):
         return True
     if opening == "{" and ":" in inside:
         return _METADATA.fullmatch(inside) is not None
     if before in _PRINTED or len(inside) > 600:
         return False
-    is_quoted = "'" in inside or '"' in inside
-    if opening != "(" and is_quoted and not _is_names(inside):
+    if opening != "(" and not {"'", '"'}.isdisjoint(inside) and not _is_names(inside):
         return False
     return len(_NUMBER.findall(inside)) <= _MOST_NUMBERS and len(_FLOAT.findall(inside)) < 3
 

@@ -339,10 +339,11 @@ def bisection_summary(found: _Found) -> list[tuple[str, str]]:
     offered = found.get("offered")
     minimal = "not checked" if found.get("end") not in (None, "found") else "no"
     rows = [
-        ("culprits", ", ".join(indexed(str(name)) for name in found["culprits"]) or "none"),
+        ("culprits", ", ".join(indexed(str(name)) for name in found.get("culprits") or ()) or "none"),
         (
             "corrections",
-            (", ".join(found["corrections"]) or "none") + (f" ({len(offered)} offered)" if offered else ""),
+            (", ".join(map(str, found.get("corrections") or ())) or "none")
+            + (f" ({len(offered)} offered)" if offered else ""),
         ),
         ("minimal", "yes: without any one of them the failure recurs" if found.get("one_minimal") else minimal),
         ("probes", _probes(found)),
@@ -354,9 +355,9 @@ def bisection_summary(found: _Found) -> list[tuple[str, str]]:
         rows.append(("not monotone", "a healthy run failed with more modules in float32"))
     if found.get("note"):
         rows.append(("note", str(found["note"])))
-    if cost := found.get("cost"):
+    if isinstance(cost := found.get("cost"), Mapping):
         rows.append(("cost in float32", _cost(cost)))
-    if script := found.get("reproduction"):
+    if isinstance(script := found.get("reproduction"), Mapping):
         size = f"({memory(int(script.get('bytes') or 0))} of tensors)"
         made = f"{script['script']} {size}; verified, it prints: {script.get('said')}" if script.get("script") else ""
         rows.append(("reproduction", made or f"none: {script.get('reason')}"))
@@ -364,12 +365,12 @@ def bisection_summary(found: _Found) -> list[tuple[str, str]]:
 
 
 def _probes(found: _Found) -> str:
-    parts = [str(found["probes"])]
+    parts = [str(found.get("probes", ABSENT))]
     if found.get("candidates"):
         parts.append(f"for {counted(int(found['candidates']), 'candidate')}")
     if found.get("workload"):
         parts.append(f"by {found['workload']}")
-    if found.get("probe_seconds"):
+    if isinstance(found.get("probe_seconds"), (int, float)):
         parts.append(f"(median {duration(float(found['probe_seconds']))})")
     return one_line(" ".join(parts), 300)
 
@@ -381,7 +382,7 @@ def _cost(cost: _Found) -> str:
     size, seconds = cost.get("memory_bytes"), cost.get("step_time")
     weights = more(cost.get("parameter_bytes") or 0)
     peak = ""
-    if size is not None:
+    if isinstance(size, int):
         peak = f", {more(size) if abs(size) >= _MEASURABLE else f'less than {memory(_MEASURABLE)}'} at the peak"
     step = f"; step time {ratio(cost['step_time_ratio'])}" if cost.get("step_time_ratio") else ""
     return f"{weights} of weights{peak}{step}" + (f" ({duration(seconds)})" if step and seconds else "")

@@ -303,7 +303,7 @@ class Scenario(Strict):
     watch_every: int = Field(
         default=1, ge=0,
         description="Every module is measured in every Nth training step, the first included; in the others, and always "
-        "with `0`, only the residual stream and the loss. The op trace run of a failure measures all.",
+        "with `0`, only the residual stream and the loss.",
     )  # fmt: skip
     overhead_budget: OVERHEAD_BUDGET = Field(
         default="off",
