@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch._dynamo.eval_frame import skip_code
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.capsule import _described
@@ -78,7 +79,8 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 @cache
 def _listen() -> None:
-    """Adds the hook, which stays: not where this file is only collected, since Dynamo compiles it among the functions of other tests."""
+    """Adds the hook, which stays: Dynamo is told to leave it alone, or it would be compiled among the functions that other tests count."""
+    skip_code(_audit.__code__)
     sys.addaudithook(_audit)
 
 
