@@ -104,7 +104,8 @@ class Case:
 
         What is written into a tensor should have the dtype of that tensor.
         """
-        if self.family in MERGES:
+        # An average, or the state of an optimizer; in a module the buffer that is written may be what is odd.
+        if self.family in MERGES or (self.op.inplace and self.op.root < 0):
             return self.dtypes[0] if self.dtypes else None
         if self.op.autocast in self.dtypes:
             return self.op.autocast
