@@ -133,6 +133,10 @@ def _is_harmless(before: str, opening: str, inside: str) -> bool:
         return False
     if opening != "(" and not {"'", '"'}.isdisjoint(inside) and not _is_names(inside):
         return False
+    return _has_few_numbers(inside)
+
+
+def _has_few_numbers(inside: str) -> bool:
     return len(_NUMBER.findall(inside)) <= _MOST_NUMBERS and len(_FLOAT.findall(inside)) < 3
 
 
