@@ -94,6 +94,7 @@ def test_operands_that_do_not_meet_outside_of_modules_are_known(tmp_path: Path) 
     model, average = nn.Linear(4, 4).bfloat16(), torch.zeros(4, 4)
 
     def work() -> None:
+        model(torch.ones(1, 4, dtype=torch.bfloat16))
         with torch.no_grad():
             average.lerp_(model.weight, 0.1)
 
