@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dtypedoctor.cli import completion
-from dtypedoctor.cli.nodes import nodes_of
 from dtypedoctor.cli.output import EveryNSteps, NprocPerNode, OpenPage, Out, OverheadBudget, announce
 from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import say
@@ -124,6 +123,7 @@ def execute(
     """
     target = program_of(script, arguments or [], module=module, text=text)
     announce("Running the text of -c" if text else f"Running {script}", terminal_only=True)
+    from dtypedoctor.cli.nodes import nodes_of
     from dtypedoctor.cli.scripts import treat_script
     from dtypedoctor.runner.directories import RecordFolder, job_directory, new_record
     from dtypedoctor.scenario.model import Distributed, Scenario, ScenarioStep, Script

@@ -23,14 +23,12 @@ PLANTED = "import os, sys\nopen(os.environ['PLANTED'], 'a').write(__name__)\n"
         (("bisect", "--model", "gemma4-tiny"), "did you mean 'builtin:gemma4-tiny'?"),
         (("bisect", "--model", "builtin:gemma4-tiny", "--device", "cuda"), "needs a CUDA device"),
         (("bisect", "--model", "builtin:gemma4-tiny", "--workload", "generat"), "did you mean 'generate'?"),
-        (("exec", sys.executable, "-X", "dev", "train.py"), "give the script without the interpreter"),
         (("exec", "trian.py"), "did you mean 'train.py'?"),
         (("exec", "--try", "bflaot16", "train.py"), "did you mean 'bfloat16'?"),
         (("exec", "--ablate", "autocats", "train.py"), "did you mean 'autocast'?"),
         (("treat", "--with", "quant-state-dtpye", "train.py"), "did you mean 'quant-state-dtype'?"),
         (("report", "x", "--format", "hmtl"), "did you mean 'html'?"),
         (("inspect", "builtin:lama-tiny"), "did you mean 'llama-tiny'?"),
-        (("exec", "-m", "no_such_module"), "No module named no_such_module"),
     ],
 )
 def test_a_slip_is_refused_before_a_process_imports_torch(
