@@ -2,7 +2,6 @@
 that an experiment with them may take, and how a mode stays out of the compiler's way.
 """
 
-import ctypes
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -288,18 +287,6 @@ _STATM = Path("/proc/self/statm")
 def fits(needed: int, device: torch.device) -> bool:
     """Whether an experiment may take ``needed`` bytes on ``device``, of which it keeps nothing beyond the call that it is made in."""
     return needed <= AT_LEAST or needed <= AT_LEAST + SHARE * _held(device)
-
-
-def return_large_blocks() -> None:
-    """Has the C library give memory of a MiB and more back to the system as soon as it is freed.
-
-    Copies that live for one operator, between the blocks of the program, would else leave holes that no later block fits into.
-    """
-    if (setting := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # glibc; others give it back anyway
-        setting(_MMAP_THRESHOLD, 1 << 20)
-
-
-_MMAP_THRESHOLD = -3
 
 
 def bytes_of(tensors: Iterable[Tensor], itemsize: int = 0) -> int:

@@ -34,7 +34,6 @@ class LaterRuns:
         self._run = run
         self._ended = was_asked_to_end(first)
         self.refusals: list[str] = []
-        self.last: Run | None = None
 
     def __call__(self, label: str, request: Request) -> Run | None:
         """The run; where it cannot be made None, and the reason is noted."""
@@ -44,16 +43,12 @@ class LaterRuns:
         self.refusals.append(f"the run {label!r} could not be made: {made}")
         return None
 
-    def end(self) -> None:
-        """Somebody wants it all to end: nothing more is run."""
-        self._ended = True
-
     def attempt(self, label: str, request: Request) -> Run | str:
         """The run, or why it cannot be made, or did not come to its own end, or was not recorded to it: how it went says nothing then."""
         if self._ended:
             return ENDED
         try:
-            made = self.last = self._run(label, request)
+            made = self._run(label, request)
         except DoctorError as error:
             return error.message
         except OSError as error:

@@ -1,5 +1,6 @@
 """Runs a piece of code under the instruments and reads its trace."""
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -7,13 +8,15 @@ from typing import Any
 
 from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.instrument.operators import return_large_blocks
 from dtypedoctor.instrument.optrace import OpTrace
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.trace.events import End, Header
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trace.writer import TraceWriter
+
+MMAP_THRESHOLD = -3
+"""Of glibc's `mallopt`."""
 
 
 def watched(
@@ -47,7 +50,10 @@ def op_trace(instruments: Instruments) -> Iterator[None]:
     modules.after_root.insert(0, lambda module: ops.leave_root())
     modules.on_error.insert(0, ops.refused_by_module)
     instruments.sentinel.quiet = lambda: True
-    return_large_blocks()
+    if (setting := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        setting(
+            MMAP_THRESHOLD, 1 << 20
+        )  # copies that live for one operator leave no holes between the blocks of the program
     ops.open(outside=True)
     try:
         yield
