@@ -8,7 +8,7 @@ where the value is used:
 * a **decision** (argmax, topk, sort, sign, a search) that is another one than float64 takes, although the values that it is between are further apart there
   than a few roundings of their own size: two scores that are nearly equal may swap;
 * a **cast to an integer** that gives another whole number;
-* a **count**: integers that are added in place to what does not have every whole number;
+* a **sum**: what is added to over and over, and has become wrong because the terms are rounded away;
 * **memory that is written in place** and becomes inf where float64 is finite: a buffer, a statistic.
 """
 
@@ -49,6 +49,10 @@ AT_ONE_LINE, ALLOWANCE = 256, 20_000
 """Calls of an operator at one line that are run in float64, and of all; each takes about 0.15 ms on a CPU."""
 SLACK = 3
 """Significant bits that are taken from float64 values before two of them count as different to a decision: 8 roundings."""
+SUM, FEWEST, WRONG = 64, 16, 0.05
+"""Elements up to which a tensor is followed as a sum, also where its line is run often; additions from which on it is judged; and its relative error then."""
+MOST_SUMS = 2_048
+"""Sums that are followed at once."""
 MOST_LINES = 100
 """Lines whose uses are told of."""
 
@@ -56,6 +60,7 @@ _SEARCHES = frozenset({"searchsorted", "bucketize"})
 _CHOICES = frozenset({"argmax", "argmin", "max", "min", "topk", "sort", "kthvalue", "median", "cummax", "cummin"})
 _CONTRACTIONS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "dot", "addmv", "convolution", "linear", "matmul"})
 """Products with weights: the scores that a network makes differ from float64 by the rounding of all its layers, and what is chosen among them may, too. Values begin anew there."""
+_ADDS = frozenset({"add", "add_"})
 _SIGNS = frozenset({"sign", "sign_", "sgn", "sgn_"})
 
 
@@ -87,6 +92,16 @@ class _Memory:
     now: Tensor
     origin: Origin
     error: float
+
+
+@dataclass(slots=True)
+class _Sum:
+    """What the last addition to a sum has left, how many there were, and the largest float64 value so far: terms of both signs may cancel."""
+
+    held: StorageWeakRef
+    now: Tensor
+    added: int = 0
+    largest: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +160,11 @@ class Shadows(Observer):
         self._reads = session.readings.reads
         self._memories: OrderedDict[int, _Memory] = OrderedDict()
         self._elements = 0
-        self._operators = 0
+        self._operators: Counter[bool] = Counter()
         self._at_line: Counter[tuple[Any, Line | None]] = Counter()
         self._uses: dict[tuple[str, str, str], RoundedUse] = {}
-        self._counts: dict[str, RoundedSum] = {}
-        self._additions: Counter[int] = Counter()
+        self._sums: dict[int, _Sum] = {}
+        self._told: dict[str, int] = {}
         self._made: dict[int, StorageWeakRef] = {}
 
     def saw(self, seen: Seen) -> None:
@@ -157,7 +172,7 @@ class Shadows(Observer):
         results = seen.results or written(seen.func, seen.given)
         if not self._takes_part(seen.func, seen.operands, results):
             return
-        if not self._is_turn(seen.func, line := line_of(sys._getframe())):
+        if not self._is_turn(seen.func, results, line := line_of(sys._getframe())):
             return
         overwritten = {_key(tensor) for tensor in written(seen.func, seen.given)}
         is_state = not overwritten <= self._made.keys()
@@ -182,7 +197,7 @@ class Shadows(Observer):
             results: what it returned, or has written to.
             line: the line that called it.
         """
-        if self._takes_part(func, tensors_of(given), results) and self._is_turn(func, line):
+        if self._takes_part(func, tensors_of(given), results) and self._is_turn(func, results, line):
             with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
                 self._ran(func, kept, given, results, line)
 
@@ -193,10 +208,10 @@ class Shadows(Observer):
 
     def stop(self) -> None:
         """The program is over: tells what the uses have come to."""
-        for record in (*(use for use in self._uses.values() if use.changed), *self._counts.values()):
-            self.session.emit(record)
+        for use in self._uses.values():
+            if use.changed:
+                self.session.emit(use)
         self._uses.clear()
-        self._counts.clear()
         self._memories.clear()
 
     def _takes_part(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
@@ -210,11 +225,13 @@ class Shadows(Observer):
             return False
         return self._reads(results[0])
 
-    def _is_turn(self, func: Any, line: Line | None) -> bool:
-        """Whether an operator is run in float64 once more."""
+    def _is_turn(self, func: Any, results: Sequence[Tensor], line: Line | None) -> bool:
+        """Whether an operator is run in float64 once more; a sum has to be followed from its first term to the last."""
+        is_sum = _name(func) in _ADDS and results[0].numel() <= SUM
         self._at_line[func, line] += 1
-        self._operators += self._at_line[func, line] <= AT_ONE_LINE
-        return self._at_line[func, line] <= AT_ONE_LINE and self._operators <= ALLOWANCE
+        may_run = is_sum or self._at_line[func, line] <= AT_ONE_LINE
+        self._operators[is_sum] += may_run
+        return may_run and self._operators[is_sum] <= ALLOWANCE
 
     def _ran(
         self,
@@ -257,8 +274,8 @@ class Shadows(Observer):
             self._judge(call)
         if is_state:
             self._judge_state(call, overwritten)
-        if call.name == "add_" and len(operands) == 2 and _is_integer(operands[1][0]):
-            self._judge_count(call)
+        if call.name in _ADDS and results[0].numel() <= SUM and results[0].dtype in NARROW:
+            self._judge_sum(call)
         for real, other in zip(results, exact, strict=True):
             if real.is_floating_point():
                 self._keep(call, real, other, in_place=id(real) in overwritten)
@@ -343,25 +360,42 @@ class Shadows(Observer):
             )
             self.session.once(told, told.source)
 
-    def _judge_count(self, call: _Call) -> None:
-        """Whole numbers that are added to a count in half precision, which no longer has every whole number."""
-        real, exact = call.results[0], call.exact[0]
-        self._additions[_key(real)] += 1
-        off = (real.double() - exact).abs().nan_to_num(0.0)
-        if not _is_whole(exact) or not bool(off.any()):
+    def _judge_sum(self, call: _Call) -> None:
+        """Values that are added to over and over, and a count in half precision, which does not have every whole number."""
+        (before, target), real, exact = call.operands[0], call.results[0], call.exact[0]
+        known = self._sums.get(_key(target))
+        if known is None or known.held.expired() or known.now.shape != before.shape or not _equal(known.now, before):
+            known = _Sum(StorageWeakRef(real.untyped_storage()), real)
+        if len(self._sums) >= MOST_SUMS:
+            self._sums = {at: one for at, one in self._sums.items() if not one.held.expired()}
+        if len(self._sums) >= MOST_SUMS:
             return
-        worst, source = int(off.argmax()), "" if call.line is None else call.line.source
-        counted = RoundedSum(
-            source=source,
-            dtype=short_name(real.dtype),
-            added=self._additions[_key(real)],
-            exact=float(exact.flatten()[worst]),
-            value=float(real.flatten()[worst]),
-            error=float(off.max()),
+        off = (real.double() - exact).abs().nan_to_num(0.0)
+        largest, error = max(known.largest, float(exact.abs().max())), float(off.max())
+        held, added = StorageWeakRef(real.untyped_storage()), known.added + 1
+        self._sums[_key(real)] = _Sum(held, real.detach().clone(), added, largest)
+        counts = call.name == "add_" and any(_is_integer(copy) for copy, _ in call.operands[1:]) and _is_whole(exact)
+        source = "" if call.line is None else call.line.source
+        wrong = error > 0 if counts else added >= FEWEST and WRONG * largest < error < math.inf
+        # of a line that is told of already, again after twice as many additions: the last record is what holds in the end
+        if (
+            not wrong
+            or added < 2 * self._told.get(source, 0)
+            or (source not in self._told and len(self._told) >= MOST_LINES)
+        ):
+            return
+        self._told[source] = added
+        worst = int(off.argmax())
+        self.session.emit(
+            RoundedSum(
+                source=source,
+                dtype=short_name(real.dtype),
+                added=added,
+                exact=float(exact.flatten()[worst]),
+                value=float(real.flatten()[worst]),
+                error=error,
+            )
         )
-        known = self._counts.get(source)
-        if (known is None and len(self._counts) < MOST_LINES) or (known is not None and counted.error > known.error):
-            self._counts[source] = counted
 
     def _judge_state(self, call: _Call, overwritten: set[int]) -> None:
         """Memory that outlives the call and holds inf where float64 holds finite values."""

@@ -1,18 +1,25 @@
-"""Updates in place that rounding loses outside of optimizers: parameters that a program steps by itself, and averages that it keeps of them."""
+"""Tensors that a program changes outside of optimizers, and that half precision leaves as they are although the same operators move them in float64.
+
+Weights that a script steps by itself, moving averages of them, adapters that are merged. What changes in place is compared around each write; what is
+computed anew, and assigned or copied back (``target.copy_(tau * source + (1 - tau) * target)``), from one round to the next.
+"""
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dtypedoctor._torch_private import schema_of
-from dtypedoctor.instrument.frames import Line
+from dtypedoctor._torch_private import memory_key, schema_of
+from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.operators import Arguments
 from dtypedoctor.instrument.silent.observer import SUMS, Observer
 from dtypedoctor.instrument.silent.updates import MOSTLY, SAMPLED, is_checked
 from dtypedoctor.instrument.statistics import HALF, measurable
@@ -21,21 +28,30 @@ from dtypedoctor.trace.records.silent import LostWrites, RoundedUse
 if TYPE_CHECKING:
     from dtypedoctor.instrument.silent.checks import Checks
 
-BACK, FURTHER = 2.0**-6, 4
-"""What is left in float64 of the way that values have gone and come back, where what was added is taken away rounded to bfloat16; and how much further from the start the
-values have to be that half precision holds."""
-UNDONE, MOST_UNDONE = 2, 256
-"""Times that a tensor comes back before it is told of, and tensors that are followed."""
-_ON_LISTS = "_foreach_"
-"""How the names of operators on lists of tensors begin."""
-ARITHMETIC = frozenset({"add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_"})
-"""Operators that change what is there. A copy is not one: of float32 weights it may well round to what was there before."""
+__all__ = ["WriteCheck"]
+
+ARITHMETIC = frozenset({"add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv"})
+"""Operators that change what is there, also in place. A copy is none: of float32 weights it may well round to what was there before."""
+_ON_LISTS = frozenset({f"_foreach_{name}_" for name in ARITHMETIC - {"mul", "div"}})
+"""The same on lists of tensors. A scaled list is one of gradients that are clipped, which are made anew each time."""
+_ASSIGNS = "copy_"
 MOST_FOLLOWED = 10_000
 """Tensors that are followed."""
+MOST_COMPUTED, ANEW = 2_048, 1_024
+"""Tensors that are followed while they are computed anew, and elements of each, 12 MiB at most."""
+SMALL = 64
+"""Elements up to which a tensor that is computed anew is a sum, which :mod:`shadows` follows."""
+ALLOWANCE, FOLLOWED, PERIOD = 8_192, 4_096, 65_536
+"""Operators on averages that are all followed, 60 µs each; after them so many of so many."""
 CHECKS = 3
-"""Checked writes, one after another, by which a tensor is judged: what has moved before, in a first copy of the weights say, does not count."""
+"""Rounds, one after another, by which a tensor is judged: what has moved before, in a first copy of the weights say, does not count."""
 LOST = 0.95
-"""Share of the elements that float32 moves which have to stay as they are."""
+"""Share of the elements that float64 moves which have to stay as they are."""
+NOISE = torch.finfo(torch.float32).eps / 2
+ROUNDED = 2.0**-8
+"""Relative changes that are no movement: what float32 would round away, too; and of what is added in half precision, in the average of two equal values for example."""
+SAME = 0.5
+"""Share of the elements that have to be as the write before left them: memory that is used for something else in between holds other values."""
 SWEPT = 1000
 """Tensors that are new before those that are gone are looked for."""
 KEPT = 2
@@ -44,31 +60,34 @@ COMPARED = 512
 """Elements of what was lost that are compared."""
 SIMILAR, MOSTLY_SIMILAR = 2.0**-7, 0.9
 """Difference that rounding to bfloat16 explains; and the share of the elements that have to agree so far."""
-SAME = 0.5
-"""Share of the elements that have to be as the write before left them: memory that is used for something else in between holds other values."""
+BACK, FURTHER = 2.0**-6, 4
+"""What is left in float64 of the way that values have gone and come back, where what was added is taken away rounded to bfloat16; and how much further from the start the
+values have to be that half precision holds."""
+UNDONE, MOST_UNDONE = 2, 256
+"""Times that a tensor comes back before it is told of, and tensors that are followed."""
 
 
 @dataclass(slots=True)
 class _Followed:
-    """What the checked writes of one operator to one piece of memory have come to.
+    """What the rounds of one tensor have come to, those of one operator where it is written in place.
 
     Attributes:
-        held: does not keep the memory.
-        lost_values: what rounding took of the last write, where that was checked, of a few elements.
+        memory, held: by which it is known; does not keep the memory.
+        judged: rounds in which float64 moves something; ``checks`` are those of them since it has last moved, as are the numbers after them.
+        last: what the last round has left.
+        lost_values: what rounding took of the last write in place, of a few elements.
         is_kept: whether a sum since then has had the same values as an operand.
-        kept, followed_on: checked writes of which that holds, and all after which there was another write.
+        kept, followed_on: writes of which that holds, and all after which there was another write.
+        writes, sums: in place; those that add a tensor of its size.
     """
 
     dtype: str
+    elements: int
     memory: int
     held: StorageWeakRef
-    elements: int
+    in_place: bool = True
     line: Line | None = None
-    writes: int = 0
-    sums: int = 0
-    """Writes that add a tensor of its size."""
     judged: int = 0
-    """Checks in which float32 moves something; ``checks`` are those of them since it has last moved."""
     checks: int = 0
     wanted: int = 0
     lost: int = 0
@@ -79,17 +98,35 @@ class _Followed:
     is_kept: bool = False
     kept: int = 0
     followed_on: int = 0
+    writes: int = 0
+    sums: int = 0
 
     @property
     def is_stalled(self) -> bool:
-        """Whether it stood still although it should have moved."""
-        lost = self.checks >= CHECKS and self.lost >= LOST * self.wanted
-        return lost and not self.kept >= min(KEPT, max(self.followed_on, 1))
+        """Whether it stood still although it should have moved, and nothing keeps what it has lost."""
+        return self.checks >= CHECKS and not self.kept >= min(KEPT, max(self.followed_on, 1))
 
-    @property
-    def is_merged_in_vain(self) -> bool:
-        """Whether its last write should have moved it and has not."""
-        return bool(self.wanted) and self.lost >= LOST * self.wanted
+    def close(self, before: Tensor, exact: Tensor, now: Tensor, swing: Tensor | float = 0.0) -> bool:
+        """A round is over, and should have led from ``before`` to ``exact``; whether it has stood still. ``swing`` is how far it went on the way."""
+        old = before.double()
+        way = (exact - old).abs()
+        moves = (way > NOISE * old.abs() + ROUNDED * swing) & exact.isfinite()
+        again = 1.0 if self.last is None else (self.last == before).double().mean()
+        numbers = (moves.sum(), (moves & (now == before)).sum(), old.abs().max(), torch.where(moves, way, 0.0).max())
+        wanted, lost, absmax, change, same = torch.stack(
+            [torch.as_tensor(n).double().to(old.device) for n in (*numbers, again)]
+        ).tolist()
+        stands = lost >= LOST * wanted
+        self.judged += wanted > 0
+        if not stands or same < SAME:
+            self.checks = self.wanted = self.lost = self.kept = self.followed_on = 0
+            self.absmax = self.change = 0.0
+        if stands and wanted:
+            self.checks += 1
+            self.wanted, self.lost = self.wanted + int(wanted), self.lost + int(lost)
+            self.absmax, self.change = max(self.absmax, absmax), max(self.change, change)
+        self.last = now
+        return stands and wanted > 0
 
     def written_again(self) -> None:
         """Another write follows the one that was checked."""
@@ -98,26 +135,38 @@ class _Followed:
             self.kept += self.is_kept
             self.lost_values, self.is_kept = None, False
 
-    def forget(self) -> None:
-        """It has moved: begins anew."""
-        self.checks = self.wanted = self.lost = self.kept = self.followed_on = 0
-        self.absmax = self.change = 0.0
-
 
 @dataclass(slots=True)
-class Write:
-    """A write that is about to happen: elements as they are before, and what float32 makes of them."""
+class _Write:
+    """A write in place that is about to happen: elements as they are before, and what float64 makes of them."""
 
     followed: _Followed
     target: Tensor
     stride: int
     before: Tensor
-    wide: Tensor
     exact: Tensor
-    """The same in float64: what float32 leaves of a small change of a large number differs from it."""
     undone: "_Undone | None"
     all_along: Tensor
     """What float64 makes of it from where ``undone`` begins."""
+
+
+@dataclass(slots=True)
+class _Round:
+    """A tensor that is computed from itself by several operators: where that begins, elements as they were then, what float64 has made of them since, and how far these
+    have been from the start."""
+
+    begins: tuple[Any, Line | None]
+    followed: _Followed
+    start: Tensor
+    exact: Tensor
+    swing: Tensor | float = 0.0
+    rounds: int = 0
+
+    def close(self, now: Tensor) -> None:
+        """The next round begins."""
+        self.followed.close(self.start, self.exact, now, self.swing)
+        self.start, self.exact, self.swing = now, now.double(), 0.0
+        self.rounds += 1
 
 
 @dataclass(slots=True)
@@ -152,48 +201,44 @@ class _Undone:
 
 
 class WriteCheck(Observer):
-    """Writes a :class:`LostWrites` for each line whose updates in place leave half-precision tensors as they are.
+    """Writes a :class:`LostWrites` for each line whose updates leave half-precision tensors as they are, and a :class:`RoundedUse` for one that does not undo what was added.
 
-    A parameter to which the program adds a tensor only once, as where an adapter is merged, is judged by that one write, at the end.
-
-    The same operator runs on a float32 copy of a few thousand elements. A tensor counts where several checks find that nearly all elements which float32
-    moves have stayed as they are, and find it as the check before has left it; not where a sum between two writes takes what the first has lost,
-    which so is not lost. Of a GPU's memory as much is looked at as its readings afford.
+    The same operators run on float64 copies of a thousand elements or more. A tensor counts where several rounds find that nearly all elements which move there
+    have stayed as they are; not where a sum between two writes takes what the first has lost, which so is not lost. A parameter to which the program adds a
+    tensor only once, as where an adapter is merged, is judged by that one write, at the end. Of a GPU's memory as much is looked at as its readings afford, and no average of
+    which gradients are computed.
     """
 
     def __init__(self, checks: "Checks") -> None:
         super().__init__(checks)
-        self._followed: dict[tuple[Any, ...], _Followed] = {}
-        self._over: list[_Followed] = []
+        self._looking = self.session.guard.keeping("averages in half precision")
+        self._written: dict[tuple[Any, ...], _Followed] = {}
+        self._computed: dict[int, tuple[StorageWeakRef, _Round]] = {}
+        self._computations = 0
+        self._judged: dict[int, _Followed] = {}
         self._told: dict[Line | None, int] = {}
         self._merges: list[_Followed] = []
         self._undone: dict[tuple[int, torch.Size], _Undone] = {}
         self._losses: dict[torch.Size, dict[int, _Followed]] = {}
         self._sweep_at = SWEPT
 
-    def writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Write]:
+    def writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Write]:
         """An operator outside of modules is about to write to its operands, or to sum them; one on lists does so for each of their tensors."""
         name = schema_of(func).name.removeprefix("aten::")
-        if name.startswith(_ON_LISTS):
-            name = name.removeprefix(_ON_LISTS)
-            # a scaled list is one of gradients that are clipped, which are made anew each time
+        rows: Iterator[tuple[Any, ...]] = iter([args])
+        if name in _ON_LISTS:
+            name = name.removeprefix("_foreach_")
+            func = getattr(torch.ops.aten, name)
             rows = zip(*(arg if isinstance(arg, (list, tuple)) else repeat(arg) for arg in args), strict=False)
-            func = getattr(torch.ops.aten, name, None) if name in ARITHMETIC - {"mul_", "div_"} else None
-            return (
-                [write for row in rows if (write := self._before(func, name, row, kwargs))] if func is not None else []
-            )
-        write = self._before(func, name, args, kwargs)
-        return [] if write is None else [write]
+        return [write for row in rows if (write := self._before(func, name, row, kwargs)) is not None]
 
-    def _before(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Write | None:
+    def _before(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Write | None:
         if (
             self._losses and name in SUMS
         ):  # Kahan summation keeps what rounding took of a write, and adds it to the next one
             self._notice_kept(args)
         target = args[0] if args else None
-        if not isinstance(target, Tensor) or target.dtype not in HALF or not target.numel():
-            return None
-        if name not in ARITHMETIC or not measurable(target):
+        if not _is_half(target) or not (name.endswith("_") and name[:-1] in ARITHMETIC):
             return None
         followed = self._followed_of(func, target)
         if followed is None:
@@ -203,40 +248,73 @@ class WriteCheck(Observer):
         self._forget_loss(target.shape, followed)
         if not is_checked(followed.writes) or not self.session.readings.affords(target):
             return None
-        if _adds_tensor(name, args) and len(self._merges) < MOST_FOLLOWED:
+        # a number, an epsilon say, may well be too small to count
+        adds = name in ("add_", "sub_") and isinstance(args[1], Tensor) and args[1].shape == target.shape
+        if adds and len(self._merges) < MOST_FOLLOWED:
             followed.sums += 1
             if followed.sums == 1 and self._is_parameter(target):
                 self._merges.append(followed)
         stride = -(-target.numel() // SAMPLED)
-        operands = [sampled(value, target, stride) for value in args[1:]]
-        if (
-            not target.is_contiguous()
-            or any(one is None for one in operands)
-            or any(isinstance(v, Tensor) for v in kwargs.values())
-        ):
+        operands = _sampled(args[1:], kwargs, target, stride)
+        if operands is None:
             return None
         with self.position.mute(), torch.no_grad():
             before = target.detach().reshape(-1)[::stride].clone()
-            wide, exact = before.float(), before.double()
-            func(wide, *operands, **kwargs)
-            exactly = [one.double() if isinstance(one, Tensor) else one for one in operands]
-            func(exact, *exactly, **kwargs)
-            undone = self._undone_of(target, before) if _adds_tensor(name, args) else None
-            all_along = func(undone.exact.clone(), *exactly, **kwargs) if undone is not None else exact
-        return Write(followed, target, stride, before, wide, exact, undone, all_along)
+            undone = self._undone_of(target, before) if adds else None
+            exact = func(before.double(), *operands, **kwargs)
+            all_along = func(undone.exact.clone(), *operands, **kwargs) if undone is not None else exact
+        return _Write(followed, target, stride, before, exact, undone, all_along)
 
-    def _undone_of(self, target: Tensor, before: Tensor) -> _Undone | None:
-        """What is known of a tensor to which something is added; begun anew where something else has written to it, None where enough is known."""
-        key = (target.data_ptr(), target.shape)
-        known = self._undone.get(key)
-        if known is None and len(self._undone) >= MOST_UNDONE:
+    def wrote(self, before: Sequence[_Write], line: Line | None) -> None:
+        """It has written."""
+        for write in before:
+            followed = write.followed
+            stalled = followed.is_stalled
+            followed.line = line
+            with self.position.mute(), torch.no_grad():
+                now = write.target.detach().reshape(-1)[:: write.stride].clone()
+                if followed.close(write.before, write.exact, now):
+                    rest = (write.exact - now.double())[:COMPARED]
+                    followed.lost_values = _Taken(rest, float(rest.abs().sum()))
+                    self._losses.setdefault(write.target.shape, {})[followed.memory] = followed
+                if write.undone is not None:
+                    write.undone.wrote(write.all_along, now, line)
+            self._judge(followed, stalled)
+
+    def _judge(self, followed: _Followed, was_stalled: bool) -> None:
+        """Tells of the line of a tensor that has stood still once more, or that moves again."""
+        line = followed.line
+        if followed.judged >= CHECKS and len(self._judged) < MOST_FOLLOWED:
+            self._judged[id(followed)] = followed
+        if followed.is_stalled and is_checked(followed.checks) and followed.checks > self._told.get(line, 0):
+            self._told[line] = followed.checks
+            self._tell(line)
+        elif was_stalled and not followed.is_stalled and line in self._told:
+            self._tell(line)
+
+    def _followed_of(self, func: Any, target: Tensor) -> _Followed | None:
+        """What is known of a tensor that is written in place; begun anew for one that only has the address of another one that is gone."""
+        key = (func, target.data_ptr(), target.shape)
+        followed = self._written.get(key)
+        if followed is not None and not followed.held.expired():
+            return followed
+        if len(self._written) >= self._sweep_at:
+            for gone in [gone for gone, one in self._written.items() if one.held.expired()]:
+                self._end(gone)
+            self._sweep_at = min(len(self._written) + SWEPT, MOST_FOLLOWED)
+        self._end(key)
+        if len(self._written) >= MOST_FOLLOWED:
             return None
-        if known is not None and known.returns >= UNDONE:
-            return None
-        if known is None or not torch.equal(known.last, before):
-            start = before.double()
-            known = self._undone[key] = _Undone(start, start, before)
-        return known
+        held = StorageWeakRef(target.untyped_storage())
+        followed = self._written[key] = _Followed(dtype_name(target), target.numel(), target.data_ptr(), held)
+        return followed
+
+    def _end(self, key: tuple[Any, ...]) -> None:
+        """The tensor is gone: what it has been judged by stays."""
+        followed = self._written.pop(key, None)
+        if followed is not None:
+            self._forget_loss(key[-1], followed)
+            followed.last = None
 
     def _forget_loss(self, shape: torch.Size, followed: _Followed) -> None:
         """Whether what was lost of the last write was kept is known by now, or never will be."""
@@ -253,85 +331,103 @@ class WriteCheck(Observer):
         if losses is None or tensors[0].data_ptr() in losses:
             return
         if not all(map(self.session.readings.affords, tensors)):
-            for one in losses.values():
-                one.is_kept = True  # it may be: nobody looks
+            for followed in losses.values():
+                followed.is_kept = True  # it may be: nobody looks
             return
         for taken in filter(None, map(_taken_of, tensors)):
-            for one in losses.values():
-                one.is_kept |= taken.is_of(one.lost_values)
+            for followed in losses.values():
+                followed.is_kept |= taken.is_of(followed.lost_values)
 
-    def _followed_of(self, func: Any, target: Tensor) -> _Followed | None:
-        """What is known of the tensor; begun anew for one that only has the address of another one that is gone."""
-        key = (func, target.data_ptr(), target.shape)
-        followed = self._followed.get(key)
-        if followed is not None and not followed.held.expired():
-            return followed
-        if len(self._followed) >= self._sweep_at:
-            self._sweep()
-        self._end(key)
-        if len(self._followed) >= MOST_FOLLOWED:
+    def _undone_of(self, target: Tensor, before: Tensor) -> _Undone | None:
+        """What is known of a tensor to which something is added; begun anew where something else has written to it, None where enough is known."""
+        key = (target.data_ptr(), target.shape)
+        known = self._undone.get(key)
+        if len(self._undone) >= MOST_UNDONE if known is None else known.returns >= UNDONE:
             return None
-        held = StorageWeakRef(target.untyped_storage())
-        followed = self._followed[key] = _Followed(dtype_name(target), target.data_ptr(), held, target.numel())
-        return followed
+        if known is None or not torch.equal(known.last, before):
+            start = before.double()
+            known = self._undone[key] = _Undone(start, start, before)
+        return known
 
-    def _sweep(self) -> None:
-        """Forgets the values of tensors that are gone."""
-        for key in [key for key, one in self._followed.items() if one.held.expired()]:
-            self._end(key)
-        self._sweep_at = min(len(self._followed) + SWEPT, MOST_FOLLOWED)
+    def follows(self, func: Any) -> bool:
+        """Whether an operator may be a part of the arithmetic of an average."""
+        return _name(func) in ARITHMETIC | {_ASSIGNS}
 
-    def _end(self, key: tuple[Any, ...]) -> None:
-        """The tensor is gone: what it has been judged by stays."""
-        followed = self._followed.pop(key, None)
-        if followed is not None:
-            self._forget_loss(key[-1], followed)
-        if followed is not None and followed.judged >= CHECKS and len(self._over) < MOST_FOLLOWED:
-            followed.last = None
-            self._over.append(followed)
+    def ran(self, func: Any, arguments: Arguments, result: Any) -> None:
+        """An operator outside of modules has computed something anew, or copied it into other memory."""
+        args, kwargs = arguments
+        if not isinstance(result, Tensor) or result.numel() <= SMALL or self.position.backward_depth:
+            return
+        # of a wider dtype only what has come from half precision, where the weights beside it are wide
+        wide = result.dtype is torch.float32 and any(self._round_of(one) is not None for one in args[:2])
+        if (_is_half(result) or wide) and self.session.readings.reads(result):
+            with self._looking, self.position.mute(), torch.no_grad():
+                if _name(func) == _ASSIGNS:
+                    self._assigned(args[1], result)
+                elif not result.requires_grad and result.is_contiguous() and self._is_turn():
+                    self._compute(func, args, kwargs, result, line_of(sys._getframe()))
 
-    def wrote(self, before: Sequence[Write], line: Line | None) -> None:
-        """It has written."""
-        for write in before:
-            self._after(write, line)
+    def _assigned(self, value: Any, target: Tensor) -> None:
+        """What was computed from a tensor is copied into one of half precision, into itself for the most part."""
+        known = self._round_of(value)
+        if known is not None and target.dtype in HALF and target.is_contiguous() and value.shape == target.shape:
+            self._keep(target, known)
 
-    def _after(self, write: Write, line: Line | None) -> None:
-        followed = write.followed
-        with self.position.mute(), torch.no_grad():
-            now = write.target.detach().reshape(-1)[:: write.stride]
-            old = write.before.float()
-            wanted = (write.wide != old) & write.wide.isfinite()
-            numbers = (
-                wanted.sum(),
-                (wanted & (now == write.before)).sum(),
-                old.abs().max(),
-                (write.wide - old).abs().max(),
-            )
-            many, lost, absmax, change = torch.stack([number.double() for number in numbers]).tolist()
-            unmoved = 1.0 if followed.last is None else float((followed.last == write.before).float().mean())
-            if write.undone is not None:
-                write.undone.wrote(write.all_along, now.clone(), line)
-        stalled = followed.is_stalled
-        followed.line = line
-        followed.judged += bool(many)
-        moves = lost < LOST * many
-        if moves or unmoved < SAME:
-            followed.forget()
-        if not moves:
-            followed.checks += bool(many)
-            followed.wanted += int(many)
-            followed.lost += int(lost)
-        followed.absmax, followed.change = max(followed.absmax, absmax), max(followed.change, change)
-        followed.last = now.clone()
-        if many and not moves:
-            rest = (write.exact - now.double())[:COMPARED]
-            followed.lost_values = _Taken(rest, float(rest.abs().sum()))
-            self._losses.setdefault(write.target.shape, {})[followed.memory] = followed
-        if followed.is_stalled and followed.checks > self._told.get(line, 0):
-            self._told[line] = followed.checks
-            self._tell(line)
-        elif stalled and not followed.is_stalled and line in self._told:
-            self._tell(line)
+    def _compute(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, line: Line | None
+    ) -> None:
+        # of two operands that may change places, that is built up which has been for longer
+        known = [self._round_of(one) for one in args[:2]]
+        second = len(known) == 2 and _name(func) in ("add", "mul") and _rounds(known[1]) > _rounds(known[0])
+        target = args[second]
+        if not isinstance(target, Tensor) or target.shape != result.shape:
+            return
+        if known[second] is None and (target.dtype is not result.dtype or target.dtype not in HALF):
+            return
+        stride = -(-target.numel() // ANEW)
+        operands = _sampled(args, kwargs, target, stride)
+        if operands is None:
+            return
+        going_on = self._going_on(target, known[second], (func, line), stride)
+        operands[second] = going_on.exact
+        going_on.exact = func(*operands, **kwargs)
+        going_on.swing = (going_on.exact - going_on.start.double()).abs().clamp_min(going_on.swing)
+        self._keep(result, going_on)
+
+    def _going_on(self, target: Tensor, known: _Round | None, begins: tuple[Any, Line | None], stride: int) -> _Round:
+        """The round that ``target`` is in; a new one where it begins, or is not known."""
+        now = target.detach().reshape(-1)[::stride].clone()
+        if known is None or known.start.shape != now.shape:
+            held = StorageWeakRef(target.untyped_storage())
+            followed = _Followed(dtype_name(target), target.numel(), 0, held, in_place=False, line=begins[1])
+            return _Round(begins, followed, now, now.double())
+        if known.begins == begins:
+            was_stalled = known.followed.is_stalled
+            known.close(now)
+            self._judge(known.followed, was_stalled)
+        return known
+
+    def _round_of(self, value: Any) -> _Round | None:
+        """What a value is computed from; None where that is not known."""
+        if not self._computed or not isinstance(value, Tensor):
+            return None
+        held, known = self._computed.get(memory_key(value.untyped_storage()), (None, None))
+        return None if held is None or held.expired() else known
+
+    def _keep(self, result: Tensor, known: _Round) -> None:
+        if len(self._computed) >= MOST_COMPUTED:
+            self._computed = {at: one for at, one in self._computed.items() if not one[0].expired()}
+        if len(self._computed) < MOST_COMPUTED:
+            storage = result.untyped_storage()
+            self._computed[memory_key(storage)] = (StorageWeakRef(storage), known)
+
+    def _is_turn(self) -> bool:
+        """Whether averages are followed now; where it begins anew, what was known is of rounds that were not all seen."""
+        self._computations += 1
+        if self._computations <= ALLOWANCE or self._computations % PERIOD < FOLLOWED:
+            return True
+        self._computed.clear()
+        return False
 
     def stop(self) -> None:
         """The program is over: what was written down of a line when its first tensor was checked becomes what holds of all."""
@@ -339,20 +435,23 @@ class WriteCheck(Observer):
             self._tell(line)
         self._tell_of_undone()
         for line in {one.line for one in self._merges} - set(self._told):
-            self._tell_of_merges([one for one in self._merges if one.line == line])
+            once = [one for one in self._merges if one.line == line and one.sums == 1]
+            lost = [one for one in once if one.wanted]
+            if lost and _elements(lost) >= MOSTLY * _elements(once):
+                self._emit(line, max(lost, key=lambda one: one.wanted), lost, once)
 
     def _tell_of_undone(self) -> None:
         """Writes a :class:`RoundedUse` for each line that takes away what was added before, and does not get back what was there."""
         known = [one for one in self._undone.values() if one.returns >= UNDONE]
         for line in dict.fromkeys(one.line for one in known):
             of_line = [one for one in known if one.line == line]
-            worst, source = max(of_line, key=lambda one: one.deviation), "" if line is None else line.source
+            worst = max(of_line, key=lambda one: one.deviation)
             at = int((worst.last.double() - worst.start).abs().argmax())
             self.session.emit(
                 RoundedUse(
                     use="restored",
                     op="aten.sub_.Tensor",
-                    source=source,
+                    source="" if line is None else line.source,
                     made_by="aten.add_.Tensor",
                     made_at="",
                     dtype=dtype_name(worst.last),
@@ -364,19 +463,11 @@ class WriteCheck(Observer):
             )
 
     def _is_parameter(self, target: Tensor) -> bool:
-        held = (tensor for _, _, tensor, _, is_buffer in self.session.names.tensors() if not is_buffer)
+        held = (tensor for _, _, tensor, _, is_buffer in self.names.tensors() if not is_buffer)
         return any(one.shape == target.shape and one.data_ptr() == target.data_ptr() for one in held)
 
-    def _tell_of_merges(self, once: list[_Followed]) -> None:
-        once = [one for one in once if one.sums == 1]
-        lost = [one for one in once if one.is_merged_in_vain]
-        if not lost or _elements(lost) < MOSTLY * _elements(once):
-            return
-        self._emit(lost[0].line, max(lost, key=lambda one: one.wanted), lost, once)
-
     def _tell(self, line: Line | None) -> None:
-        everything = (*self._over, *self._followed.values())
-        of_line = [one for one in everything if one.line == line and one.judged >= CHECKS]
+        of_line = [one for one in self._judged.values() if one.line == line]
         stalled = [one for one in of_line if one.is_stalled]
         if not of_line:
             return
@@ -398,6 +489,7 @@ class WriteCheck(Observer):
                 lost=sum(one.lost for one in stalled),
                 absmax=worst.absmax,
                 change=worst.change,
+                in_place=worst.in_place,
             )
         )
 
@@ -428,24 +520,36 @@ def _taken_of(tensor: Tensor) -> _Taken | None:
     return _Taken(values, float(values.abs().sum()))
 
 
-def _adds_tensor(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a whole tensor is added; a number, an epsilon say, may well be too small to count."""
-    return name in ("add_", "sub_") and isinstance(args[1], Tensor) and args[1].shape == args[0].shape
+def _sampled(args: Sequence[Any], kwargs: dict[str, Any], target: Tensor, stride: int) -> list[Any] | None:
+    """The parts of operands that belong to the elements of ``target`` that are compared, in float64; None where one has no such part."""
+    if not target.is_contiguous() or any(isinstance(value, Tensor) for value in kwargs.values()):
+        return None
+    parts: list[Any] = []
+    for value in args:
+        if not isinstance(value, Tensor):
+            parts.append(value)
+        elif measurable(value) and value.numel() == 1:
+            parts.append(value.detach().double().reshape(()))
+        elif measurable(value) and value.shape == target.shape and value.is_contiguous():
+            parts.append(value.detach().reshape(-1)[::stride].double())
+        else:
+            return None
+    return parts
+
+
+def _is_half(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.dtype in HALF and value.numel() > 0 and measurable(value)
+
+
+@cache
+def _name(func: Any) -> str:
+    return str(schema_of(func).name).removeprefix("aten::")
+
+
+def _rounds(known: _Round | None) -> int:
+    return -1 if known is None else known.rounds
 
 
 def _elements(tensors: list[_Followed]) -> int:
     """How many elements they have: of a line, weights that begin at zero and move may be as many tensors as those that stand still."""
     return sum(one.elements for one in tensors)
-
-
-def sampled(value: Any, target: Tensor, stride: int) -> Any:
-    """The part of an operand that belongs to the elements compared, in float32; None where it has no such part."""
-    if not isinstance(value, Tensor):
-        return value
-    if not measurable(value):
-        return None
-    if value.numel() == 1:
-        return value.detach().float().reshape(())
-    if value.shape != target.shape or not value.is_contiguous():
-        return None
-    return value.detach().reshape(-1)[::stride].float()
