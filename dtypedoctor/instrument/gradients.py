@@ -95,10 +95,6 @@ class OptimizerSamples:
             self._sample("grad", found, "backward", None)
             self._coverage.gradients_measured += len(found)
 
-    def named(self, optimizer: Optimizer) -> list[Rooted]:
-        """The parameters that an optimizer trains and that can be read, with their names."""
-        return self._of(optimizer).named
-
     def leave_out(self, optimizer: Optimizer) -> None:
         """Counts the gradients of a step in which none is measured."""
         kept = self._of(optimizer)

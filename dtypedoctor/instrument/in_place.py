@@ -29,7 +29,6 @@ from dtypedoctor._torch_private import (
 )
 from dtypedoctor.instrument.alone import calls_alone, is_of_several, is_sharded, parameter_not_here
 from dtypedoctor.instrument.copies import MAX_HELD, CopiesOfParameters, share_of_device
-from dtypedoctor.instrument.facts import packed_dtypes
 from dtypedoctor.instrument.failing_statement import show_operands
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.frames import source_of
@@ -39,6 +38,7 @@ from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import why_opaque
 from dtypedoctor.instrument.optimizer_replay import OptimizerReplays
 from dtypedoctor.instrument.optrace import OpTrace
+from dtypedoctor.instrument.packed_weights import packed_dtypes
 from dtypedoctor.instrument.phases import Phases, ScalerStep
 from dtypedoctor.instrument.recorders import Nonfinite
 from dtypedoctor.instrument.repeated_call import (

@@ -18,14 +18,12 @@ from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.collectives import Collectives, Row
 from dtypedoctor.instrument.contents import tensors_given, tensors_in
 from dtypedoctor.instrument.dtype_lines import DtypeLines, lines_of_notebook
-from dtypedoctor.instrument.facts import ModelFacts, ShardCalls
 from dtypedoctor.instrument.float32_program import Float32Program, Originals
 from dtypedoctor.instrument.gradients import LeafGradients, OptimizerSamples, ScalerLog, UnscaleLog
 from dtypedoctor.instrument.in_place import CAPSULE_LIMIT, InPlaceReplays
 from dtypedoctor.instrument.module_tree import parameters_in
 from dtypedoctor.instrument.naming import CodePlaces
 from dtypedoctor.instrument.operators import Arguments
-from dtypedoctor.instrument.parameter_ends import ParameterJourneys
 from dtypedoctor.instrument.phases import Exports, Phases, ScalerStep, Threads
 from dtypedoctor.instrument.places import When
 from dtypedoctor.instrument.readable import Arrivals, values_of
@@ -34,7 +32,7 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.checks import Checks
 from dtypedoctor.instrument.silent.float32_shadows import OverflowsOutside
 from dtypedoctor.instrument.silent.shadows import Shadows
-from dtypedoctor.instrument.silent.updates import GradientCheck
+from dtypedoctor.instrument.silent.underflow import GradientCheck
 from dtypedoctor.instrument.statistics import HALF, Rooted
 from dtypedoctor.instrument.watch import ModuleWatch
 from dtypedoctor.instrument.whereabouts import CaughtLog, RegionLog, behind, call_arguments, raised_record
@@ -94,18 +92,15 @@ class Instruments:
                 self._budget.meter.coverage = session.coverage
             self.modules.keep_to(self._budget)
         self.code_places = CodePlaces(session.names)
-        self._facts = ModelFacts(session)
         self._regions = RegionLog(session)
         self._caught = CaughtLog(session)
         self.arrivals = Arrivals()
         self._unscale = UnscaleLog(session, self.arrivals)
         self._scaler = ScalerLog(session, self.arrivals, self._fused_step_skipped)
         self._samples = OptimizerSamples(session, self._sample_of_step)
-        self._journeys = ParameterJourneys(session, self._samples.named)
         self._leaves = LeafGradients(session)
         self._gradients = 0
         self.collectives = Collectives(session, self._sample_collective)
-        self.sharding = ShardCalls(session)
         self._dtype_lines = DtypeLines(session.guard.shield, lines_of_notebook())
         session.names.set_by = self._dtype_lines.set_by
         originals = Originals()
@@ -146,8 +141,8 @@ class Instruments:
         phases, modules, checks = self.phases, self.modules, self.checks
         hearing, look = checks.hearing, checks.look
         modules.before_any = [self._enters_modules]
-        told = [self._before_call, self._facts.tell, self.code_places.learn]
-        modules.before_root = [*told, *hearing("before_call"), look.before_call]
+        learn = self.code_places.learn
+        modules.before_root = [self._before_call, learn, *hearing("before_call"), look.before_call]
         modules.on_error = [self._note_left]
         modules.on_return = [*hearing("returned"), self._note_returned]
         modules.after_root = [look.after_call, *hearing("after_call"), self._after_call]
@@ -186,9 +181,8 @@ class Instruments:
                 self.guard.tell(what, f"this torch has no {name}")
             self.modules.start()
             self.collectives.start()
-            self.sharding.start()
             self._dtype_lines.start()
-            self.checks.call("start")
+            self.checks.start()
         if self.watching:
             self._thread_begins(self.sentinel)
             self._threads.start()
@@ -203,12 +197,9 @@ class Instruments:
             self._stopped = True
             self.sentinel.stop()
             self._measure_gradients(self._samples.gradients_left() if self.modules.whole else [])
-            self._journeys.stop()
-            self.checks.look.after_call()
-            self.checks.call("stop")
+            self.checks.stop()
             self._dtype_lines.stop()
             self.collectives.stop()
-            self.sharding.stop()
             if self.modules.suspicious():
                 self._samples.describe_optimizers()
         self._samples.look_closer()
@@ -293,8 +284,6 @@ class Instruments:
     def _before_step(self, optimizer: Optimizer) -> None:
         self.collectives.settle()
         self._leaves.claim()
-        if self.watching:
-            self._journeys.before_step(optimizer)
         if self.watching and (period := self.modules.period) > 0:
             self._samples.before_step(optimizer, period, self.modules.turn)
             self.modules.flush()
@@ -303,7 +292,6 @@ class Instruments:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if self.watching:
-            self._journeys.after_step(optimizer)
             self._samples.after_step(optimizer, sentinel=not self.modules.whole)
             self.modules.flush()
             self.names.glance_at_parameters()

@@ -6,7 +6,6 @@ step, as its gradient was, the same ``step`` runs on the copies; nothing of the 
 """
 
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import unwrap
@@ -22,6 +21,7 @@ from dtypedoctor.instrument.copies import share_of_device
 from dtypedoctor.instrument.frames import source_of
 from dtypedoctor.instrument.repeated_call import at_moment, bytes_of, is_finite, is_same, undone
 from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.updates import with_other_parameters
 from dtypedoctor.instrument.statistics import measurable, out_of_their_sight
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory
 from dtypedoctor.interruptions import contained
@@ -95,21 +95,12 @@ class _Step:
 
     def twin(self) -> Optimizer:
         """An optimizer of the same class that has the copies for parameters, and nothing in common with the program's."""
-        twin: Optimizer = object.__new__(type(self.optimizer))
-        vars(twin).update(self.fields)
-        twin.state = defaultdict(dict)
-        twin.param_groups = []
-        for group in self.groups:
-            copied = [self.copies[id(parameter)] for parameter in group["params"] if id(parameter) in self.copies]
-            parameters = []
-            for copy in copied:
-                parameter = nn.Parameter(copy.value)
-                parameter.grad = copy.gradient
-                if copy.state:
-                    twin.state[parameter] = copy.state
-                parameters.append(parameter)
-            twin.param_groups.append({**group, "params": parameters})
-        return twin
+        others = {}
+        for number, copy in self.copies.items():
+            parameter = nn.Parameter(copy.value)
+            parameter.grad = copy.gradient
+            others[number] = parameter, copy.state
+        return with_other_parameters(self.optimizer, self.fields, self.groups, others)
 
 
 class OptimizerReplays:

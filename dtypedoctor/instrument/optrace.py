@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import DisableTorchFunction, is_wrapper_subclass, without_modes
-from dtypedoctor.instrument.facts import WeightCheck
 from dtypedoctor.instrument.float32_program import HALF, Float32Program, Originals
 from dtypedoctor.instrument.frames import names_a_dtype
 from dtypedoctor.instrument.module_tree import own_parameters
@@ -36,6 +35,7 @@ from dtypedoctor.instrument.operators import (
     tensors_of,
     written,
 )
+from dtypedoctor.instrument.packed_weights import WeightCheck
 from dtypedoctor.instrument.replay import (
     AttentionReplay,
     Ran,

@@ -18,7 +18,7 @@ from dtypedoctor.instrument.alone import Given, unit_set_aside
 from dtypedoctor.instrument.copies import ParameterCopies
 from dtypedoctor.instrument.live_call import LiveCall, mapped, tensors_of
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.silent.updates import SCALE, when_scaled
+from dtypedoctor.instrument.silent.underflow import SCALE, when_scaled
 from dtypedoctor.instrument.statistics import measurable, measure, out_of_their_sight, real_of
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
 from dtypedoctor.instrument.whereabouts import call_arguments

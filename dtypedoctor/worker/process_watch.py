@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from dtypedoctor._torch_private import COMPILER, FRAME_COMPILER, MemoryRef
 from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
-from dtypedoctor.instrument.facts import SHARDING
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.operators import keep_compiler_out
 from dtypedoctor.instrument.phases import ScalerStep
@@ -101,7 +100,6 @@ class ProcessWatch:
             after_import(COMPILER, self._keep_compiler_out),
             *instruments.checks.follow_imports(after_import),
             after_import(GENERATION, instruments.phases.follow_generate),
-            after_import(SHARDING, instruments.sharding.follow),
             follow_test_runners(self._note_test),
             follow_threads(self._note_thread_ends),
         ]

@@ -56,6 +56,16 @@ def test_a_check_of_another_package_is_found_without_an_entry_in_a_table(tmp_pat
     )
 
 
+def test_a_check_that_names_no_observer_is_named_as_not_watching(tmp_path: Path) -> None:
+    """The program runs as it would."""
+    site, directory = (
+        installed(tmp_path, "\nCHECK = Check(name='wrong', observe='tinylab.check:detect')\n"),
+        tmp_path / "run",
+    )
+    output_of(RECORDING, site, directory)
+    assert "no subclass of Observer" in (directory / "report.md").read_text()
+
+
 def test_what_a_check_of_another_package_raises_reaches_neither_the_program_nor_other_checks(tmp_path: Path) -> None:
     """It is named as not watched."""
     site, directory = (

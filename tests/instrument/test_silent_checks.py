@@ -17,7 +17,7 @@ from watched import watched
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.silent.loading import header_dtypes
-from dtypedoctor.instrument.silent.patches import PATCHERS, PatchCheck
+from dtypedoctor.instrument.silent.patches import PATCHERS
 from dtypedoctor.trace.events import NotWatched, Observation, ScalerState
 from dtypedoctor.trace.model import Trace
 
@@ -691,7 +691,6 @@ def test_a_patch_that_unsloth_zoo_answers_it_did_not_make_is_observed(
     choices = {"h": lambda self, h: h, "x": lambda self, x: x}
 
     def program(instruments: Instruments) -> None:
-        instruments.checks[PatchCheck].imported(name)
         chosen = [choices[one] for one in takes]
         assert zoo.patch_function_past_key_values(Squares, "forward", chosen) is answered
         zoo.patch_function(Elsewhere, "forward", choices["h"])

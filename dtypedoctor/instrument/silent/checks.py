@@ -1,6 +1,7 @@
 """All observers of one process. Those of dtypedoctor are found by being in this package, others by their entry points; each has a priority."""
 
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from importlib import import_module
@@ -35,6 +36,8 @@ class Checks:
         self.session, self.originals = session, originals
         self.whereabouts = Whereabouts(session)
         self.in_scaler: Callable[[], bool] = lambda: False
+        self._is_on = False
+        self._told_of: set[tuple[Observer, str]] = set()
         self._made: dict[type[Observer], Observer] = {}
         self._of_plugins: dict[type[Observer], str] = {}
         for cls in own_observers():
@@ -42,10 +45,13 @@ class Checks:
         for name, check in registered(Check).items():
             with session.guard.keeping(f"the check {name}"):
                 cls = resolve(check.observe)
+                if not (isinstance(cls, type) and issubclass(cls, Observer)):
+                    raise TypeError(f"{check.observe} is no subclass of Observer")
                 self._of_plugins[cls] = name
                 self._make(cls)
         for plugin in left_out():
-            session.guard.tell(plugin.what, plugin.why)
+            if plugin.what.startswith("dtypedoctor.checks "):
+                session.guard.tell(plugin.what, plugin.why)
         self._writing = [(self._method(one, "writing"), self._method(one, "wrote")) for one in self._hearing("writing")]
         self.look = RoutineLook(self.hearing("saw"), self.hearing("look_ended"), session, enabled=look)
 
@@ -83,17 +89,31 @@ class Checks:
         """What is called at a moment, in this order."""
         return [self._method(observer, moment) for observer in self._hearing(moment)]
 
-    def call(self, moment: str) -> None:
-        """Tells of the beginning or the end of the program."""
-        for method in self.hearing(moment):
-            method()
+    def start(self) -> None:
+        """The program begins."""
+        self._is_on = True
+        for start in self.hearing("start"):
+            start()
+        self.follow_imports(lambda module, listener: listener() if module in sys.modules else None)
+
+    def stop(self) -> None:
+        """The program has ended."""
+        self._is_on = False
+        self.look.after_call()
+        for stop in self.hearing("stop"):
+            stop()
+        for observer in self._made.values():
+            observer.put_back()
 
     def follow_imports(self, after_import: Callable[[str, Callable[[], None]], Any]) -> list[Any]:
         """Has observers told of the modules that they wait for; ``after_import`` calls a function once a module is there."""
         waiting = [(observer, module) for observer in self._hearing("imported") for module in observer.waits_for]
-        return [
-            after_import(module, partial(self._method(observer, "imported"), module)) for observer, module in waiting
-        ]
+        return [after_import(module, partial(self._imported, observer, module)) for observer, module in waiting]
+
+    def _imported(self, observer: Observer, module: str) -> None:
+        if self._is_on and (observer, module) not in self._told_of:
+            self._told_of.add((observer, module))
+            self._method(observer, "imported")(module)
 
     def following(self, func: Any) -> list[Callable[..., Any]]:
         """Who is called with each call of an operator outside of modules."""

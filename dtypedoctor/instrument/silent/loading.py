@@ -77,9 +77,8 @@ class LoadingCheck(Observer):
         self._guard, self._originals = self.session.guard, checks.originals
         self._before: dict[str, Tensor] = {}
         self._rounding_lines: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
-        self._undo: list[Callable[[], None]] = []
+        self._unfollow: Callable[[], None] = lambda: None
         self._rounded: dict[tuple[int, str], _Rounded] = {}
-        self._wrapped_pretrained = False
 
     def start(self) -> None:
         """Begins to follow."""
@@ -93,12 +92,10 @@ class LoadingCheck(Observer):
                 note(module, state_dict)
             return original(module, state_dict, *args, **kwargs)
 
-        setattr(nn.Module, "load_state_dict", load_state_dict)  # noqa: B010  (mypy takes methods for fixed)
-        self._undo.append(lambda: setattr(nn.Module, "load_state_dict", original))
+        self.replace(nn.Module, "load_state_dict", load_state_dict)
         begin = self._guard.shield(self._before_cast, "what casting a module has rounded")
         end = self._guard.shield(self._after_cast, "what casting a module has rounded")
-        self._undo.append(follow_casts(begin, end))
-        self.imported(_PRETRAINED)
+        self._unfollow = follow_casts(begin, end)
 
     def _before_cast(self, module: nn.Module) -> None:
         with self.position.mute(), torch.no_grad():
@@ -125,17 +122,14 @@ class LoadingCheck(Observer):
         return self._rounding_lines.get(owner, {}).get(name)
 
     def stop(self) -> None:
-        """Puts everything back as it was."""
-        while self._undo:
-            self._undo.pop()()
-        self._wrapped_pretrained = False
+        """Casts are not followed any more."""
+        self._unfollow()
 
     def imported(self, module: str) -> None:
         """transformers is there: wraps ``from_pretrained``, which may run before any module is called."""
         owner = getattr(sys.modules.get(_PRETRAINED), "PreTrainedModel", None)
-        if owner is None or self._wrapped_pretrained or not self._undo:
+        if owner is None:
             return
-        self._wrapped_pretrained = True
         original = owner.__dict__["from_pretrained"]
         function = original.__func__
         note = self._guard.shield(self._note_pretrained, "the dtypes of some checkpoints")
@@ -147,8 +141,7 @@ class LoadingCheck(Observer):
             note(result[0] if isinstance(result, tuple) else result, args, kwargs)
             return result
 
-        owner.from_pretrained = classmethod(from_pretrained)
-        self._undo.append(lambda: setattr(owner, "from_pretrained", original))
+        self.replace(owner, "from_pretrained", classmethod(from_pretrained))
 
     def _note_state(self, module: nn.Module, state_dict: Mapping[str, Any]) -> None:
         own = {**dict(named_tensors(module, buffers=True)), **dict(named_tensors(module, buffers=False))}

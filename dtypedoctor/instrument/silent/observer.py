@@ -44,6 +44,18 @@ class Observer:
         self.position = checks.session.position
         self.names = checks.session.names
         self.whereabouts = checks.whereabouts
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Sets an attribute, which has its present value again when the program has ended."""
+        self._replaced.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, value)
+
+    def put_back(self) -> None:
+        """Undoes each :meth:`replace`."""
+        while self._replaced:
+            owner, name, value = self._replaced.pop()
+            setattr(owner, name, value)
 
     def here(self) -> tuple[str | None, str | None]:
         """``file:line`` of the operator that is running, and the dotted name of the module that it runs in; None outside of modules."""
@@ -108,7 +120,7 @@ class Observer:
         """An optimizer step has ended."""
 
     def stop(self) -> None:
-        """The program has ended: tells what only the end shows, and puts back what was replaced."""
+        """The program has ended: tells what only the end shows."""
 
 
 def parameters_of(optimizer: "Optimizer") -> "Sequence[Tensor]":

@@ -65,7 +65,6 @@ class PatchCheck(Observer):
         self._classes: set[type] = set()
         self._made: set[tuple[type, str]] = set()
         self._left_out: dict[tuple[type, str], _LeftOut] = {}
-        self._undo: list[Callable[[], None]] = []
 
     def imported(self, module: str) -> None:
         """A library's patchers are there: notes what they answer."""
@@ -74,13 +73,7 @@ class PatchCheck(Observer):
         for name in PATCHERS[module]:
             original = getattr(patchers, name, None)
             if isinstance(original, FunctionType):
-                setattr(patchers, name, _followed(original, note))
-                self._undo.append(functools.partial(setattr, patchers, name, original))
-
-    def stop(self) -> None:
-        """Puts everything back as it was."""
-        while self._undo:
-            self._undo.pop()()
+                self.replace(patchers, name, _followed(original, note))
 
     def _note(self, original: FunctionType, patcher: str, arguments: Any, answer: Any) -> None:
         target, method, functions, *_ = inspect.signature(original).bind(*arguments[0], **arguments[1]).args

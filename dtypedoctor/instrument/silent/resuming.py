@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -55,7 +55,6 @@ class ResumeCheck(Observer):
     def __init__(self, checks: "Checks") -> None:
         super().__init__(checks)
         self._loaded: WeakKeyDictionary[Optimizer, list[_Loaded]] = WeakKeyDictionary()
-        self._undo: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         """Begins to follow."""
@@ -69,13 +68,7 @@ class ResumeCheck(Observer):
             note(optimizer, state_dict)
             return result
 
-        setattr(Optimizer, "load_state_dict", load_state_dict)  # noqa: B010  (mypy takes methods for fixed)
-        self._undo = lambda: setattr(Optimizer, "load_state_dict", original)
-
-    def stop(self) -> None:
-        """Puts everything back as it was."""
-        self._undo()
-        self._undo = lambda: None
+        self.replace(Optimizer, "load_state_dict", load_state_dict)
 
     def _note(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         with self.position.mute(), torch.no_grad():

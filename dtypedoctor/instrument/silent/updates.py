@@ -1,8 +1,8 @@
-"""Training that half precision is too coarse for: gradients that float16 flushes to zero, updates that weights are too coarse to feel."""
+"""Weights that an optimizer cannot move: updates below what half precision can tell apart, and steps that go much too far."""
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,122 +17,17 @@ from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import MemoryRef, has_hooks_of_the_program, version_of
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.silent.observer import Observer
+from dtypedoctor.instrument.silent.observer import Observer, parameters_of
 from dtypedoctor.instrument.statistics import HALF, measurable
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.events import LOST_UPDATES
-from dtypedoctor.trace.records.execution import AutocastRegion
-from dtypedoctor.trace.records.silent import (
-    GradientZeros,
-    Overshoots,
-    OvershotParameter,
-    ScaledGradient,
-    StalledParameter,
-    Updates,
-    Zeros,
-)
+from dtypedoctor.trace.records.silent import Overshoots, OvershotParameter, StalledParameter, Updates
 from dtypedoctor.unpatched import unwrap
 
 if TYPE_CHECKING:
     from dtypedoctor.instrument.silent.checks import Checks
 
-SCALE = 32768.0
-"""The largest power of two that float16 holds; half of what a gradient scaler begins with."""
-MANY = 0.5
-"""Share of zeros in a parameter's gradient from which on it is worth a second look."""
-
-
-class GradientCheck(Observer):
-    """Counts zeros in gradients where float16 is at work.
-
-    Zeros alone prove nothing: tokens that do not occur, ReLU and dropout give them too. Where
-    there are many, the calls of the step are made again with what their backward passes start from multiplied by 32768 (`in_place.py`).
-
-    Before an optimizer step it writes a :class:`GradientZeros`, where a gradient is zero for the most part.
-
-    Attributes:
-        on_zeros: called where a :class:`GradientZeros` has been written.
-    """
-
-    def __init__(self, checks: "Checks") -> None:
-        super().__init__(checks)
-        self._float16_region = False
-        self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self._dead: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
-        self.on_zeros: list[Callable[[], None]] = []
-
-    def entered(self, region: AutocastRegion) -> None:
-        """An autocast region is entered."""
-        self._float16_region = self._float16_region or region.dtype == "float16"
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to step."""
-        number = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        if not (self._float16_region or _has_float16(optimizer)):
-            return
-        self._tell_if_all_are_zero(optimizer)
-        if not is_checked(number):
-            return
-        if many := self._mostly_zero(optimizer):
-            self.session.emit(GradientZeros(parameters=dict(list(many.items())[:MOST_TOLD])))
-            for listener in self.on_zeros:
-                listener()
-
-    def _mostly_zero(self, optimizer: Optimizer) -> dict[str, Zeros]:
-        """The parameters whose gradients are 0 for the most part; waits for the device."""
-        found = [(n, p.grad) for n, p in self._of(optimizer) if p.grad is not None and measurable(p.grad)]
-        if not found:
-            return {}
-        with self.position.mute(), torch.no_grad():
-            zeros = torch.stack([(g == 0).sum() for _, g in found]).tolist()
-        counts = [(name, int(count), g.numel()) for (name, g), count in zip(found, zeros, strict=True)]
-        return {name: Zeros(zeros=count, elements=of) for name, count, of in counts if count >= MANY * of}
-
-    def _tell_if_all_are_zero(self, optimizer: Optimizer) -> None:
-        """From one step to the next nothing is learned any more. Only on the CPU: elsewhere each step would wait for the device."""
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        known = [gradient for gradient in gradients if measurable(gradient) and gradient.device.type == "cpu"]
-        with self.position.mute(), torch.no_grad():
-            dead = bool(known) and len(known) == len(gradients) and not any(map(torch.any, known))
-        if dead and not self._dead.get(optimizer, False):
-            self.checks.look.look_again()
-        self._dead[optimizer] = dead
-
-    def _of(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        known = self.names.parameters()
-        for number, group in enumerate(optimizer.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                yield known.get(id(parameter), (0, f"param_groups.{number}.{index}"))[1], parameter
-
-
-def when_scaled(
-    names: Iterable[str], gradients: Callable[[float], Sequence[Tensor | None]], scale: float
-) -> dict[str, ScaledGradient]:
-    """The gradients of one backward pass and of the same one with what it starts from multiplied, by name of the parameter."""
-    plain, scaled = gradients(1.0), gradients(scale)
-    with torch.no_grad():
-        return {
-            name: _compared(one, other, scale)
-            for name, one, other in zip(names, plain, scaled, strict=True)
-            if one is not None and other is not None
-        }
-
-
-def _compared(plain: Tensor, scaled: Tensor, scale: float) -> ScaledGradient:
-    wide = scaled.double() / scale
-    back = torch.where((plain == 0) & wide.isfinite(), wide.abs(), 0.0)
-    return ScaledGradient(
-        elements=plain.numel(),
-        zeros=int((plain == 0).sum()),
-        zeros_scaled=int((scaled.eq(0) | ~scaled.isfinite()).sum()),
-        largest=float(back.max()) if back.numel() else 0.0,
-    )
-
-
-def _has_float16(optimizer: Optimizer) -> bool:
-    """Whether a parameter of the optimizer is in float16."""
-    return any(p.dtype is torch.float16 for group in optimizer.param_groups for p in group["params"])
-
+__all__ = ["MOSTLY", "SAMPLED", "UpdateCheck", "is_checked", "with_other_parameters"]
 
 SAMPLED = 4096
 """Elements of a parameter that are compared."""
@@ -157,57 +52,31 @@ AS_FAR = 0.5
 
 _ELEMENTWISE = "torch.optim."
 _NOT_ELEMENTWISE = frozenset({"Adafactor", "Muon", "LBFGS", "SparseAdam"})
-
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 _Key = tuple[int, str]
 """Number of the outermost module, and the dotted name of a parameter in it."""
-
-
-@dataclass(slots=True)
-class _Total:
-    """What the checks of one parameter have found so far, in elements."""
-
-    dtype: str
-    elements: int
-    weights: int
-    """Elements of the whole parameter."""
-    first: Tensor
-    """The compared elements before the first step that was checked."""
-    moves: Tensor
-    """Which of them move in float32 in one of the steps so far."""
-    signs: Tensor
-    """Of each, the sum of the signs of its gradients."""
-    checks: int = 0
-    steady: float = 0.0
-    asked: int = 0
-    still: int = 0
-    wanted: int = 0
-    lost: int = 0
-    absmax: float = 0.0
-    update: float = 0.0
-    finite: bool = False
+_State = dict[str, Any]
 
 
 @dataclass(slots=True)
 class _Sample:
-    """Elements of a parameter before the step, and what the float32 copy makes of them."""
+    """Elements of a parameter before the step, and what the float32 copy makes of them.
+
+    Attributes:
+        state: what the float32 copy's own steps so far have left of the optimizer's state; None where they were not followed from the first on.
+        begun: the optimizer's state before the step, where they were not.
+        unseen: what the parameter differs from the float32 copy after the steps before, where these were followed.
+    """
 
     key: _Key
     parameter: Tensor
     stride: int
     before: Tensor
     copy: nn.Parameter
-    state: dict[str, Any] | None = None
-    """What the float32 copy's own steps so far have left of the optimizer's state; None where they were not followed from the first on."""
+    state: _State | None = None
+    begun: _State = field(default_factory=dict)
     unseen: Tensor | float = 0.0
-    """What the parameter differs from the float32 copy after the steps before, where these were followed."""
-    begun: dict[str, Any] = field(default_factory=dict)
-    """The optimizer's state before the step, where they were not."""
-
-    @property
-    def name(self) -> str:
-        """The dotted name, which a parameter of another outermost module may have as well."""
-        return self.key[1]
 
     def missing(self) -> Tensor:
         """What the parameter lacks of the float32 updates so far."""
@@ -219,21 +88,93 @@ class _Sample:
 
 
 @dataclass(slots=True)
+class _Total:
+    """What the checks of one parameter have found so far, in elements.
+
+    Attributes:
+        weights: elements of the whole parameter.
+        first: the compared elements before the first step that was checked.
+        moves: which of them move in float32 in one of the steps so far.
+        signs: of each, the sum of the signs of its gradients.
+    """
+
+    dtype: str
+    elements: int
+    weights: int
+    first: Tensor
+    moves: Tensor
+    signs: Tensor
+    checks: int = 0
+    steady: float = 0.0
+    asked: int = 0
+    still: int = 0
+    wanted: int = 0
+    lost: int = 0
+    absmax: float = 0.0
+    update: float = 0.0
+    finite: bool = False
+
+    @classmethod
+    def of(cls, sample: _Sample) -> "_Total":
+        """Of a parameter that has not been compared yet."""
+        before = sample.before
+        nothing = torch.zeros_like(before)
+        return cls(
+            dtype_name(sample.parameter), before.numel(), sample.parameter.numel(), before, nothing.bool(), nothing
+        )
+
+    def counts(self, sample: _Sample) -> Tensor:
+        """What :meth:`add` adds, on the device: elements that move in float32, and those of them that did not move; largest finite weight and update; elements with a
+        finite update; finite elements that have moved in float32 in any step so far, and those of them that are what they were before the first one; how
+        much the signs of the gradients agree."""
+        before, now = sample.before.float(), sample.now()
+        update = sample.copy.detach() - before
+        wanted = update.ne(0) & update.isfinite()
+        self.moves |= wanted
+        asked = self.moves & now.isfinite()  # NaN is another failure than weights that stand still
+        if sample.copy.grad is not None:
+            self.checks += 1
+            self.signs += sample.copy.grad.sign().nan_to_num().to(self.signs.dtype)
+        numbers = (
+            wanted.sum(),
+            (wanted & now.eq(sample.before)).sum(),
+            torch.where(before.isfinite(), before.abs(), 0.0).max(),
+            torch.where(wanted, update.abs(), 0.0).max(),
+            update.isfinite().sum(),
+            asked.sum(),
+            (asked & now.eq(self.first)).sum(),
+            self.signs.float().abs().mean() / max(self.checks, 1),
+        )
+        return torch.stack([number.double() for number in numbers])
+
+    def add(self, counts: Sequence[float]) -> None:
+        """Adds what a step has come to."""
+        wanted, lost, absmax, update, finite, asked, still, self.steady = counts
+        self.wanted, self.lost = self.wanted + int(wanted), self.lost + int(lost)
+        self.asked, self.still = int(asked), int(still)
+        self.absmax, self.update = max(self.absmax, absmax), max(self.update, update)
+        self.finite |= finite > 0
+
+
+@dataclass(slots=True)
 class _Known:
-    """What the checks of one optimizer have found so far."""
+    """What the checks of one optimizer have found so far.
+
+    Attributes:
+        first: the first step that was checked.
+        followed: by parameter, the state of the float32 copy after the last step, what the optimizer's own was then, and what was missing.
+        is_kept: whether the optimizer's state has held, after each check, what was missing; None where nothing was.
+        tiny: of updates that are too small to move a weight by rounding: their sum, what the weights moved, and how many moved.
+    """
 
     first: int
-    """The first step that was checked."""
-    totals: dict[_Key, _Total]
-    followed: dict[_Key, tuple[dict[str, Any], dict[Any, Any], Tensor]]
-    """By parameter, the state of the float32 copy after the last step, what the optimizer's own was then, and what was missing."""
+    totals: dict[_Key, _Total] = field(default_factory=dict)
+    followed: dict[_Key, tuple[_State, dict[Any, Any], Tensor]] = field(default_factory=dict)
     steps: int = 0
     overshot: bool = False
     told: bool = False
     is_kept: bool | None = None
-    """Whether the optimizer's state has held, after each check, what was missing; None where nothing was."""
-    tiny: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Of updates that are too small to move a weight by rounding: their sum, what the weights moved, and how many moved."""
+    tiny: tuple[float, ...] = (0.0, 0.0, 0.0)
 
     @property
     def adds_up(self) -> bool:
@@ -259,11 +200,11 @@ class UpdateCheck(Observer):
         self._samples: list[_Sample] = []
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to step."""
+        """The optimizer is about to step: its copy does so first."""
         self._samples = []
         if any(isinstance(held, Optimizer) for held in vars(optimizer).values()):
             return  # a wrapper; the optimizer inside tells of itself
-        known = self._known.setdefault(optimizer, _Known(self.position.step, {}, {}))
+        known = self._known.setdefault(optimizer, _Known(self.position.step))
         known.steps += 1
         if not is_checked(known.steps):
             return
@@ -274,28 +215,52 @@ class UpdateCheck(Observer):
             for sample in self._samples:
                 sample.state = None if hooked else _followed_state(optimizer, sample, followed, known.steps)
                 sample.unseen = followed[sample.key][2] if sample.state else 0.0
-            self._step_copies(optimizer)
+            if self._samples and (why := _why_not_copied(optimizer) or _step_in_float32(optimizer, self._samples)):
+                self._give_up(optimizer, why)
+
+    def _taken(self, optimizer: Optimizer) -> list[_Sample]:
+        """The elements that are compared: of optimizers that treat each by itself a few, of others all of small parameters."""
+        half = [parameter for parameter in parameters_of(optimizer) if parameter.dtype in HALF]
+        by_element = _by_element(optimizer)
+        if not by_element and any(parameter.numel() > SMALL for parameter in half):
+            why = f"it may not treat each element by itself, so that parameters of more than {SMALL:,} are left out"
+            self.session.guard.tell(f"{LOST_UPDATES}{type(optimizer).__name__}", why)
+        known = self.names.parameters() if half else {}
+        samples: list[_Sample] = []
+        for parameter in half:
+            gradient = parameter.grad
+            if gradient is None or not parameter.numel() or id(parameter) not in known:
+                continue
+            if not (measurable(parameter) and measurable(gradient) and parameter.is_contiguous()):
+                continue
+            if not by_element and parameter.numel() > SMALL:
+                continue
+            stride = math.ceil(parameter.numel() / SAMPLED) if by_element else 1
+            before = _strided(parameter, stride).clone()
+            copy = nn.Parameter(before.float())
+            copy.grad = _strided(gradient, stride).float()
+            samples.append(_Sample(known[id(parameter)], parameter, stride, before, copy))
+        return samples
+
+    def _give_up(self, optimizer: Optimizer, why: str) -> None:
+        self._samples = []
+        self.session.guard.tell(f"{LOST_UPDATES}{type(optimizer).__name__}", why)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped."""
         samples, self._samples = self._samples, []
         if not samples:
             return
-        with self.position.mute(), torch.no_grad():
-            wider = next((key for sample in samples if (key := _wider_copy(optimizer, sample))), "")
-        if wider:
-            self._give_up(
-                optimizer,
-                f"its state holds the weights in a wider dtype ({wider}), in which their updates are not lost",
-            )
-            return
         known = self._known[optimizer]
-        if known.steps < FIRST_CHECKS:
-            known.followed = {
-                one.key: (one.state, _left(optimizer, one), one.missing()) for one in samples if one.state
-            }
-        totals = known.totals
         with self.position.mute(), torch.no_grad():
+            if wider := next(filter(None, (_wider_copy(optimizer, sample) for sample in samples)), ""):
+                why = f"its state holds the weights in a wider dtype ({wider}), in which their updates are not lost"
+                self._give_up(optimizer, why)
+                return
+            if known.steps < FIRST_CHECKS:
+                known.followed = {
+                    one.key: (one.state, _left(optimizer, one), one.missing()) for one in samples if one.state
+                }
             if (
                 known.steps <= FIRST_CHECKS
             ):  # later ones do not follow each other: what is kept by then is of steps that were not seen
@@ -303,34 +268,28 @@ class UpdateCheck(Observer):
                 known.is_kept = kept if known.is_kept is None or kept is False else known.is_kept
             moved = torch.stack(list(map(_moved_by_chance, samples))).sum(0).tolist()
             known.tiny = tuple(a + b for a, b in zip(known.tiny, moved, strict=True))
-            counted = torch.stack([_counts(sample, _total_of(sample, totals)) for sample in samples]).tolist()
+            self._count(known, samples)
             if not known.overshot and all(sample.state is not None for sample in samples):
                 known.overshot = self._tell_overshoots(optimizer, samples)
-        for sample, (wanted, lost, absmax, update, finite, asked, still, steady) in zip(samples, counted, strict=True):
-            total = totals[sample.key]
-            total.steady = steady
-            total.asked, total.still = int(asked), int(still)
-            total.wanted += int(wanted)
-            total.lost += int(lost)
-            total.absmax = max(total.absmax, absmax)
-            total.update = max(total.update, update)
-            total.finite |= finite > 0
         self._tell(optimizer, known)
 
-    def _step_copies(self, optimizer: Optimizer) -> None:
-        """Has the copies make the step, or gives them up."""
-        why = self._samples and (_why_not_copied(optimizer) or _step_in_float32(optimizer, self._samples))
-        if why:
-            self._give_up(optimizer, why)
-
-    def _give_up(self, optimizer: Optimizer, why: str) -> None:
-        self._samples = []
-        self.session.guard.tell(f"{LOST_UPDATES}{type(optimizer).__name__}", why)
+    @staticmethod
+    def _count(known: _Known, samples: list[_Sample]) -> None:
+        """Adds the step to the totals, with one reading of the device; one begins anew where other elements of a parameter are compared than before."""
+        totals = []
+        for sample in samples:
+            total = known.totals.get(sample.key)
+            if total is None or total.first.shape != sample.before.shape:
+                total = known.totals[sample.key] = _Total.of(sample)
+            totals.append(total)
+        counts = torch.stack([total.counts(sample).cpu() for total, sample in zip(totals, samples, strict=True)])
+        for total, numbers in zip(totals, counts.tolist(), strict=True):
+            total.add(numbers)
 
     def _tell_overshoots(self, optimizer: Optimizer, samples: list[_Sample]) -> bool:
         counted = torch.stack([_too_far(sample) for sample in samples]).tolist()
-        found = {
-            sample.name: OvershotParameter(
+        overshot = {
+            sample.key[1]: OvershotParameter(
                 elements=sample.before.numel(),
                 overshot=int(many),
                 dtype=dtype_name(sample.parameter),
@@ -340,53 +299,65 @@ class UpdateCheck(Observer):
             for sample, (many, moved, update) in zip(samples, counted, strict=True)
             if many >= max(ENOUGH_TOO_FAR, MANY_TOO_FAR * sample.before.numel())
         }
-        if not found:
-            return False
-        worst = sorted(found.items(), key=lambda pair: -pair[1].overshot / pair[1].elements)[:MOST_TOLD]
-        self.session.emit(
-            Overshoots(
-                optimizer=type(optimizer).__name__,
-                lr=float(optimizer.param_groups[0].get("lr", 0.0)),
-                compared=len(samples),
-                parameters=dict(worst),
+        if overshot:
+            worst = sorted(overshot.items(), key=lambda pair: -pair[1].overshot / pair[1].elements)[:MOST_TOLD]
+            self.session.emit(
+                Overshoots(
+                    optimizer=type(optimizer).__name__,
+                    lr=float(optimizer.param_groups[0].get("lr", 0.0)),
+                    compared=len(samples),
+                    parameters=dict(worst),
+                )
             )
-        )
-        return True
+        return bool(overshot)
 
     def _tell(self, optimizer: Optimizer, known: _Known) -> None:
-        totals = known.totals
-        stalled = [] if known.adds_up else _stalled(totals)
+        totals = known.totals.values()
+        stalled = [] if known.adds_up else _stalled(known.totals)
         if not stalled and not known.told:
             return
         known.told = True  # from now on each check is, so that the last record says what holds in the end
-        told = Updates(
-            optimizer=type(optimizer).__name__,
-            lr=float(optimizer.param_groups[0].get("lr", 0.0)),
-            checks=known.steps,
-            first_step=known.first,
-            wanted=sum(t.wanted for t in totals.values()),
-            lost=sum(t.lost for t in totals.values()),
-            parameters=dict(stalled[:MOST_TOLD]),
-            compared=len(totals),
-            finite=sum(t.finite for t in totals.values()),
+        self.session.emit(
+            Updates(
+                optimizer=type(optimizer).__name__,
+                lr=float(optimizer.param_groups[0].get("lr", 0.0)),
+                checks=known.steps,
+                first_step=known.first,
+                wanted=sum(total.wanted for total in totals),
+                lost=sum(total.lost for total in totals),
+                parameters=dict(stalled[:MOST_TOLD]),
+                compared=len(totals),
+                finite=sum(total.finite for total in totals),
+            )
         )
-        self.session.emit(told)
 
-    def _taken(self, optimizer: Optimizer) -> list[_Sample]:
-        samples: list[_Sample] = []
-        half = _half_parameters(optimizer)
-        known = self.names.parameters() if half else {}
-        if not _by_element(optimizer) and any(parameter.numel() > SMALL for parameter in half):
-            why = f"it may not treat each element by itself, so that parameters of more than {SMALL:,} are left out"
-            self.session.guard.tell(f"{LOST_UPDATES}{type(optimizer).__name__}", why)
-        for parameter in half:
-            stride = _stride(optimizer, parameter)
-            if stride and parameter.grad is not None and id(parameter) in known:
-                before = _strided(parameter, stride).clone()
-                copy = nn.Parameter(before.float())
-                copy.grad = _strided(parameter.grad, stride).float()
-                samples.append(_Sample(known[id(parameter)], parameter, stride, before, copy))
-        return samples
+
+def is_checked(number: int) -> bool:
+    """Whether the step with this number, from 1, is checked."""
+    return number <= FIRST_CHECKS or number.bit_count() == 1
+
+
+def with_other_parameters(
+    optimizer: Optimizer,
+    fields: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    others: Mapping[int, tuple[Any, Any]],
+) -> Optimizer:
+    """An optimizer of the same class on other parameters, with nothing in common but its ``fields``.
+
+    Args:
+        optimizer: the program's.
+        fields: the attributes of the copy.
+        groups: its groups, with the parameters of the program.
+        others: by the identity of such a parameter, what stands for it and for its state; a parameter without is left out.
+    """
+    copy: Optimizer = object.__new__(type(optimizer))
+    vars(copy).update(fields)
+    copy.state = defaultdict(dict, {parameter: state for parameter, state in others.values() if state})
+    copy.param_groups = [
+        {**group, "params": [others[id(p)][0] for p in group["params"] if id(p) in others]} for group in groups
+    ]
+    return copy
 
 
 def _stalled(totals: dict[_Key, _Total]) -> list[tuple[str, StalledParameter]]:
@@ -395,44 +366,22 @@ def _stalled(totals: dict[_Key, _Total]) -> list[tuple[str, StalledParameter]]:
     for (_, name), total in totals.items():
         if total.wanted and total.lost >= MOSTLY * total.wanted:
             named[name].append(total)
-    told = [(name, _together(of_name)) for name, of_name in named.items()]
-    return sorted(told, key=lambda pair: -pair[1].lost / pair[1].wanted)
-
-
-def _together(totals: list[_Total]) -> StalledParameter:
-    return StalledParameter(
-        wanted=sum(t.wanted for t in totals),
-        lost=sum(t.lost for t in totals),
-        dtype=totals[0].dtype,
-        elements=sum(t.elements for t in totals),
-        absmax=max(t.absmax for t in totals),
-        update=max(t.update for t in totals),
-        asked=sum(round(t.asked * t.weights / t.elements) for t in totals),
-        still=sum(round(t.still * t.weights / t.elements) for t in totals),
-        steady=max(t.steady for t in totals),
-        parameters=len(totals),
-    )
-
-
-def _half_parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.dtype in HALF]
-
-
-def is_checked(number: int) -> bool:
-    """Whether the step with this number, from 1, is checked."""
-    return number <= FIRST_CHECKS or number.bit_count() == 1
-
-
-def _stride(optimizer: Optimizer, parameter: Tensor) -> int:
-    """Distance of the elements that are compared; 0 for a parameter that is not."""
-    gradient = parameter.grad
-    if parameter.dtype not in HALF or gradient is None or not parameter.numel():
-        return 0
-    if not (measurable(parameter) and measurable(gradient) and parameter.is_contiguous()):
-        return 0
-    if _by_element(optimizer):
-        return math.ceil(parameter.numel() / SAMPLED)
-    return 1 if parameter.numel() <= SMALL else 0
+    told = {
+        name: StalledParameter(
+            wanted=sum(t.wanted for t in of_name),
+            lost=sum(t.lost for t in of_name),
+            dtype=of_name[0].dtype,
+            elements=sum(t.elements for t in of_name),
+            absmax=max(t.absmax for t in of_name),
+            update=max(t.update for t in of_name),
+            asked=sum(round(t.asked * t.weights / t.elements) for t in of_name),
+            still=sum(round(t.still * t.weights / t.elements) for t in of_name),
+            steady=max(t.steady for t in of_name),
+            parameters=len(of_name),
+        )
+        for name, of_name in named.items()
+    }
+    return sorted(told.items(), key=lambda pair: -pair[1].lost / pair[1].wanted)
 
 
 def _by_element(optimizer: Optimizer) -> bool:
@@ -441,9 +390,13 @@ def _by_element(optimizer: Optimizer) -> bool:
     return step.__module__.startswith(_ELEMENTWISE) and type(optimizer).__name__ not in _NOT_ELEMENTWISE
 
 
+def _is_torchs(optimizer: Optimizer) -> bool:
+    """Whether it keeps everything in the state of parameters, of which a copy gets a copy."""
+    return type(optimizer).__module__.startswith(_ELEMENTWISE)
+
+
 def _strided(tensor: Tensor, stride: int) -> Tensor:
-    flat = tensor.detach().reshape(-1)[::stride]
-    return flat if stride > 1 else tensor.detach()
+    return tensor.detach().reshape(-1)[::stride] if stride > 1 else tensor.detach()
 
 
 @cache
@@ -457,7 +410,8 @@ def _of_every_optimizer() -> frozenset[str]:
     return frozenset(vars(Bare([nn.Parameter(torch.zeros(1))], {}))) | {"step"}
 
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: held for name, held in vars(optimizer).items() if name not in _of_every_optimizer()}
 
 
 def _is_plain(value: Any) -> bool:
@@ -471,30 +425,21 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    return {name: held for name, held in vars(optimizer).items() if name not in _of_every_optimizer()}
-
-
-def _has_other_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def _why_not_copied(optimizer: Optimizer) -> str:
-    """Why no copy of the optimizer may make a step: it would write to what the program's own one holds, or call other ranks. Empty where it may.
-
-    torch's own optimizers keep everything in the state of parameters, of which a copy gets a copy.
-    """
-    if type(optimizer).__module__.startswith(_ELEMENTWISE):
+    """Why no copy of the optimizer may make a step: it would write to what the program's own one holds, or call other ranks. Empty where it may."""
+    if _is_torchs(optimizer):
         return ""
-    if _has_other_ranks():
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return "its step may call collectives, so that no copy of it makes a step beside it"
-    groups = [optimizer.defaults, *optimizer.param_groups]
-    held_by_groups = [(key, held) for group in groups for key, held in group.items() if key != "params"]
-    everything = [*_own_attributes(optimizer).items(), *held_by_groups]
-    shared = [name for name, held in everything if not _is_plain(held)]
-    if not shared:
-        return ""
-    return f"it holds more than numbers ({shared[0]}), which a copy of it that makes a step would write to"
+    held = [
+        pair for group in (optimizer.defaults, *optimizer.param_groups) for pair in group.items() if pair[0] != "params"
+    ]
+    shared = [name for name, value in (*_own_attributes(optimizer).items(), *held) if not _is_plain(value)]
+    return (
+        f"it holds more than numbers ({shared[0]}), which a copy of it that makes a step would write to"
+        if shared
+        else ""
+    )
 
 
 def _left(optimizer: Optimizer, sample: _Sample) -> dict[Any, Any]:
@@ -503,12 +448,15 @@ def _left(optimizer: Optimizer, sample: _Sample) -> dict[Any, Any]:
     return {key: (MemoryRef(one), version_of(one)) if isinstance(one, Tensor) else one for key, one in state.items()}
 
 
+def _is_as_left(value: Any, left: Any) -> bool:
+    if isinstance(value, Tensor):
+        return isinstance(left, tuple) and left[0].is_of(value) and left[1] == version_of(value)
+    return _is_plain(value) and bool(value == left)
+
+
 def _followed_state(
-    optimizer: Optimizer,
-    sample: _Sample,
-    followed: dict[_Key, tuple[dict[str, Any], dict[Any, Any], Tensor]],
-    number: int,
-) -> dict[str, Any] | None:
+    optimizer: Optimizer, sample: _Sample, followed: dict[_Key, tuple[_State, dict[Any, Any], Tensor]], number: int
+) -> _State | None:
     """The state that the copy's own steps so far have left; empty where the optimizer begins, None where its state is not what its steps have left."""
     state = optimizer.state.get(sample.parameter, {})
     if not state and (number == 1 or sample.key in followed):
@@ -519,37 +467,26 @@ def _followed_state(
     return copied if state.keys() == left.keys() and all(_is_as_left(state[key], left[key]) for key in left) else None
 
 
-def _is_as_left(value: Any, left: Any) -> bool:
-    if isinstance(value, Tensor):
-        return isinstance(left, tuple) and left[0].is_of(value) and left[1] == version_of(value)
-    return _is_plain(value) and bool(value == left)
-
-
 def _step_in_float32(optimizer: Optimizer, samples: list[_Sample]) -> str:
     """Lets a copy of the optimizer, with a float32 copy of its state, step on the copies; why it could not, or empty."""
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    groups = [{key: held for key, held in group.items() if key != "params"} for group in optimizer.param_groups]
-    if not type(optimizer).__module__.startswith(_ELEMENTWISE):
-        own = {**_own_attributes(optimizer), "defaults": optimizer.defaults}
-        own, groups = deepcopy((own, groups))  # together, as the groups hold what the defaults do
-        twin.__dict__.update(own)
-    copies = {id(sample.parameter): sample for sample in samples}
-    twin.param_groups = [
-        {**group, "params": [copies[id(p)].copy for p in of["params"] if id(p) in copies]}
-        for group, of in zip(groups, optimizer.param_groups, strict=True)
-    ]
-    twin.state = defaultdict(dict)
+    others: dict[int, tuple[nn.Parameter, _State]] = {}
     for sample in samples:
-        begun = optimizer.state.get(sample.parameter, {})
-        if begun and not sample.state:
-            sample.state = None  # begun before it was followed
-            sample.begun = _state_in_float32(begun, sample) or {}
-        state = sample.state if sample.state else _state_in_float32(begun, sample)
+        begun, state = optimizer.state.get(sample.parameter, {}), sample.state
+        if not state:
+            state = _state_in_float32(begun, sample)
+            if begun:  # before it was followed
+                sample.state, sample.begun = None, state or {}
         if state is None:
             return "its state is not that of single elements, or cannot be read"
-        if state:
-            twin.state[sample.copy] = state
+        others[id(sample.parameter)] = sample.copy, state
+    fields, groups = dict(vars(optimizer)), [dict(group) for group in optimizer.param_groups]
+    if not _is_torchs(optimizer):
+        parameters = [group.pop("params") for group in groups]
+        own = {**_own_attributes(optimizer), "defaults": optimizer.defaults}
+        own, groups = deepcopy((own, groups))  # together, as the groups hold what the defaults do
+        fields.update(own)
+        groups = [{**group, "params": of} for group, of in zip(groups, parameters, strict=True)]
+    twin = with_other_parameters(optimizer, fields, groups, others)
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     # An optimizer may want a closure, say: then nothing is claimed about it.
     with contained() as trial, torch.random.fork_rng(devices=devices, enabled=not _by_element(optimizer)):
@@ -557,6 +494,23 @@ def _step_in_float32(optimizer: Optimizer, samples: list[_Sample]) -> str:
     for sample in samples:
         sample.state = twin.state.get(sample.copy) if sample.state is not None else None
     return "" if trial.error is None else f"no copy of it can make a step by itself ({type(trial.error).__name__})"
+
+
+def _state_in_float32(state: _State, sample: _Sample) -> _State | None:
+    """A copy of the state of one parameter that belongs to the sampled elements; None for state that has no such part."""
+    copied: _State = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            if not isinstance(value, (int, float, bool, str, type(None))):
+                return None
+            copied[key] = value
+            continue
+        if value.numel() > 1:  # else a count of steps, or what an optimizer keeps of a parameter of one element
+            if value.shape != sample.parameter.shape or not measurable(value):
+                return None  # of no single elements, or quantized
+            value = _strided(value, sample.stride)
+        copied[key] = value.float() if value.dtype in HALF else value.clone()
+    return copied
 
 
 def _wider_copy(optimizer: Optimizer, sample: _Sample) -> str:
@@ -569,67 +523,6 @@ def _wider_copy(optimizer: Optimizer, sample: _Sample) -> str:
         return ""
     rounded = (str(key) for key, value in same if torch.equal(_strided(value, sample.stride).to(now.dtype), now))
     return next(rounded, "")
-
-
-def _state_in_float32(state: dict[str, Any], sample: _Sample) -> dict[str, Any] | None:
-    """A copy of the state of one parameter that belongs to the sampled elements; None for state that has no such part."""
-    copied: dict[str, Any] = {}
-    for key, value in state.items():
-        if not isinstance(value, Tensor):
-            if not isinstance(value, (int, float, bool, str, type(None))):
-                return None
-            copied[key] = value
-        elif value.shape == sample.parameter.shape and value.numel() > 1:
-            if not measurable(value):
-                return None  # quantised state
-            taken = _strided(value, sample.stride)
-            copied[key] = taken.float() if value.dtype in HALF else taken.clone()
-        elif value.numel() <= 1:  # a count of steps, or what an optimizer keeps of a parameter of one element
-            copied[key] = value.float() if value.dtype in HALF else value.clone()
-        else:
-            return None
-    return copied
-
-
-def _total_of(sample: _Sample, totals: dict[_Key, _Total]) -> _Total:
-    """What is known of the parameter; begun anew where other elements of it are compared than before."""
-    known = totals.get(sample.key)
-    if known is None or known.first.shape != sample.before.shape:
-        known = totals[sample.key] = _Total(
-            dtype=dtype_name(sample.parameter),
-            elements=sample.before.numel(),
-            weights=sample.parameter.numel(),
-            first=sample.before,
-            moves=torch.zeros_like(sample.before, dtype=torch.bool),
-            signs=torch.zeros_like(sample.before),
-        )
-    return known
-
-
-def _counts(sample: _Sample, total: _Total) -> Tensor:
-    """Elements that move in float32, those of them that did not move, largest finite weight and update, elements with a finite update.
-
-    Then finite elements that have moved in float32 in any step so far, those of them that are what they were before the first one, and how much the
-    signs of the gradients agree.
-    """
-    before = sample.before.float()
-    update = sample.copy.detach() - before
-    wanted = update.ne(0) & update.isfinite()
-    lost = wanted & sample.now().eq(sample.before)
-    largest = torch.where(wanted, update.abs(), 0.0).max()
-    weight = torch.where(before.isfinite(), before.abs(), 0.0).max()
-    total.moves |= wanted
-    now = sample.now()
-    asked = total.moves & now.isfinite()  # NaN is another failure than weights that stand still
-    still = asked & now.eq(total.first)
-    if sample.copy.grad is not None:
-        total.checks += 1
-        total.signs += sample.copy.grad.sign().nan_to_num().to(total.signs.dtype)
-    steady = total.signs.float().abs().mean() / max(total.checks, 1)
-    numbers = (wanted.sum(), lost.sum(), weight, largest, update.isfinite().sum(), asked.sum(), still.sum(), steady)
-    return torch.stack(
-        [number.double().cpu() if number.device.type == "cpu" else number.double() for number in numbers]
-    )
 
 
 def _is_kept(optimizer: Optimizer, samples: list[_Sample]) -> bool | None:

@@ -1,8 +1,9 @@
 """Where training takes the parameters: how far each has moved from its start, so that two runs can be compared by what they have trained."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,9 +12,12 @@ from torch.optim import Optimizer
 
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.readable import held_values
-from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.statistics import Rooted, measurable, out_of_their_sight
+from dtypedoctor.instrument.silent.observer import Observer
+from dtypedoctor.instrument.statistics import measurable, out_of_their_sight
 from dtypedoctor.trace.records.execution import ParameterEnds
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.checks import Checks
 
 SAMPLED = 64
 """Elements of a parameter that are followed."""
@@ -35,58 +39,58 @@ class _Journey:
     ended: int = 0
 
 
-class ParameterJourneys:
-    """Copies a few elements of each trained parameter before the first step, and tells at the end how far they have moved.
+class ParameterJourneys(Observer):
+    """Copies a few elements of each trained parameter before the first step, and writes a :class:`ParameterEnds` of how far they have moved at the end.
 
     They are copied after steps 1, 2, 4, 8 … as well, since an optimizer may be gone when the program ends. Nothing is read from a device before the end.
-
-    Args:
-        session: where the records go.
-        named: names the parameters that an optimizer trains and that can be read.
     """
 
-    def __init__(self, session: Session, named: Callable[[Optimizer], Sequence[Rooted]]) -> None:
-        self._session = session
-        self._named = named
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
         self._journeys: list[_Journey] = []
-        self._alive: WeakKeyDictionary[Optimizer, tuple[_Journey, Sequence[Rooted]]] = WeakKeyDictionary()
+        self._alive: WeakKeyDictionary[Optimizer, tuple[_Journey, Sequence[Tensor]]] = WeakKeyDictionary()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to take a step."""
         if optimizer in self._alive or len(self._journeys) == MOST_OPTIMIZERS:
             return
-        named = self._named(optimizer)
-        followed = [one for one in named[:: -(-len(named) // MOST_PARAMETERS) or 1] if one[2].is_floating_point()]
-        names, dtypes = [one[1] for one in followed], [dtype_name(one[2]) for one in followed]
-        journey = _Journey(names, dtypes, _copies(followed), [])
+        known, named = self.names.parameters(), []
+        for number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and held_values(parameter) is not None:
+                    named.append((known.get(id(parameter), (0, f"param_groups.{number}.{index}"))[1], parameter))
+        every = -(-len(named) // MOST_PARAMETERS) or 1
+        followed = [(name, parameter) for name, parameter in named[::every] if parameter.is_floating_point()]
+        parameters = [parameter for _, parameter in followed]
+        journey = _Journey([name for name, _ in followed], list(map(dtype_name, parameters)), _copies(parameters), [])
         self._journeys.append(journey)
-        self._alive[optimizer] = journey, followed
+        self._alive[optimizer] = journey, parameters
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer has taken a step."""
         if optimizer not in self._alive:
             return
-        journey, followed = self._alive[optimizer]
+        journey, parameters = self._alive[optimizer]
         journey.steps += 1
         if journey.steps & (journey.steps - 1) == 0:
-            journey.ends, journey.ended = _copies(followed), journey.steps
+            journey.ends, journey.ended = _copies(parameters), journey.steps
 
     def stop(self) -> None:
-        """The program is over: writes a :class:`ParameterEnds` for each optimizer that has taken a step."""
-        for journey, followed in self._alive.values():
+        """The program is over: tells of each optimizer that has taken a step."""
+        for journey, parameters in self._alive.values():
             if journey.steps:
-                journey.ends, journey.ended = _copies(followed), journey.steps
+                journey.ends, journey.ended = _copies(parameters), journey.steps
         for journey in self._journeys:
             if journey.ended:
-                self._session.emit(_ends_of(journey), phase="optimizer")
+                self.session.emit(_ends_of(journey), phase="optimizer")
         self._journeys.clear()
 
 
-def _copies(named: Sequence[Rooted]) -> list[Tensor]:
+def _copies(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Some elements of each parameter as float32; none of one that cannot be read now."""
     copies = []
     with out_of_their_sight():
-        for _, _, parameter in named:
+        for parameter in parameters:
             values = parameter if measurable(parameter) else held_values(parameter)
             # FSDP2 frees the storage of a unit's parameters between calls and leaves their sizes as they were
             freed = values is None or not measurable(values) or not values.untyped_storage().nbytes()

@@ -1,0 +1,136 @@
+"""Gradients that float16 flushes to zero: counted before optimizer steps, and looked for in the gradients of a scaled loss."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dtypedoctor.instrument.silent.observer import Observer, parameters_of
+from dtypedoctor.instrument.silent.updates import is_checked
+from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.interruptions import is_interruption
+from dtypedoctor.redaction.messages import elided
+from dtypedoctor.trace.records.execution import AutocastRegion
+from dtypedoctor.trace.records.silent import GradientZeros, ScaledBackward, ScaledGradient, Zeros
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.checks import Checks
+
+SCALE = 32768.0
+"""The largest power of two that float16 holds; half of what a gradient scaler begins with."""
+MANY = 0.5
+"""Share of zeros in a parameter's gradient from which on it is worth a second look."""
+MOST_TOLD = 40
+
+
+class GradientCheck(Observer):
+    """Counts zeros in gradients where float16 is at work.
+
+    Zeros alone prove nothing: tokens that do not occur, ReLU and dropout give them too. The first pass only counts them; where
+    there are many, the second pass multiplies the same loss by 32768 and looks which of them come back.
+
+    Before an optimizer step it writes a :class:`GradientZeros`, where a gradient is zero for the most part; :meth:`scaled_backward` writes
+    a :class:`ScaledBackward`.
+
+    Attributes:
+        on_zeros: called where a :class:`GradientZeros` has been written.
+    """
+
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
+        self._float16_region = False
+        self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._dead: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        self.on_zeros: list[Callable[[], None]] = []
+
+    def entered(self, region: AutocastRegion) -> None:
+        """An autocast region is entered."""
+        self._float16_region = self._float16_region or region.dtype == "float16"
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """The optimizer is about to step."""
+        number = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        parameters = parameters_of(optimizer)
+        if not (self._float16_region or any(p.dtype is torch.float16 for p in parameters)):
+            return
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        self._tell_if_all_are_zero(optimizer, gradients)
+        # to count the zeros waits for the device
+        if is_checked(number) and (many := self._mostly_zero([g for g in gradients if measurable(g)], optimizer)):
+            self.session.emit(GradientZeros(parameters=dict(list(many.items())[:MOST_TOLD])))
+            for listener in self.on_zeros:
+                listener()
+
+    def _mostly_zero(self, gradients: list[Tensor], optimizer: Optimizer) -> dict[str, Zeros]:
+        """The gradients that are 0 for the most part, by name of the parameter."""
+        if not gradients:
+            return {}
+        with self.position.mute(), torch.no_grad():
+            zeros = dict(
+                zip(map(id, gradients), torch.stack([(g == 0).sum() for g in gradients]).tolist(), strict=True)
+            )
+        known, counts = self.names.parameters(), {}
+        for number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if zeros.get(id(parameter.grad), -1) >= MANY * parameter.numel():
+                    _, name = known.get(id(parameter), (0, f"param_groups.{number}.{index}"))
+                    counts[name] = Zeros(zeros=int(zeros[id(parameter.grad)]), elements=parameter.numel())
+        return counts
+
+    def _tell_if_all_are_zero(self, optimizer: Optimizer, gradients: list[Tensor]) -> None:
+        """From one step to the next nothing is learned any more. Only on the CPU: elsewhere each step would wait for the device."""
+        known = [gradient for gradient in gradients if measurable(gradient) and gradient.device.type == "cpu"]
+        with self.position.mute(), torch.no_grad():
+            dead = bool(known) and len(known) == len(gradients) and not any(map(torch.any, known))
+        if dead and not self._dead.get(optimizer, False):
+            self.checks.look.look_again()
+        self._dead[optimizer] = dead
+
+    def scaled_backward(self, tensors: list[Tensor]) -> None:
+        """A backward pass is about to begin: computes its gradients twice beside it, of the loss and of the scaled loss."""
+        losses = [t for t in tensors if t.requires_grad and t.numel() == 1]
+        named = self.names.tensors()
+        trained = {name: p for _, name, p, _, is_buffer in named if not is_buffer and p.requires_grad}
+        if not losses or not trained:
+            return
+
+        def gradients(scale: float) -> Sequence[Tensor | None]:
+            starts = [torch.full_like(loss, scale) for loss in losses]
+            return torch.autograd.grad(losses, list(trained.values()), starts, retain_graph=True, allow_unused=True)
+
+        try:
+            with self.position.mute(), torch.random.fork_rng(enabled=True):
+                told = when_scaled(trained, gradients, SCALE)
+        except RuntimeError as error:  # a graph that can be walked only once, say
+            if is_interruption(error):
+                raise
+            self.session.emit(ScaledBackward(scale=SCALE, error=elided(str(error))[:200]))
+            return
+        self.session.emit(ScaledBackward(scale=SCALE, parameters=told))
+
+
+def when_scaled(
+    names: Iterable[str], gradients: Callable[[float], Sequence[Tensor | None]], scale: float
+) -> dict[str, ScaledGradient]:
+    """The gradients of one backward pass and of the same one with what it starts from multiplied, by name of the parameter."""
+    plain, scaled = gradients(1.0), gradients(scale)
+    with torch.no_grad():
+        return {
+            name: _compared(one, other, scale)
+            for name, one, other in zip(names, plain, scaled, strict=True)
+            if one is not None and other is not None
+        }
+
+
+def _compared(plain: Tensor, scaled: Tensor, scale: float) -> ScaledGradient:
+    wide = scaled.double() / scale
+    back = torch.where((plain == 0) & wide.isfinite(), wide.abs(), 0.0)
+    return ScaledGradient(
+        elements=plain.numel(),
+        zeros=int((plain == 0).sum()),
+        zeros_scaled=int((scaled.eq(0) | ~scaled.isfinite()).sum()),
+        largest=float(back.max()) if back.numel() else 0.0,
+    )
