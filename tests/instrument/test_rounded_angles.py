@@ -112,10 +112,26 @@ def test_timesteps_that_are_cast_before_the_call_are_found(
     assert [(f.id, f.confidence == "proven") for f in diagnose(trace)] == [("rounded-rotary-buffer", True)] * found
 
 
-def test_angles_of_a_product_in_half_precision_are_likely_wrong(tmp_path: Path) -> None:
-    """Nothing is known of what they were, only how far apart neighbors are."""
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        (lambda: embedding(TIMES.bfloat16().float(), FREQUENCIES), True),
+        (lambda: (FREQUENCIES[:, None] @ torch.arange(3000).bfloat16().float()[None]).cos(), True),
+        (lambda: embedding(TIMES.float(), FREQUENCIES).bfloat16(), False),
+    ],
+    ids=["timesteps", "positions", "cast-when-finished"],
+)
+def test_sines_outside_of_modules_are_found(tmp_path: Path, program: Callable[[], Tensor], found: bool) -> None:
+    """Also of an outer product, which sums one term; a table of that size has 48,000 elements."""
+    findings = diagnose(watched(tmp_path, lambda _: program()))
+    assert [(f.id, f.confidence == "proven") for f in findings] == [("rounded-rotary-buffer", True)] * found
+    assert all((f.source or "").startswith("test_rounded_angles.py:") for f in findings)
+
+
+def test_angles_of_a_product_in_half_precision_are_measured(tmp_path: Path) -> None:
+    """Against those that the same operators make in float64."""
     net = Apply(lambda x, f: torch.outer(x.bfloat16(), f.bfloat16()).float().cos())
-    assert evidence(tmp_path, net, torch.rand(5) * 1000) == [("rounded-rotary-buffer", False)]
+    assert evidence(tmp_path, net, torch.rand(5) * 1000) == [("rounded-rotary-buffer", True)]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Numbers that rounding has spoilt: activations cast to integers, positions rounded together, tables of rotary embeddings."""
+"""Numbers that rounding has spoilt: activations cast to integers, tables of rotary embeddings."""
 
 import math
 from collections.abc import Iterator
@@ -14,12 +14,11 @@ from dtypedoctor._torch_private import buffers_of, schema_of
 from dtypedoctor.instrument.module_tree import attribute_of, modules_in
 from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.operators import tensors_of
-from dtypedoctor.instrument.silent.angles import rounded_table
 from dtypedoctor.instrument.silent.loading import LoadingCheck
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.silent.observer import Observer
-from dtypedoctor.instrument.statistics import HALF, measurable, median
-from dtypedoctor.trace.records.silent import FloatToInt, RotaryTable, RoundedAngles, RoundedPositions
+from dtypedoctor.instrument.statistics import measurable, median
+from dtypedoctor.trace.records.silent import FloatToInt, RotaryTable, RoundedAngles
 
 if TYPE_CHECKING:
     from dtypedoctor.instrument.silent.checks import Checks
@@ -126,86 +125,6 @@ def _relative_error(source: Tensor, result: Tensor) -> float | None:
     return float((exact - result.float()).norm()) / size if 0 < size < float("inf") else None
 
 
-SHORTEST = 257
-"""Fewer whole numbers from 0 on are exact in both formats."""
-
-_MAKERS = frozenset({"arange", "_to_copy", "to"})
-_STILL_POSITIONS = _MAKERS | {"view", "_unsafe_view", "unsqueeze", "expand", "transpose", "t", "slice", "clone", "add", "sub",
-                              "clamp", "neg"}  # fmt: skip
-"""Ops whose result says where a token is, as their operand did."""
-_ARITHMETIC = frozenset({"mul", "div", "mm", "bmm", "addmm", "baddbmm", "sin", "cos", "exp", "pow"})
-"""Ops that make something else of a position: an angle, a slope, a distance."""
-
-
-class PositionCheck(Observer):
-    """Writes a :class:`RoundedPositions` for positions that were rounded together and then used.
-
-    Half precision has no 257 in bfloat16 and no 2049 in float16: neighboring tokens of a longer text get the same position. A
-    tensor is taken for positions when it counts by ones; it matters once arithmetic is done with the rounded numbers.
-    """
-
-    def __init__(self, checks: "Checks") -> None:
-        super().__init__(checks)
-        self._rounded: dict[int, tuple[RoundedPositions, str | None]] = {}
-
-    def look_ended(self) -> None:
-        """Forgets the call."""
-        self._rounded.clear()
-
-    def saw(self, seen: Seen) -> None:
-        """Notes positions that are rounded, follows views of them, and tells of the first arithmetic with them."""
-        name = schema_of(seen.func).name.removeprefix("aten::").rstrip("_")
-        if self._rounded:
-            self._note_use(seen, name)
-        if name in _MAKERS and seen.results and measurable(seen.results[0]) and seen.results[0].dtype in HALF:
-            self._note_rounding(seen, seen.results[0])
-
-    def _note_rounding(self, seen: Seen, result: Tensor) -> None:
-        length = result.shape[-1] if result.dim() else 0
-        if length < SHORTEST:
-            return
-        first = result.reshape(-1, length)[0].double()
-        exact = _whole_numbers(seen, first)
-        if exact is None or not bool((exact.diff() == 1).all()) or torch.equal(exact, first):
-            return
-        errors = (exact - first).abs()[first.isfinite()]
-        if not errors.numel():
-            return  # all of them have overflowed, which is told elsewhere
-        line, fqn = self.here()
-        told = RoundedPositions(
-            op=seen.name,
-            source=line,
-            dtype=dtype_name(result),
-            length=length,
-            distinct=int(first.unique().numel()),
-            largest_error=float(errors.max()),
-        )
-        self._rounded[seen.number(result)] = told, fqn
-
-    def _note_use(self, seen: Seen, name: str) -> None:
-        known = [self._rounded.get(seen.number(t)) for t in seen.operands]
-        found = next((one for one in known if one is not None), None)
-        if found is None:
-            return
-        if name in _STILL_POSITIONS:
-            self._rounded.update({seen.number(result): found for result in seen.results})
-        elif name in _ARITHMETIC and not (name == "div" and known[0] is None):  # a mean divides by a count
-            used_at, _ = self.here()
-            told, fqn = found
-            self.session.once(replace(told, used_by=seen.name, used_at=used_at), (fqn, told.source), fqn)
-
-
-def _whole_numbers(seen: Seen, rounded: Tensor) -> Tensor | None:
-    """What the positions were before they were rounded, in float64; None for a cast of something in half precision already."""
-    if not seen.operands:
-        start = rounded[0]
-        return start + torch.arange(len(rounded), dtype=torch.float64, device=rounded.device)
-    source = seen.operands[0]
-    if source.dtype in HALF or source.dtype is torch.bool or source.is_complex():
-        return None
-    return source.reshape(-1, source.shape[-1])[0].double()
-
-
 SHORTEST_TABLE, LONGEST_TABLE = 4, 1024
 """Lengths of tables; half the size of an attention head."""
 TOLERANCE = 0.012
@@ -213,6 +132,10 @@ TOLERANCE = 0.012
 USUAL = 0.6
 """Share of neighbours that have the usual factor; tables for long contexts bend in between."""
 EXACT = 1e-6
+FIRST_INEXACT = 257
+"""bfloat16 lacks it; a table with fewer rows is exact in its first column."""
+WRONG, ALIKE = 0.1, 0.02
+"""Differences of sines; the second one allows for a table that was cast to bfloat16 when it was finished."""
 POSITION = 4096
 """Where the angle error is given, if the model has so many positions."""
 
@@ -357,8 +280,32 @@ def _rounded(name: str, buffer: Tensor, position: int) -> _Table | None:
 
 
 def _rounded_waves(name: str, buffer: Tensor) -> _Table | None:
-    told = rounded_table(name, buffer)
-    return _Table(name, buffer, told, _memory(buffer)) if told is not None else None
+    """What is wrong with a buffer whose rows are sines or cosines of positions; None where nothing is, or it holds something else.
+
+    Row ``p`` begins with ``cos(p)`` or ``sin(p)``, since the first frequency is 1. In a table of rounded angles it is that of
+    ``p`` rounded, which no other content of a buffer is.
+    """
+    rows = buffer.squeeze()
+    if rows.dim() != 2 or len(rows) < FIRST_INEXACT:
+        return None
+    first = rows[:, 0].double()
+    exact = torch.arange(len(rows), dtype=torch.float64, device=rows.device)
+    for half in (torch.bfloat16, torch.float16):
+        rounded = exact.to(half).double()
+        for wave in (torch.cos, torch.sin):
+            off = (first - wave(exact)).abs()
+            if bool(off.max() > WRONG) and bool((first - wave(rounded)).abs().max() < ALIKE):
+                position = int(off.argmax())
+                told = RoundedAngles(
+                    name=name,
+                    dtype=short_name(half),
+                    largest=float(len(rows) - 1),
+                    error=float((exact - rounded).abs().max()),
+                    deviation=float(off[position]),
+                    position=position,
+                )
+                return _Table(name, buffer, told, _memory(buffer))
+    return None
 
 
 def _is_geometric(values: list[float]) -> bool:

@@ -8,6 +8,8 @@ where the value is used:
 * a **decision** (argmax, topk, sort, sign, a search) that is another one than float64 takes, although the values that it is between are further apart there
   than a few roundings of their own size: two scores that are nearly equal may swap;
 * a **cast to an integer** that gives another whole number;
+* an **angle** of which a sine is taken, and that is off by a good part of a turn;
+* **positions** that are rounded together, and then computed with;
 * a **sum**: what is added to over and over, and has become wrong because the terms are rounded away;
 * **memory that is written in place** and becomes inf where float64 is finite: a buffer, a statistic.
 """
@@ -32,21 +34,21 @@ from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.interruptions import contained
-from dtypedoctor.trace.records.silent import RoundedIndices, RoundedSum, RoundedUse
+from dtypedoctor.trace.records.silent import RoundedAngles, RoundedIndices, RoundedPositions, RoundedSum, RoundedUse
 
 if TYPE_CHECKING:
     from dtypedoctor.instrument.silent.checks import Checks
 
 NARROW = {torch.float16: 11, torch.bfloat16: 8}
 """Significant bits of the dtypes whose rounding is followed; what goes through float8 begins anew."""
-SMALL = 1 << 14
+SMALL = 1 << 17
 """Elements of a memory beside which float64 values are kept."""
-OPERANDS = 1 << 16
+OPERANDS = 1 << 18
 """Elements of all operands of an operator, up to which it is run in float64."""
 HELD = 4 << 20
 """Elements of all float64 values together, 32 MiB; the oldest make room."""
-AT_ONE_LINE, ALLOWANCE = 256, 20_000
-"""Calls of an operator at one line that are run in float64, and of all; each takes about 0.15 ms on a CPU."""
+AT_ONE_LINE, ALLOWANCE, UNIT = 256, 20_000, 1 << 14
+"""Calls of an operator at one line that are run in float64, and of all; each takes about 0.15 ms on a CPU, and as much for so many elements."""
 SLACK = 3
 """Significant bits that are taken from float64 values before two of them count as different to a decision: 8 roundings."""
 SUM, FEWEST, WRONG = 64, 16, 0.05
@@ -60,6 +62,16 @@ _SEARCHES = frozenset({"searchsorted", "bucketize"})
 _CHOICES = frozenset({"argmax", "argmin", "max", "min", "topk", "sort", "kthvalue", "median", "cummax", "cummin"})
 _CONTRACTIONS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "dot", "addmv", "convolution", "linear", "matmul"})
 """Products with weights: the scores that a network makes differ from float64 by the rounding of all its layers, and what is chosen among them may, too. Values begin anew there."""
+_OUTER = frozenset({"mm", "bmm"})
+"""Those of them that are no more than products where there is one term to sum: of positions and frequencies."""
+_SINES = frozenset({"sin", "cos"})
+RADIANS = 0.25
+"""Errors of an angle from here on matter."""
+SHORTEST = 257
+"""Fewer whole numbers from 0 on are exact in both dtypes."""
+_MAKERS = frozenset({"arange", "_to_copy"})
+_ARITHMETIC = frozenset({"mul", "div", "mm", "bmm", "addmm", "baddbmm", "sin", "cos", "exp", "pow"})
+"""Operators that make something else of a position: an angle, a slope, a distance."""
 _ADDS = frozenset({"add", "add_"})
 _SIGNS = frozenset({"sign", "sign_", "sgn", "sgn_"})
 
@@ -70,12 +82,17 @@ class Origin:
 
     Attributes:
         whole: whether whole numbers went into it.
+        largest, apart: of what it has rounded the largest magnitude, and the largest difference from the float64 values.
+        positions: what it has made of consecutive whole numbers.
     """
 
     op: str
     line: Line | None
     dtype: torch.dtype
     whole: bool
+    largest: float = 0.0
+    apart: float = 0.0
+    positions: RoundedPositions | None = None
 
     @property
     def source(self) -> str:
@@ -143,9 +160,25 @@ class _Call:
             return max(
                 self.known.values(), key=lambda memory: memory.error if memory.error == memory.error else math.inf
             ).origin
-        tensors = [copy for copy, _ in self.operands]
+        tensors, real, exact = [copy for copy, _ in self.operands], self.results[0], self.exact[0]
         whole = all(map(_is_whole, tensors)) if tensors else self.name == "arange"
-        return Origin(str(self.func), self.line, self.results[0].dtype, whole)
+        origin = Origin(str(self.func), self.line, real.dtype, whole)
+        if not whole or not real.numel():
+            return origin
+        off = (real.double() - exact).abs()[real.isfinite()]
+        apart, largest = (float(t.max()) if t.numel() else 0.0 for t in (off, real.double().abs()[real.isfinite()]))
+        positions = None
+        if self.name in _MAKERS and _counts(exact):
+            row = real.reshape(-1, real.shape[-1])[0]
+            positions = RoundedPositions(
+                op=origin.op,
+                source=origin.source,
+                dtype=short_name(real.dtype),
+                length=len(row),
+                distinct=int(row.unique().numel()),
+                largest_error=apart,
+            )
+        return replace(origin, largest=largest, apart=apart, positions=positions)
 
 
 class Shadows(Observer):
@@ -201,11 +234,6 @@ class Shadows(Observer):
             with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
                 self._ran(func, kept, given, results, line)
 
-    def rounded(self, tensor: Tensor) -> tuple[Tensor, Origin] | None:
-        """The float64 values of a tensor that rounding has changed, and where that was; None where nothing is known."""
-        memory = self._memory_of(tensor, tensor) if _is_plain(tensor) else None
-        return None if memory is None else (_view(memory.exact, tensor), memory.origin)
-
     def stop(self) -> None:
         """The program is over: tells what the uses have come to."""
         for use in self._uses.values():
@@ -221,6 +249,8 @@ class Shadows(Observer):
         )
         if not is_known or not results or not _has_wide_form(func) or not all(map(_is_plain, (*operands, *results))):
             return False
+        if _name(func) in _CONTRACTIONS and not (_name(func) in _OUTER and operands[0].shape[-1] == 1):
+            return False
         if max(t.numel() for t in results) > SMALL or sum(t.numel() for t in operands) > OPERANDS:
             return False
         return self._reads(results[0])
@@ -230,7 +260,7 @@ class Shadows(Observer):
         is_sum = _name(func) in _ADDS and results[0].numel() <= SUM
         self._at_line[func, line] += 1
         may_run = is_sum or self._at_line[func, line] <= AT_ONE_LINE
-        self._operators[is_sum] += may_run
+        self._operators[is_sum] += may_run * (1 + results[0].numel() // UNIT)
         return may_run and self._operators[is_sum] <= ALLOWANCE
 
     def _ran(
@@ -321,6 +351,9 @@ class Shadows(Observer):
 
     def _judge(self, call: _Call) -> None:
         """Judges an operator that uses values which rounding has changed."""
+        self._judge_positions(call)
+        if call.name in _SINES and not call.operands[0][1].requires_grad:  # else it is an activation
+            self._judge_angles(call)
         chosen = [number for number, tensor in enumerate(call.results) if _is_integer(tensor)]
         if call.name in _SIGNS:
             self._used("decision", call, call.results[0].double() != call.exact[0], call.results[0], call.exact[0])
@@ -334,6 +367,48 @@ class Shadows(Observer):
         elif call.name in _CHOICES:
             real, exact = call.results[chosen[0]], call.exact[chosen[0]]
             self._used("decision", call, _chooses_otherwise(call, real, exact), real, exact)
+
+    def _judge_positions(self, call: _Call) -> None:
+        """The first arithmetic with positions of which half precision has made fewer."""
+        name = call.name.removesuffix("_")
+        operands = [copy for copy, _ in call.operands[: 1 if name == "div" else None]]  # a mean divides by a count
+        for copy in operands if name in _ARITHMETIC else ():
+            known = call.known.get(id(copy))
+            told = known.origin.positions if known is not None else None
+            if known is not None and told is not None and _counts(known.exact[: told.length]):
+                used_at, fqn = self.here()
+                told = replace(told, used_by=str(call.func), used_at=used_at)
+                self.session.once(told, (fqn, told.source), fqn)
+
+    def _judge_angles(self, call: _Call) -> None:
+        """Sines of angles that are off, because of whole numbers (timesteps, positions) that were rounded, or of a rounding of their own."""
+        angles, origin = call.operands[0][0], call.origin()
+        off = (angles.double() - call.values[id(angles)]).abs()
+        finite = off.isfinite()
+        error = float(off[finite].max()) if bool(finite.any()) else 0.0
+        if error < RADIANS:
+            return
+        source, fqn = self.here()
+        dtype = short_name(origin.dtype)
+        if origin.whole:
+            told = RoundedAngles(
+                op=origin.op,
+                source=origin.source or None,
+                dtype=dtype,
+                largest=origin.largest,
+                error=error,
+                apart=origin.apart,
+            )
+        else:
+            told = RoundedAngles(
+                op=str(call.func),
+                source=source,
+                dtype=dtype,
+                largest=float(angles[finite].abs().max()),
+                error=error,
+                measured=True,
+            )
+        self.session.once(told, (fqn, told.source), fqn)
 
     def _judge_cast(self, call: _Call) -> None:
         """Whole numbers that are others, and fractions that end up more than one from where they belong."""
@@ -466,8 +541,8 @@ def _in_float64(func: Any, arguments: Arguments, values: dict[int, Tensor]) -> l
 
 @cache
 def _has_wide_form(func: Any) -> bool:
-    """Whether an operator of torch makes something that depends on nothing but its operands, and is no product with weights."""
-    if func.namespace != "aten" or _name(func) in _CONTRACTIONS or torch.Tag.nondeterministic_seeded in func.tags:
+    """Whether an operator of torch makes something that depends on nothing but its operands."""
+    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     schema = schema_of(func)
     is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
@@ -491,6 +566,15 @@ def _is_integer(tensor: Tensor) -> bool:
 
 def _is_whole(tensor: Tensor) -> bool:
     return _is_integer(tensor) or (tensor.is_floating_point() and bool((tensor == tensor.round()).all()))
+
+
+def _counts(values: Tensor) -> bool:
+    """Whether each row counts by ones, and far enough for half precision to leave numbers out."""
+    return (
+        values.dim() > 0
+        and values.shape[-1] >= SHORTEST
+        and bool((values.reshape(-1, values.shape[-1])[0].diff() == 1).all())
+    )
 
 
 def _view(memory: Tensor, like: Tensor) -> Tensor:

@@ -291,6 +291,11 @@ def _angles(what: RoundedAngles, fqn: str | None) -> Statement:
         summary = f"{short(fqn)} takes the sine of angles up to {what.largest:,.0f} rad, rounded to {what.dtype}."
         evidence = f"At {what.largest:,.0f}, {what.dtype} rounds an angle by up to {what.error:.2g} rad."
         proven = None
+        if what.measured:
+            evidence = (
+                f"The same operators in float64 give angles that are up to {what.error:.2g} rad apart from these."
+            )
+            proven = f"the same operators in float64 give angles that are up to {what.error:.2g} rad apart"
     return Statement(
         id="rounded-rotary-buffer",
         severity=Severity.WARNING,

@@ -483,6 +483,7 @@ class RoundedAngles:
         name: of a buffer that holds sines or cosines; empty for an operator.
         position, deviation: the row of that buffer which is most off, and by how much.
         read: whether an operator was seen to read the buffer; None where none was looked at.
+        measured: whether the error is that of the angles against those in float64, and not what their dtype allows for; False in older traces.
     """
 
     KIND: ClassVar[str] = "rounded-angles"
@@ -497,6 +498,7 @@ class RoundedAngles:
     position: int = 0
     deviation: float = 0.0
     read: bool | None = None
+    measured: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
