@@ -3,7 +3,7 @@ that an experiment with them may take, and how a mode stays out of the compiler'
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,11 +29,12 @@ from dtypedoctor._torch_private import (
     schema_of,
     top_function_mode,
     tracing_state,
+    tree_map,
     uncompiled,
     version_of,
 )
-from dtypedoctor.instrument.statistics import HALF
-from dtypedoctor.interruptions import noticing
+from dtypedoctor.instrument.statistics import HALF, measurable
+from dtypedoctor.interruptions import contained, noticing
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""
@@ -175,6 +176,39 @@ def for_wider(func: Any, arguments: Arguments) -> Arguments:
     if len(args) == 3 and args[2] is True and str(func) in _FUSED_CASTS and args[0].dtype not in HALF:
         return (*args[:2], False), kwargs
     return arguments
+
+
+def in_wider(
+    func: Any,
+    arguments: Arguments,
+    dtype: torch.dtype,
+    narrow: Collection[torch.dtype],
+    stand_ins: Mapping[int, Tensor],
+) -> list[Tensor]:
+    """What an operator returns, or writes to, where its operands are in a wider dtype; empty where it has no such form, or draws the program's random numbers.
+
+    Args:
+        func: the operator.
+        arguments: its arguments, which stay as they are.
+        dtype: in place of those that are ``narrow``.
+        narrow: dtypes that become ``dtype``.
+        stand_ins: tensors that stand for operands, by the identity of these; the operator may write to them.
+    """
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return []
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, Tensor) and id(value) in stand_ins:
+            return stand_ins[id(value)]
+        if measurable(value):
+            return value.to(dtype) if value.dtype in narrow else value.clone()
+        return dtype if isinstance(value, torch.dtype) and value in narrow else value
+
+    args, kwargs = for_wider(func, tree_map(widened, arguments))
+    with contained():
+        result = func(*args, **kwargs)
+        return tensors_of(result) or written(func, (args, kwargs))
+    return []
 
 
 def keep_written(func: Any, arguments: Arguments) -> Arguments:

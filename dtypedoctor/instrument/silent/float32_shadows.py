@@ -6,20 +6,19 @@ An overflow may leave nothing non-finite behind, and a router may choose other e
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from dtypedoctor._torch_private import schema_of, tree_map, without_autocast
+from dtypedoctor._torch_private import schema_of, without_autocast
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import (
     Arguments,
     TensorIds,
     bytes_of,
     fits,
-    for_wider,
+    in_wider,
     leaves_memory_as_it_was,
     scalars,
     tensors_of,
@@ -30,7 +29,6 @@ from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.statistics import HALF, Extent, is_spread, measurable, measure
 from dtypedoctor.instrument.whereabouts import Whereabouts
-from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.records.silent import Absorbed, Overflowed, RouterChoice
 
 if TYPE_CHECKING:
@@ -181,7 +179,8 @@ class AbsorbedOverflows(Observer):
         held = {id(shadow.tensor): shadow.tensor for shadow in self._shadows.values()}
         wide = [t for t in (*seen.operands, *seen.results) if measurable(t) or id(t) in shadows]
         if fits(bytes_of(held.values()) + bytes_of(wide, 4), seen.results[0].device):
-            return _in_float32(seen, shadows)
+            stand_ins = {number: shadow.clone() for number, shadow in shadows.items()}
+            return in_wider(seen.func, seen.arguments, torch.float32, _FLOATS, stand_ins)
         self._shadows.clear()
         self.session.guard.tell(
             _LARGE_TENSORS, "their float32 copies would take too much memory; use a smaller batch to have them checked"
@@ -346,25 +345,6 @@ class OverflowsOutside(Observer):
             self._check.saw(Seen(func, kept, given, tensors_of(result), self._ids, before))
 
 
-def _in_float32(seen: Seen, shadows: dict[int, Tensor]) -> list[Tensor]:
-    """The results of the same op with its operands in float32, or what stands for them; empty where that cannot be had."""
-    if torch.Tag.nondeterministic_seeded in seen.func.tags:
-        return []  # it would draw from the program's random numbers
-    args, kwargs = for_wider(seen.func, tree_map(partial(_widened, shadows, _FLOATS), seen.arguments))
-    with contained():  # an op without a float32 form ends the pursuit
-        return tensors_of(seen.func(*args, **kwargs))
-    return []
-
-
-def _widened(stand_ins: dict[int, Tensor], narrow: Sequence[torch.dtype], value: Any) -> Any:
-    """An argument for the same operator in float32: what stands for it by its identity, or a copy, in float32 where it is ``narrow``."""
-    if isinstance(value, Tensor) and id(value) in stand_ins:
-        return stand_ins[id(value)].clone()
-    if measurable(value):
-        return value.float() if value.dtype in narrow else value.clone()
-    return torch.float32 if isinstance(value, torch.dtype) and value in narrow else value
-
-
 def _measurable(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if measurable(tensor)]
 
@@ -527,17 +507,13 @@ def _may_be_scores(seen: Seen) -> bool:
 def _again(selection: Seen, product: _Product) -> Tensor | None:
     """The indices that the selection finds where the product is computed in float32; None where that cannot be had."""
     values: dict[int, Tensor] = {}
-    results: list[Tensor] = []
-    with contained():  # scores that cannot be computed again are not judged
-        for one in [product.seen, *product.after, selection]:
-            if torch.Tag.nondeterministic_seeded in one.func.tags:
-                return None
-            stand_ins = {id(t): values[n] for t in one.operands if (n := one.number(t)) in values}
-            args, kwargs = for_wider(one.func, tree_map(partial(_widened, stand_ins, HALF), one.arguments))
-            results = tensors_of(one.func(*args, **kwargs))
-            values.update({one.number(real): other for real, other in zip(one.results, results, strict=True)})
-        return results[1]
-    return None
+    for seen in [product.seen, *product.after, selection]:
+        stand_ins = {id(t): values[n].clone() for t in seen.operands if (n := seen.number(t)) in values}
+        results = in_wider(seen.func, seen.arguments, torch.float32, HALF, stand_ins)
+        if len(results) != len(seen.results):
+            return None
+        values.update({seen.number(real): other for real, other in zip(seen.results, results, strict=True)})
+    return results[1]
 
 
 def _ties(scores: Tensor, chosen: int) -> int:

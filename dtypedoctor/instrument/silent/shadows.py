@@ -26,14 +26,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dtypedoctor._torch_private import DisableTorchFunction, memory_key, schema_of, tree_map, without_autocast
+from dtypedoctor._torch_private import DisableTorchFunction, memory_key, schema_of, without_autocast
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.naming import short_name
-from dtypedoctor.instrument.operators import Arguments, for_wider, leaves_memory_as_it_was, tensors_of, written
+from dtypedoctor.instrument.operators import Arguments, in_wider, leaves_memory_as_it_was, tensors_of, written
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.statistics import measurable
-from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.records.silent import RoundedAngles, RoundedIndices, RoundedPositions, RoundedSum, RoundedUse
 
 if TYPE_CHECKING:
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 
 NARROW = {torch.float16: 11, torch.bfloat16: 8}
 """Significant bits of the dtypes whose rounding is followed; what goes through float8 begins anew."""
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32})
 SMALL = 1 << 17
 """Elements of a memory beside which float64 values are kept."""
 OPERANDS = 1 << 18
@@ -284,7 +284,7 @@ class Shadows(Observer):
                 values[id(copy)] = _view(memory.exact, real).clone()
             elif copy.is_floating_point():
                 values[id(copy)] = copy.detach().double()
-        exact = _in_float64(func, kept, values)
+        exact = in_wider(func, kept, torch.float64, _FLOATS, values)
         if len(exact) != len(results) or any(a.shape != b.shape for a, b in zip(exact, results, strict=True)):
             return
         overwritten = {id(tensor) for tensor in written(func, given)}
@@ -521,22 +521,6 @@ def _coarser(values: Tensor, bits: int) -> Tensor:
     """The values rounded to so many significant bits."""
     mantissa, exponent = torch.frexp(values)
     return torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent)
-
-
-def _in_float64(func: Any, arguments: Arguments, values: dict[int, Tensor]) -> list[Tensor]:
-    """The results of an operator on float64 values; empty where it has no such form."""
-
-    def widened(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return values.get(id(value), value)
-        is_float = isinstance(value, torch.dtype) and value.is_floating_point
-        return torch.float64 if is_float else value
-
-    args, kwargs = for_wider(func, tree_map(widened, arguments))
-    with contained():
-        result = func(*args, **kwargs)
-        return tensors_of(result) or written(func, (args, kwargs))
-    return []
 
 
 @cache
