@@ -52,7 +52,10 @@ class Checks:
         for plugin in left_out():
             if plugin.what.startswith("dtypedoctor.checks "):
                 session.guard.tell(plugin.what, plugin.why)
-        self._writing = [(self._method(one, "writing"), self._method(one, "wrote")) for one in self._hearing("writing")]
+        self._writing = [
+            (self._method(observer, "writing"), self._method(observer, "wrote"))
+            for observer in self._hearing("writing")
+        ]
         self.look = RoutineLook(self.hearing("saw"), self.hearing("look_ended"), session, enabled=look)
 
     def __getitem__(self, cls: type[Of]) -> Of:
@@ -69,7 +72,7 @@ class Checks:
     def _hearing(self, moment: str) -> list[Observer]:
         """Those that have a method of their own for a moment, in the order in which they are called."""
         ordered = sorted(self._made.values(), key=lambda observer: (observer.priority, type(observer).__name__))
-        return [one for one in ordered if getattr(type(one), moment) is not getattr(Observer, moment)]
+        return [observer for observer in ordered if getattr(type(observer), moment) is not getattr(Observer, moment)]
 
     def _method(self, observer: Observer, moment: str) -> Callable[..., Any]:
         """A method of an observer; what that of a plug-in raises is kept from the program and from other observers."""

@@ -442,7 +442,7 @@ class Shadows(Observer):
         if known is None or known.held.expired() or known.now.shape != before.shape or not _equal(known.now, before):
             known = _Sum(StorageWeakRef(real.untyped_storage()), real)
         if len(self._sums) >= MOST_SUMS:
-            self._sums = {at: one for at, one in self._sums.items() if not one.held.expired()}
+            self._sums = {at: kept for at, kept in self._sums.items() if not kept.held.expired()}
         if len(self._sums) >= MOST_SUMS:
             return
         off = (real.double() - exact).abs().nan_to_num(0.0)

@@ -259,7 +259,9 @@ class UpdateCheck(Observer):
                 return
             if known.steps < FIRST_CHECKS:
                 known.followed = {
-                    one.key: (one.state, _left(optimizer, one), one.missing()) for one in samples if one.state
+                    sample.key: (sample.state, _left(optimizer, sample), sample.missing())
+                    for sample in samples
+                    if sample.state
                 }
             if (
                 known.steps <= FIRST_CHECKS
@@ -445,7 +447,9 @@ def _why_not_copied(optimizer: Optimizer) -> str:
 def _left(optimizer: Optimizer, sample: _Sample) -> dict[Any, Any]:
     """By which it is seen later whether anybody but a step has changed the optimizer's state of the parameter."""
     state = optimizer.state.get(sample.parameter, {})
-    return {key: (MemoryRef(one), version_of(one)) if isinstance(one, Tensor) else one for key, one in state.items()}
+    return {
+        key: (MemoryRef(held), version_of(held)) if isinstance(held, Tensor) else held for key, held in state.items()
+    }
 
 
 def _is_as_left(value: Any, left: Any) -> bool:
@@ -538,8 +542,8 @@ def _is_kept(optimizer: Optimizer, samples: list[_Sample]) -> bool | None:
                 now, before = _strided(held, sample.stride).float(), sample.begun.get(key, 0.0)
                 off = torch.minimum((now.abs() - lack).abs(), ((now - before).abs() - lack).abs())
                 kept[key].append(((lack > noise) & (off <= NEAR * lack + noise)).sum().double())
-    asked, *found = torch.stack([torch.stack(many).sum() for many in (missing, *kept.values())]).tolist()
-    return max(found, default=0.0) >= MOSTLY_NEAR * asked if asked else None
+    asked, *agreeing = torch.stack([torch.stack(many).sum() for many in (missing, *kept.values())]).tolist()
+    return max(agreeing, default=0.0) >= MOSTLY_NEAR * asked if asked else None
 
 
 def _moved_by_chance(sample: _Sample) -> Tensor:

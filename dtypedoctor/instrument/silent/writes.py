@@ -299,7 +299,7 @@ class WriteCheck(Observer):
         if followed is not None and not followed.held.expired():
             return followed
         if len(self._written) >= self._sweep_at:
-            for gone in [gone for gone, one in self._written.items() if one.held.expired()]:
+            for gone in [gone for gone, tensor in self._written.items() if tensor.held.expired()]:
                 self._end(gone)
             self._sweep_at = min(len(self._written) + SWEPT, MOST_FOLLOWED)
         self._end(key)
@@ -326,7 +326,7 @@ class WriteCheck(Observer):
 
     def _notice_kept(self, args: tuple[Any, ...]) -> None:
         """Whether an operand of a sum is what a write before has lost; not of the next write itself, where equal gradients would be."""
-        tensors = [one for one in args[:2] if isinstance(one, Tensor)]
+        tensors = [operand for operand in args[:2] if isinstance(operand, Tensor)]
         losses = self._losses.get(tensors[0].shape) if tensors else None
         if losses is None or tensors[0].data_ptr() in losses:
             return
@@ -359,7 +359,7 @@ class WriteCheck(Observer):
         if not isinstance(result, Tensor) or result.numel() <= SMALL or self.position.backward_depth:
             return
         # of a wider dtype only what has come from half precision, where the weights beside it are wide
-        wide = result.dtype is torch.float32 and any(self._round_of(one) is not None for one in args[:2])
+        wide = result.dtype is torch.float32 and any(self._round_of(operand) is not None for operand in args[:2])
         if (_is_half(result) or wide) and self.session.readings.reads(result):
             with self._looking, self.position.mute(), torch.no_grad():
                 if _name(func) == _ASSIGNS:
@@ -377,7 +377,7 @@ class WriteCheck(Observer):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, line: Line | None
     ) -> None:
         # of two operands that may change places, that is built up which has been for longer
-        known = [self._round_of(one) for one in args[:2]]
+        known = [self._round_of(operand) for operand in args[:2]]
         second = len(known) == 2 and _name(func) in ("add", "mul") and _rounds(known[1]) > _rounds(known[0])
         target = args[second]
         if not isinstance(target, Tensor) or target.shape != result.shape:
@@ -416,7 +416,7 @@ class WriteCheck(Observer):
 
     def _keep(self, result: Tensor, known: _Round) -> None:
         if len(self._computed) >= MOST_COMPUTED:
-            self._computed = {at: one for at, one in self._computed.items() if not one[0].expired()}
+            self._computed = {at: kept for at, kept in self._computed.items() if not kept[0].expired()}
         if len(self._computed) < MOST_COMPUTED:
             storage = result.untyped_storage()
             self._computed[memory_key(storage)] = (StorageWeakRef(storage), known)
@@ -434,18 +434,18 @@ class WriteCheck(Observer):
         for line in self._told:
             self._tell(line)
         self._tell_of_undone()
-        for line in {one.line for one in self._merges} - set(self._told):
-            once = [one for one in self._merges if one.line == line and one.sums == 1]
-            lost = [one for one in once if one.wanted]
+        for line in {tensor.line for tensor in self._merges} - set(self._told):
+            once = [tensor for tensor in self._merges if tensor.line == line and tensor.sums == 1]
+            lost = [tensor for tensor in once if tensor.wanted]
             if lost and _elements(lost) >= MOSTLY * _elements(once):
-                self._emit(line, max(lost, key=lambda one: one.wanted), lost, once)
+                self._emit(line, max(lost, key=lambda tensor: tensor.wanted), lost, once)
 
     def _tell_of_undone(self) -> None:
         """Writes a :class:`RoundedUse` for each line that takes away what was added before, and does not get back what was there."""
-        known = [one for one in self._undone.values() if one.returns >= UNDONE]
-        for line in dict.fromkeys(one.line for one in known):
-            of_line = [one for one in known if one.line == line]
-            worst = max(of_line, key=lambda one: one.deviation)
+        known = [undone for undone in self._undone.values() if undone.returns >= UNDONE]
+        for line in dict.fromkeys(undone.line for undone in known):
+            of_line = [undone for undone in known if undone.line == line]
+            worst = max(of_line, key=lambda undone: undone.deviation)
             at = int((worst.last.double() - worst.start).abs().argmax())
             self.session.emit(
                 RoundedUse(
@@ -457,23 +457,23 @@ class WriteCheck(Observer):
                     dtype=dtype_name(worst.last),
                     value=f"{float(worst.last[at]):.6g}",
                     exact=f"{float(worst.start[at]):.6g}",
-                    changed=sum(one.lost for one in of_line),
-                    of=sum(one.start.numel() for one in of_line),
+                    changed=sum(undone.lost for undone in of_line),
+                    of=sum(undone.start.numel() for undone in of_line),
                 )
             )
 
     def _is_parameter(self, target: Tensor) -> bool:
-        held = (tensor for _, _, tensor, _, is_buffer in self.names.tensors() if not is_buffer)
-        return any(one.shape == target.shape and one.data_ptr() == target.data_ptr() for one in held)
+        parameters = (tensor for _, _, tensor, _, is_buffer in self.names.tensors() if not is_buffer)
+        return any(p.shape == target.shape and p.data_ptr() == target.data_ptr() for p in parameters)
 
     def _tell(self, line: Line | None) -> None:
-        of_line = [one for one in self._judged.values() if one.line == line]
-        stalled = [one for one in of_line if one.is_stalled]
+        of_line = [tensor for tensor in self._judged.values() if tensor.line == line]
+        stalled = [tensor for tensor in of_line if tensor.is_stalled]
         if not of_line:
             return
         if _elements(stalled) < MOSTLY * _elements(of_line):
             stalled = []  # withdraws what was written before
-        self._emit(line, max(stalled or of_line, key=lambda one: one.wanted), stalled, of_line)
+        self._emit(line, max(stalled or of_line, key=lambda tensor: tensor.wanted), stalled, of_line)
 
     def _emit(
         self, line: Line | None, worst: _Followed, stalled: Sequence[_Followed], compared: Sequence[_Followed]
@@ -482,11 +482,11 @@ class WriteCheck(Observer):
             LostWrites(
                 source="" if line is None else line.source,
                 dtype=worst.dtype,
-                tensors=len({(one.held, one.memory) for one in stalled}),
-                compared=len({(one.held, one.memory) for one in compared}),
+                tensors=len({(tensor.held, tensor.memory) for tensor in stalled}),
+                compared=len({(tensor.held, tensor.memory) for tensor in compared}),
                 checks=worst.checks,
-                wanted=sum(one.wanted for one in stalled),
-                lost=sum(one.lost for one in stalled),
+                wanted=sum(tensor.wanted for tensor in stalled),
+                lost=sum(tensor.lost for tensor in stalled),
                 absmax=worst.absmax,
                 change=worst.change,
                 in_place=worst.in_place,
@@ -508,7 +508,7 @@ class _Taken:
         if self.values.shape != lost.values.shape:
             return False
         near = SIMILAR * lost.values.abs()
-        agree = [((self.values - one).abs() <= near).double().mean() for one in (lost.values, -lost.values)]
+        agree = [((self.values - values).abs() <= near).double().mean() for values in (lost.values, -lost.values)]
         return float(max(agree)) >= MOSTLY_SIMILAR
 
 
@@ -552,4 +552,4 @@ def _rounds(known: _Round | None) -> int:
 
 def _elements(tensors: list[_Followed]) -> int:
     """How many elements they have: of a line, weights that begin at zero and move may be as many tensors as those that stand still."""
-    return sum(one.elements for one in tensors)
+    return sum(tensor.elements for tensor in tensors)
