@@ -263,9 +263,8 @@ class UpdateCheck(Observer):
                     for sample in samples
                     if sample.state
                 }
-            if (
-                known.steps <= FIRST_CHECKS
-            ):  # later ones do not follow each other: what is kept by then is of steps that were not seen
+            # later steps do not follow each other: what is kept by then is of steps that were not seen
+            if known.steps <= FIRST_CHECKS:
                 kept = _is_kept(optimizer, samples)
                 known.is_kept = kept if known.is_kept is None or kept is False else known.is_kept
             moved = torch.stack(list(map(_moved_by_chance, samples))).sum(0).tolist()

@@ -233,9 +233,7 @@ class WriteCheck(Observer):
         return [write for row in rows if (write := self._before(func, name, row, kwargs)) is not None]
 
     def _before(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Write | None:
-        if (
-            self._losses and name in SUMS
-        ):  # Kahan summation keeps what rounding took of a write, and adds it to the next one
+        if self._losses and name in SUMS:
             self._notice_kept(args)
         target = args[0] if args else None
         if not _is_half(target) or not (name.endswith("_") and name[:-1] in ARITHMETIC):
@@ -325,7 +323,7 @@ class WriteCheck(Observer):
                 del self._losses[shape]
 
     def _notice_kept(self, args: tuple[Any, ...]) -> None:
-        """Whether an operand of a sum is what a write before has lost; not of the next write itself, where equal gradients would be."""
+        """Whether an operand of a sum is what a write before has lost, as in Kahan summation; not of the next write itself, where equal gradients would be."""
         tensors = [operand for operand in args[:2] if isinstance(operand, Tensor)]
         losses = self._losses.get(tensors[0].shape) if tensors else None
         if losses is None or tensors[0].data_ptr() in losses:
