@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.readable import held_values
-from dtypedoctor.instrument.silent.observer import Observer
+from dtypedoctor.instrument.silent.observer import Observer, named_parameters_of
 from dtypedoctor.instrument.statistics import measurable, out_of_their_sight
 from dtypedoctor.trace.records.execution import ParameterEnds
 
@@ -54,15 +54,10 @@ class ParameterJourneys(Observer):
         """An optimizer is about to take a step."""
         if optimizer in self._alive or len(self._journeys) == MOST_OPTIMIZERS:
             return
-        known, named = self.names.parameters(), []
-        for number, group in enumerate(optimizer.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                if parameter.requires_grad and held_values(parameter) is not None:
-                    named.append((known.get(id(parameter), (0, f"param_groups.{number}.{index}"))[1], parameter))
-        every = -(-len(named) // MOST_PARAMETERS) or 1
-        followed = [(name, parameter) for name, parameter in named[::every] if parameter.is_floating_point()]
-        parameters = [parameter for _, parameter in followed]
-        journey = _Journey([name for name, _ in followed], list(map(dtype_name, parameters)), _copies(parameters), [])
+        named = [pair for pair in named_parameters_of(optimizer, self.names) if _is_trained(pair[1])]
+        named = named[:: -(-len(named) // MOST_PARAMETERS) or 1]
+        parameters = [parameter for _, parameter in named]
+        journey = _Journey([name for name, _ in named], list(map(dtype_name, parameters)), _copies(parameters), [])
         self._journeys.append(journey)
         self._alive[optimizer] = journey, parameters
 
@@ -84,6 +79,10 @@ class ParameterJourneys(Observer):
             if journey.ended:
                 self.session.emit(_ends_of(journey), phase="optimizer")
         self._journeys.clear()
+
+
+def _is_trained(parameter: Tensor) -> bool:
+    return parameter.requires_grad and parameter.is_floating_point() and held_values(parameter) is not None
 
 
 def _copies(parameters: Sequence[Tensor]) -> list[Tensor]:

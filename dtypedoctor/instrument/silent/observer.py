@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dtypedoctor.instrument.frames import Line
+    from dtypedoctor.instrument.naming import Names
     from dtypedoctor.instrument.operators import Arguments
-    from dtypedoctor.instrument.silent.checks import Checks
+    from dtypedoctor.instrument.session import Session
     from dtypedoctor.instrument.silent.look import Seen
+    from dtypedoctor.instrument.whereabouts import Whereabouts
     from dtypedoctor.trace.records.execution import AutocastRegion
 
-__all__ = ["SUMS", "Observer", "parameters_of"]
+__all__ = ["SUMS", "Observer", "named_parameters_of", "parameters_of"]
 
 SUMS = frozenset({"add_", "sub_", "add", "sub", "rsub"})
 """Operators of which :meth:`Observer.writing` is told although not all of them write."""
@@ -29,7 +31,7 @@ class Observer:
     Attributes:
         priority: of those that hear of a moment, the one with the smallest number is called first.
         waits_for: names of modules of whose import :meth:`imported` tells.
-        checks: all observers of the process; ``checks[Shadows]`` is the one of that class.
+        checks: all observers of the process (:class:`checks.Checks`); ``checks[Shadows]`` is the one of that class.
         session: where observations go: ``session.emit(record, fqn=...)``, or ``session.once(record, key, fqn)``.
         position: the step and the call that the program is in; with ``position.mute()`` nothing inside is recorded.
         names: dotted names of modules, parameters and buffers.
@@ -38,12 +40,12 @@ class Observer:
     priority: ClassVar[int] = 100
     waits_for: ClassVar[Sequence[str]] = ()
 
-    def __init__(self, checks: "Checks") -> None:
+    def __init__(self, checks: Any) -> None:
         self.checks = checks
-        self.session = checks.session
-        self.position = checks.session.position
-        self.names = checks.session.names
-        self.whereabouts = checks.whereabouts
+        self.session: Session = checks.session
+        self.position = self.session.position
+        self.names = self.session.names
+        self.whereabouts: Whereabouts = checks.whereabouts
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
@@ -126,3 +128,13 @@ class Observer:
 def parameters_of(optimizer: "Optimizer") -> "Sequence[Tensor]":
     """All parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def named_parameters_of(optimizer: "Optimizer", names: "Names") -> "list[tuple[str, Tensor]]":
+    """The same with their dotted names; those of no known module are named by their group."""
+    known = names.parameters()
+    return [
+        (known.get(id(parameter), (0, f"param_groups.{number}.{index}"))[1], parameter)
+        for number, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+    ]

@@ -244,16 +244,13 @@ class Shadows(Observer):
 
     def _takes_part(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
         """Whether an operator computes with small values in half precision, or with what was made of them."""
-        is_known = any(tensor.dtype in NARROW for tensor in (*operands, *results)) or (
-            bool(self._memories) and any(_key(tensor) in self._memories for tensor in operands)
-        )
-        if not is_known or not results or not _has_wide_form(func) or not all(map(_is_plain, (*operands, *results))):
+        tensors = (*operands, *results)
+        is_half = any(tensor.dtype in NARROW for tensor in tensors)
+        if not is_half and self._memories.keys().isdisjoint(map(_key, operands) if self._memories else ()):
             return False
-        if _name(func) in _CONTRACTIONS and not (_name(func) in _OUTER and operands[0].shape[-1] == 1):
+        if not results or not _has_wide_form(func) or not all(map(_is_plain, tensors)):
             return False
-        if max(t.numel() for t in results) > SMALL or sum(t.numel() for t in operands) > OPERANDS:
-            return False
-        return self._reads(results[0])
+        return _begins_nothing(func, operands) and _are_small(operands, results) and self._reads(results[0])
 
     def _is_turn(self, func: Any, results: Sequence[Tensor], line: Line | None) -> bool:
         """Whether an operator is run in float64 once more; a sum has to be followed from its first term to the last."""
@@ -521,6 +518,16 @@ def _coarser(values: Tensor, bits: int) -> Tensor:
     """The values rounded to so many significant bits."""
     mantissa, exponent = torch.frexp(values)
     return torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent)
+
+
+def _begins_nothing(func: Any, operands: Sequence[Tensor]) -> bool:
+    """Whether it is no product with weights; one with a single term to sum is none."""
+    name = _name(func)
+    return name not in _CONTRACTIONS or (name in _OUTER and operands[0].shape[-1] == 1)
+
+
+def _are_small(operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+    return max(t.numel() for t in results) <= SMALL and sum(t.numel() for t in operands) <= OPERANDS
 
 
 @cache

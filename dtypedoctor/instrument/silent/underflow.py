@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dtypedoctor.instrument.silent.observer import Observer, parameters_of
+from dtypedoctor.instrument.silent.observer import Observer, named_parameters_of, parameters_of
 from dtypedoctor.instrument.silent.updates import is_checked
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.interruptions import is_interruption
@@ -56,29 +56,26 @@ class GradientCheck(Observer):
         parameters = parameters_of(optimizer)
         if not (self._float16_region or any(p.dtype is torch.float16 for p in parameters)):
             return
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        self._tell_if_all_are_zero(optimizer, gradients)
+        self._tell_if_all_are_zero(optimizer, [p.grad for p in parameters if p.grad is not None])
         # to count the zeros waits for the device
-        if is_checked(number) and (many := self._mostly_zero([g for g in gradients if measurable(g)], optimizer)):
+        many = self._mostly_zero(optimizer) if is_checked(number) else {}
+        if many:
             self.session.emit(GradientZeros(parameters=dict(list(many.items())[:MOST_TOLD])))
             for listener in self.on_zeros:
                 listener()
 
-    def _mostly_zero(self, gradients: list[Tensor], optimizer: Optimizer) -> dict[str, Zeros]:
+    def _mostly_zero(self, optimizer: Optimizer) -> dict[str, Zeros]:
         """The gradients that are 0 for the most part, by name of the parameter."""
+        named = named_parameters_of(optimizer, self.names)
+        gradients = [(name, p.grad) for name, p in named if p.grad is not None and measurable(p.grad)]
         if not gradients:
             return {}
         with self.position.mute(), torch.no_grad():
-            zeros = dict(
-                zip(map(id, gradients), torch.stack([(g == 0).sum() for g in gradients]).tolist(), strict=True)
-            )
-        known, counts = self.names.parameters(), {}
-        for number, group in enumerate(optimizer.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                if zeros.get(id(parameter.grad), -1) >= MANY * parameter.numel():
-                    _, name = known.get(id(parameter), (0, f"param_groups.{number}.{index}"))
-                    counts[name] = Zeros(zeros=int(zeros[id(parameter.grad)]), elements=parameter.numel())
-        return counts
+            zeros = torch.stack([(gradient == 0).sum() for _, gradient in gradients]).tolist()
+        counts = [
+            (name, int(count), gradient.numel()) for (name, gradient), count in zip(gradients, zeros, strict=True)
+        ]
+        return {name: Zeros(zeros=count, elements=of) for name, count, of in counts if count >= MANY * of}
 
     def _tell_if_all_are_zero(self, optimizer: Optimizer, gradients: list[Tensor]) -> None:
         """From one step to the next nothing is learned any more. Only on the CPU: elsewhere each step would wait for the device."""

@@ -432,15 +432,12 @@ def _why_not_copied(optimizer: Optimizer) -> str:
         return ""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return "its step may call collectives, so that no copy of it makes a step beside it"
-    held = [
-        pair for group in (optimizer.defaults, *optimizer.param_groups) for pair in group.items() if pair[0] != "params"
-    ]
-    shared = [name for name, value in (*_own_attributes(optimizer).items(), *held) if not _is_plain(value)]
-    return (
-        f"it holds more than numbers ({shared[0]}), which a copy of it that makes a step would write to"
-        if shared
-        else ""
-    )
+    groups = [{**group, "params": ()} for group in optimizer.param_groups]
+    for held in (_own_attributes(optimizer), optimizer.defaults, *groups):
+        shared = next((name for name, value in held.items() if not _is_plain(value)), None)
+        if shared is not None:
+            return f"it holds more than numbers ({shared}), which a copy of it that makes a step would write to"
+    return ""
 
 
 def _left(optimizer: Optimizer, sample: _Sample) -> dict[Any, Any]:

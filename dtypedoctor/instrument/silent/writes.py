@@ -353,17 +353,20 @@ class WriteCheck(Observer):
 
     def ran(self, func: Any, arguments: Arguments, result: Any) -> None:
         """An operator outside of modules has computed something anew, or copied it into other memory."""
-        args, kwargs = arguments
-        if not isinstance(result, Tensor) or result.numel() <= SMALL or self.position.backward_depth:
+        if self.position.backward_depth or not self._may_be_average(arguments[0], result):
             return
+        with self._looking, self.position.mute(), torch.no_grad():
+            if _name(func) == _ASSIGNS:
+                self._assigned(arguments[0][1], result)
+            elif not result.requires_grad and result.is_contiguous() and self._is_turn():
+                self._compute(func, *arguments, result, line_of(sys._getframe()))
+
+    def _may_be_average(self, args: tuple[Any, ...], result: Any) -> bool:
+        if not isinstance(result, Tensor) or result.numel() <= SMALL:
+            return False
         # of a wider dtype only what has come from half precision, where the weights beside it are wide
         wide = result.dtype is torch.float32 and any(self._round_of(operand) is not None for operand in args[:2])
-        if (_is_half(result) or wide) and self.session.readings.reads(result):
-            with self._looking, self.position.mute(), torch.no_grad():
-                if _name(func) == _ASSIGNS:
-                    self._assigned(args[1], result)
-                elif not result.requires_grad and result.is_contiguous() and self._is_turn():
-                    self._compute(func, args, kwargs, result, line_of(sys._getframe()))
+        return (wide or _is_half(result)) and self.session.readings.reads(result)
 
     def _assigned(self, value: Any, target: Tensor) -> None:
         """What was computed from a tensor is copied into one of half precision, into itself for the most part."""
@@ -432,11 +435,15 @@ class WriteCheck(Observer):
         for line in self._told:
             self._tell(line)
         self._tell_of_undone()
-        for line in {tensor.line for tensor in self._merges} - set(self._told):
-            once = [tensor for tensor in self._merges if tensor.line == line and tensor.sums == 1]
-            lost = [tensor for tensor in once if tensor.wanted]
-            if lost and _elements(lost) >= MOSTLY * _elements(once):
-                self._emit(line, max(lost, key=lambda tensor: tensor.wanted), lost, once)
+        once = [tensor for tensor in self._merges if tensor.sums == 1]
+        for line in {tensor.line for tensor in once} - set(self._told):
+            self._tell_of_merges(line, [tensor for tensor in once if tensor.line == line])
+
+    def _tell_of_merges(self, line: Line | None, once: list[_Followed]) -> None:
+        """Tells of a line that has added a tensor to each of some parameters once."""
+        lost = [tensor for tensor in once if tensor.wanted]
+        if lost and _elements(lost) >= MOSTLY * _elements(once):
+            self._emit(line, max(lost, key=lambda tensor: tensor.wanted), lost, once)
 
     def _tell_of_undone(self) -> None:
         """Writes a :class:`RoundedUse` for each line that takes away what was added before, and does not get back what was there."""
@@ -522,17 +529,16 @@ def _sampled(args: Sequence[Any], kwargs: dict[str, Any], target: Tensor, stride
     """The parts of operands that belong to the elements of ``target`` that are compared, in float64; None where one has no such part."""
     if not target.is_contiguous() or any(isinstance(value, Tensor) for value in kwargs.values()):
         return None
-    parts: list[Any] = []
-    for value in args:
-        if not isinstance(value, Tensor):
-            parts.append(value)
-        elif measurable(value) and value.numel() == 1:
-            parts.append(value.detach().double().reshape(()))
-        elif measurable(value) and value.shape == target.shape and value.is_contiguous():
-            parts.append(value.detach().reshape(-1)[::stride].double())
-        else:
-            return None
-    return parts
+    parts = [_part_of(value, target, stride) if isinstance(value, Tensor) else value for value in args]
+    return None if any(part is None for part in parts) else parts
+
+
+def _part_of(value: Tensor, target: Tensor, stride: int) -> Tensor | None:
+    if measurable(value) and value.numel() == 1:
+        return value.detach().double().reshape(())
+    if measurable(value) and value.shape == target.shape and value.is_contiguous():
+        return value.detach().reshape(-1)[::stride].double()
+    return None
 
 
 def _is_half(value: Any) -> TypeGuard[Tensor]:
