@@ -1,4 +1,4 @@
-"""Gradients that float16 flushes to zero: counted before optimizer steps, and looked for in the gradients of a scaled loss."""
+"""Gradients that float16 flushes to zero: counted before optimizer steps, and compared with those of a scaled loss."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -11,10 +11,8 @@ from torch.optim import Optimizer
 from dtypedoctor.instrument.silent.observer import Observer, named_parameters_of, parameters_of
 from dtypedoctor.instrument.silent.updates import is_checked
 from dtypedoctor.instrument.statistics import measurable
-from dtypedoctor.interruptions import is_interruption
-from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.records.execution import AutocastRegion
-from dtypedoctor.trace.records.silent import GradientZeros, ScaledBackward, ScaledGradient, Zeros
+from dtypedoctor.trace.records.silent import GradientZeros, ScaledGradient, Zeros
 
 if TYPE_CHECKING:
     from dtypedoctor.instrument.silent.checks import Checks
@@ -29,11 +27,10 @@ MOST_TOLD = 40
 class GradientCheck(Observer):
     """Counts zeros in gradients where float16 is at work.
 
-    Zeros alone prove nothing: tokens that do not occur, ReLU and dropout give them too. The first pass only counts them; where
-    there are many, the second pass multiplies the same loss by 32768 and looks which of them come back.
+    Zeros alone prove nothing: tokens that do not occur, ReLU and dropout give them too. Where
+    there are many, the calls of the step are made again with what their backward passes start from multiplied by 32768 (`in_place.py`).
 
-    Before an optimizer step it writes a :class:`GradientZeros`, where a gradient is zero for the most part; :meth:`scaled_backward` writes
-    a :class:`ScaledBackward`.
+    Before an optimizer step it writes a :class:`GradientZeros`, where a gradient is zero for the most part.
 
     Attributes:
         on_zeros: called where a :class:`GradientZeros` has been written.
@@ -85,28 +82,6 @@ class GradientCheck(Observer):
         if dead and not self._dead.get(optimizer, False):
             self.checks.look.look_again()
         self._dead[optimizer] = dead
-
-    def scaled_backward(self, tensors: list[Tensor]) -> None:
-        """A backward pass is about to begin: computes its gradients twice beside it, of the loss and of the scaled loss."""
-        losses = [t for t in tensors if t.requires_grad and t.numel() == 1]
-        named = self.names.tensors()
-        trained = {name: p for _, name, p, _, is_buffer in named if not is_buffer and p.requires_grad}
-        if not losses or not trained:
-            return
-
-        def gradients(scale: float) -> Sequence[Tensor | None]:
-            starts = [torch.full_like(loss, scale) for loss in losses]
-            return torch.autograd.grad(losses, list(trained.values()), starts, retain_graph=True, allow_unused=True)
-
-        try:
-            with self.position.mute(), torch.random.fork_rng(enabled=True):
-                told = when_scaled(trained, gradients, SCALE)
-        except RuntimeError as error:  # a graph that can be walked only once, say
-            if is_interruption(error):
-                raise
-            self.session.emit(ScaledBackward(scale=SCALE, error=elided(str(error))[:200]))
-            return
-        self.session.emit(ScaledBackward(scale=SCALE, parameters=told))
 
 
 def when_scaled(
