@@ -56,7 +56,8 @@ class Checks:
             (self._method(observer, "writing"), self._method(observer, "wrote"))
             for observer in self._hearing("writing")
         ]
-        self.look = RoutineLook(self.hearing("saw"), self.hearing("look_ended"), session, enabled=look)
+        writes = (self.writing, self.wrote)
+        self.look = RoutineLook(self.hearing("saw"), self.hearing("look_ended"), session, writes, enabled=look)
 
     def __getitem__(self, cls: type[Of]) -> Of:
         """The observer of this class."""

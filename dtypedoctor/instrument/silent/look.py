@@ -6,6 +6,7 @@ of each outermost module at its calls 1, 2, 16, 128, 1024 …, apart for each ph
 one is looked at too, a few times: a program that has got into float16's limits by training hides what it makes there more often than it fails.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from dtypedoctor._torch_private import (
     without_autocast,
     without_modes,
 )
+from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.module_tree import modules_in
 from dtypedoctor.instrument.operators import (
     Arguments,
@@ -56,6 +58,8 @@ MORE_LOOKS = 8
 """Calls that are looked at besides because something was not finite, or every gradient 0, in the one before."""
 
 TOO_LARGE = "a copy of what they overwrite would take too much memory; use a smaller batch to have them checked"
+
+Writes = tuple[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any], Callable[[Any, Line | None], None]]
 
 _SKIPPED = frozenset({"aten.detach.default", "aten.alias.default"})
 
@@ -105,6 +109,7 @@ class RoutineLook:
         saw: who is shown them.
         ended: called when a call that was looked at is over.
         session: tells the moment, and keeps the observers' errors from the program.
+        writes: called before each operator, and after it with what the first has returned and the line.
         enabled: whether any call is looked at.
 
     Attributes:
@@ -116,10 +121,12 @@ class RoutineLook:
         saw: Sequence[Callable[[Seen], None]],
         ended: Sequence[Callable[[], None]],
         session: Session,
+        writes: Writes,
         *,
         enabled: bool = True,
     ) -> None:
         self._saw, self._ended = saw, ended
+        self._writes = writes
         self._enabled = enabled
         self.accumulating: list[Callable[[Seen], None]] = []
         self._session = session
@@ -151,7 +158,7 @@ class RoutineLook:
         else:
             return
         if looking and _may_look(module):
-            self._mode = _Mode(looking, self._session)
+            self._mode = _Mode(looking, self._session, self._writes)
             self._thread = get_ident()
             self._mode.__enter__()
 
@@ -169,9 +176,10 @@ class RoutineLook:
 class _Mode(OperatorMode):
     supports_higher_order_operators = True
 
-    def __init__(self, saw: Sequence[Callable[[Seen], None]], session: Session) -> None:
+    def __init__(self, saw: Sequence[Callable[[Seen], None]], session: Session, writes: Writes) -> None:
         super().__init__()
         self._saw = saw
+        self._writing, self._wrote = writes
         self._position, self._guard, self._meter = session.position, session.guard, session.meter
         self._ids = TensorIds()
 
@@ -212,6 +220,9 @@ class _Mode(OperatorMode):
             return self._unseen(func, (args, kwargs))
         kept = (args, kwargs)
         before: dict[int, int] = {}
+        write = None
+        with self.aside():
+            write = self._writing(func, args, kwargs)
         if changed:
             with self.aside():
                 kept = keep_written(func, kept)
@@ -221,6 +232,8 @@ class _Mode(OperatorMode):
         node = node_of_operator()
         result = run(func, args, kwargs)
         with self.aside():
+            if write:
+                self._wrote(write, line_of(sys._getframe()))
             for tensor in changed:
                 self._ids.wrote(tensor)
             seen = Seen(func, kept, (args, kwargs), tensors_of(result), self._ids, before, node)
