@@ -396,7 +396,7 @@ class Instruments:
         sentinel.writing, sentinel.wrote = self.checks.writing, self.checks.wrote
         sentinel.following = self.checks.following
         sentinel.program = self._program
-        sentinel.shadowed = self.checks[Shadows].ran_outside
+        sentinel.shadowed, sentinel.readout = self.checks[Shadows].ran_outside, self.checks[Shadows].read
         overflows = self.checks[OverflowsOutside]
         overflows.whereabouts.is_inside = sentinel.is_of_a_module
         sentinel.rounded, sentinel.overflowed = overflows.wants, overflows.ran_outside

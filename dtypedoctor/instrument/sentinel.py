@@ -148,6 +148,7 @@ class Sentinel(OperatorMode):
         computed: called in a process that the program has forked from this thread, when it first computes with floating point.
         following: says who is called with each call of an operator, its arguments and its result; these raise nothing themselves.
         shadowed: called with each operator of a forward pass: it, its arguments with copies of what it has written to, its arguments, its results, its line.
+        readout: called with a tensor of which Python has read the number, and the line.
         rounded: says whether an operator with these finite results is to be handed to ``overflowed``.
         overflowed: called with each operator of a forward pass, or of a custom function's backward, that was run while something is not finite: it, its arguments with copies of what it has written
             to, its arguments, its result.
@@ -199,6 +200,7 @@ class Sentinel(OperatorMode):
         self.wrote: Callable[[Any, Line | None], None] = lambda *_: None
         self.following: Callable[[Any], Sequence[Callable[[Any, Arguments, Any], None]]] = lambda _: ()
         self.shadowed: Callable[[Any, Arguments, Arguments, Sequence[Tensor], Line | None], None] = lambda *_: None
+        self.readout: Callable[[Tensor, Line | None], None] = lambda *_: None
         self.rounded: Callable[[Sequence[Tensor]], bool] = lambda _: False
         self.overflowed: Callable[[Any, Arguments, Arguments, Any], None] = lambda *_: None
         self.program = Float32Program(session)
@@ -496,6 +498,7 @@ class Sentinel(OperatorMode):
         line, node = self._where()
         if plan.reads:
             self._bad.read(arguments[0][0], result, line)
+            self.readout(arguments[0][0], line)
             return
         self._computed(func, plan, arguments, kept, result, line, node)
 

@@ -90,6 +90,78 @@ def averaged() -> None:
         average.update_parameters(model)
 
 
+def lengths() -> None:
+    """Lengths as shares of the longest, which are cast with everything else of a batch."""
+    frames = torch.tensor([2999.0, 2513, 1777, 1204, 2203, 2750, 1999, 1601])
+    torch.round((frames / 2999).half() * 2999).long()
+
+
+class Rotations(nn.Module):
+    """Turns by a complex table in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        angles = torch.outer(torch.arange(16.0), 100.0 ** -torch.linspace(0, 1, 8))
+        self.register_buffer("table", torch.polar(torch.ones_like(angles), angles))
+
+
+def rotations() -> None:
+    """A model is cast with its table."""
+    Rotations().to(HALF)
+
+
+def confusion() -> None:
+    """Pairs of classes are counted by a product in half precision, summed in float32, and read by Python."""
+    total = torch.zeros(4, 4)
+    for _ in range(3):
+        hot = [nn.functional.one_hot(torch.randint(0, 4, (9001,)), 4).to(HALF) for _ in range(2)]
+        total += hot[0].t() @ hot[1]
+    int(total.sum())
+
+
+def levels() -> None:
+    """Steps between levels of which some coincide."""
+    table = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0).half()
+    sigmas = ((1 - table) / table).sqrt()
+    state = torch.ones(8)
+    for now in range(40, 0, -1):
+        state = state + (sigmas[now - 1] - sigmas[now]) * torch.randn(8)
+
+
+def frequencies() -> None:
+    """Inverse frequencies of words, of which those of the common ones are 0."""
+    weight = (1 / torch.tensor([81e6, 64e6, 52e6, 47e6, 9e6, 6e6, 4e6, 2e6])).half()
+    weight / weight.sum()
+
+
+def exam() -> None:
+    """Scores that are rounded before one of each row is chosen."""
+    (torch.randn(400, 40) + 60).to(HALF).argmax(1)
+
+
+class Average(nn.Module):
+    """Keeps a moving average in a buffer."""
+
+    def __init__(self, decay: float) -> None:
+        super().__init__()
+        self.decay = decay
+        self.register_buffer("mean", torch.ones(256))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Moves the average on."""
+        self.mean.lerp_(rows.mean(0).to(self.mean.dtype), 1 - self.decay)
+        return rows - self.mean
+
+
+def average_inside() -> None:
+    """A module moves its average by less than half precision holds."""
+    model, weight = Average(0.9999).to(HALF), torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(4):
+        (model(torch.randn(32, 256).to(HALF)).float().mean() * weight).sum().backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("work", "id", "line", "says"),
     [
@@ -98,6 +170,13 @@ def averaged() -> None:
         (counts, "rounded-sum", "self.seen += ", "bfloat16"),
         (statistics, "rounded-result", "norm(torch.randn(16, 8)", "leaves inf in memory"),
         (merged, "rounded-result", "model.weight.data -= adapter", "does not get back what was there"),
+        (lengths, "rounded-result", "torch.round(", "gives other whole numbers"),
+        (rotations, "rounded-result", "Rotations().to(HALF)", "imaginary"),
+        (confusion, "rounded-indices", "hot[0].t() @ hot[1]", "counts in bfloat16"),
+        (levels, "rounded-result", "(sigmas[now - 1] - sigmas[now])", "step of 0"),
+        (frequencies, "rounded-result", "weight / weight.sum()", "4 of 8 results"),
+        (exam, "rounded-result", ".to(HALF).argmax(1)", "by their order"),
+        (average_inside, "update-stall", "self.mean.lerp_", "rounds"),
         (averaged, "update-stall", "average.update_parameters(model)", "rounds"),
     ],
 )
@@ -175,7 +254,55 @@ def kept() -> None:
         right += (torch.rand(10) > 0.5).sum()
 
 
-@pytest.mark.parametrize("work", [stochastic, compensated, quantized, sampled, nearest, kept])
+def exact() -> None:
+    """Scores that are equal in float32 too; whole numbers that half precision has; codes that are found again; products without an imaginary part."""
+    (torch.randint(0, 5, (400, 40)) + 0.1).to(HALF).argmax(1)
+    hot = nn.functional.one_hot(torch.randint(0, 4, (200,)), 4).to(HALF)
+    int((hot.t() @ hot).sum())
+    codes = torch.randint(-127, 128, (512,))
+    ((codes * 0.037).half() / torch.tensor(0.037).half()).round().to(torch.int8)
+    torch.fft.ifft(torch.fft.fft(torch.randn(64))).to(HALF)
+
+
+def negligible() -> None:
+    """Tails of a softmax, gates that are shut, neighbors of an image, steps of a short grid."""
+    tails = (torch.randn(8, 64) * 12).softmax(-1).half()
+    tails / tails.sum(-1, keepdim=True) * torch.sigmoid(torch.randn(8, 64) * 12).half()
+    image = torch.rand(1, 16, 16).cumsum(-1).half() / 16
+    image[:, 1:] - image[:, :-1]
+    grid = torch.linspace(1, 0, 30).half()
+    [grid[now + 1] - grid[now] for now in range(29)]
+
+
+class Compensated(nn.Module):
+    """Sums in half precision by Kahan, in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.ones(256))
+        self.register_buffer("lost", torch.zeros(256))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Adds what is left of the sum before, too."""
+        term = rows.mean(0) * 1e-3 - self.lost
+        before = self.total.clone()
+        self.total.add_(term)
+        self.lost.copy_((self.total - before) - term)
+        return self.total * rows
+
+
+def averages_inside() -> None:
+    """An average that moves, one whose rest is kept, and one that is kept in float32."""
+    models = [Average(0.9).to(HALF), Compensated().to(HALF), Average(0.9999)]
+    for _ in range(6):
+        for model in models:
+            model(torch.rand(32, 256).to(next(model.buffers()).dtype))
+
+
+@pytest.mark.parametrize(
+    "work",
+    [stochastic, compensated, quantized, sampled, nearest, kept, exact, negligible, averages_inside],
+)
 def test_programs_that_are_right_in_half_precision_are_told_nothing_of(
     tmp_path: Path, work: Callable[[], object]
 ) -> None:

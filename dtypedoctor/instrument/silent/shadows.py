@@ -7,7 +7,11 @@ where the value is used:
 
 * a **decision** (argmax, topk, sort, sign, a search) that is another one than float64 takes, although the values that it is between are further apart there
   than a few roundings of their own size: two scores that are nearly equal may swap;
-* a **cast to an integer** that gives another whole number;
+* a choice among values that are **distinct** in float64 and equal here, so that their order decides;
+* whole numbers, also as quotients or shares of them, that a cast or a rounding turns into **other whole numbers**, or that Python reads;
+* a **step** between two entries of a grid that is 0 because they coincide;
+* **factors** that have become 0 and are not small beside the others;
+* the **imaginary part**, where a cast cuts it off;
 * an **angle** of which a sine is taken, and that is off by a good part of a turn;
 * **positions** that are rounded together, and then computed with;
 * a **sum**: what is added to over and over, and has become wrong because the terms are rounded away;
@@ -65,6 +69,8 @@ _CONTRACTIONS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "dot", "addmv"
 _OUTER = frozenset({"mm", "bmm"})
 """Those of them that are no more than products where there is one term to sum: of positions and frequencies."""
 _SINES = frozenset({"sin", "cos"})
+NOISE, CHANCE = 4 * torch.finfo(torch.float32).eps, 1e-3
+"""What whole numbers may be off after divisions and products in float32; and how likely other numbers may be as near."""
 RADIANS = 0.25
 """Errors of an angle from here on matter."""
 SHORTEST = 257
@@ -72,6 +78,7 @@ SHORTEST = 257
 _MAKERS = frozenset({"arange", "_to_copy"})
 _ARITHMETIC = frozenset({"mul", "div", "mm", "bmm", "addmm", "baddbmm", "sin", "cos", "exp", "pow"})
 """Operators that make something else of a position: an angle, a slope, a distance."""
+_PRODUCTS = frozenset({"mul", "mul_", "div", "div_"})
 _ADDS = frozenset({"add", "add_"})
 _SIGNS = frozenset({"sign", "sign_", "sgn", "sgn_"})
 
@@ -218,6 +225,17 @@ class Shadows(Observer):
         """The call that was looked at is over; its values may be used later."""
         self._made.clear()
 
+    def read(self, tensor: Tensor, line: Line | None) -> None:
+        """Python has read a number: a count in half precision is another one."""
+        if not self._memories or _key(tensor) not in self._memories:
+            return
+        with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+            memory = self._memory_of(tensor, tensor)
+            if memory is None or not memory.origin.whole or not _is_whole(exact := _view(memory.exact, tensor)):
+                return
+            if bool(tensor.isfinite()) and bool(exact.isfinite()):
+                self._counted(memory.origin, line, tensor.long(), exact.long(), tensor != exact)
+
     def ran_outside(
         self, func: Any, kept: Arguments, given: Arguments, results: Sequence[Tensor], line: Line | None
     ) -> None:
@@ -245,8 +263,9 @@ class Shadows(Observer):
     def _takes_part(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
         """Whether an operator computes with small values in half precision, or with what was made of them."""
         tensors = (*operands, *results)
-        is_half = any(tensor.dtype in NARROW for tensor in tensors)
-        if not is_half and self._memories.keys().isdisjoint(map(_key, operands) if self._memories else ()):
+        if not _may_round(func, tensors) and self._memories.keys().isdisjoint(
+            map(_key, operands) if self._memories else ()
+        ):
             return False
         if not results or not _has_wide_form(func) or not all(map(_is_plain, tensors)):
             return False
@@ -297,6 +316,10 @@ class Shadows(Observer):
             [*exact, *(values[id(copy)] for _, copy in besides)],
         )
         call = _Call(func, kept, operands, known, values, results, exact, line)
+        self._judge_real_part(call)
+        if known and _rounds(call):
+            self._judge_cast(call)
+            return  # what is whole now has been judged, and begins anew
         if known:
             self._judge(call)
         if is_state:
@@ -351,19 +374,20 @@ class Shadows(Observer):
         self._judge_positions(call)
         if call.name in _SINES and not call.operands[0][1].requires_grad:  # else it is an activation
             self._judge_angles(call)
+        self._judge_step(call)
+        self._judge_factors(call)
         chosen = [number for number, tensor in enumerate(call.results) if _is_integer(tensor)]
         if call.name in _SIGNS:
             self._used("decision", call, call.results[0].double() != call.exact[0], call.results[0], call.exact[0])
         elif not chosen:
             return
-        elif call.name == "_to_copy":
-            self._judge_cast(call)
         elif call.name in _SEARCHES:
             real, exact = call.results[0], call.exact[0]
             self._used("decision", call, (real - exact).abs() > 1, real, exact)
         elif call.name in _CHOICES:
             real, exact = call.results[chosen[0]], call.exact[chosen[0]]
             self._used("decision", call, _chooses_otherwise(call, real, exact), real, exact)
+            self._judge_ties(call, real, exact)
 
     def _judge_positions(self, call: _Call) -> None:
         """The first arithmetic with positions of which half precision has made fewer."""
@@ -386,51 +410,89 @@ class Shadows(Observer):
         if error < RADIANS:
             return
         source, fqn = self.here()
-        dtype = short_name(origin.dtype)
-        if origin.whole:
-            told = RoundedAngles(
-                op=origin.op,
-                source=origin.source or None,
-                dtype=dtype,
-                largest=origin.largest,
-                error=error,
-                apart=origin.apart,
-            )
-        else:
-            told = RoundedAngles(
-                op=str(call.func),
-                source=source,
-                dtype=dtype,
-                largest=float(angles[finite].abs().max()),
-                error=error,
-                measured=True,
-            )
+        told = RoundedAngles(
+            op=origin.op,
+            source=origin.source or source,
+            dtype=short_name(origin.dtype),
+            largest=origin.largest if origin.whole else float(angles[finite].abs().max()),
+            error=error,
+            apart=origin.apart if origin.whole else None,
+            measured=not origin.whole,
+        )
         self.session.once(told, (fqn, told.source), fqn)
 
     def _judge_cast(self, call: _Call) -> None:
         """Whole numbers that are others, and fractions that end up more than one from where they belong."""
         operand, real, origin = call.operands[0][0], call.results[0], call.origin()
         values = call.values[id(operand)]
-        finite = values.isfinite() & (values.abs() < 2.0**52)
-        wanted = torch.where(finite, values, 0.0).long()
-        off = (real.long() - wanted).abs()
-        are_whole = origin.whole and bool((finite & (values == wanted)).all()) and bool(operand.isfinite().all())
-        changed = finite & (off > (0 if are_whole else 1))
-        if not are_whole:
-            self._used("integer", call, changed, real, wanted)
-        elif bool(changed.any()):
-            first = int(changed.flatten().nonzero()[0])
-            told = RoundedIndices(
-                source=origin.source,
-                used_at="" if call.line is None else call.line.source,
-                dtype=short_name(origin.dtype),
-                elements=real.numel(),
-                changed=int(changed.sum()),
-                before=int(wanted.flatten()[first]),
-                after=int(real.flatten()[first]),
-                counted="_to_copy" not in origin.op,
-            )
-            self.session.once(told, told.source)
+        finite = values.isfinite() & (values.abs() < 2.0**52) & operand.isfinite()
+        whole = torch.where(finite, values, 0.0).round()
+        meant = bool(finite.all()) and _are_near(values, whole)
+        if meant:
+            changed, wanted = real.double() != whole, whole.long()
+        else:
+            wanted = torch.where(finite, values, 0.0).long() if _is_integer(real) else call.exact[0]
+            changed = finite & ((real - wanted).abs() > 1)
+        if origin.whole and _is_integer(real) and bool((values == whole).all()):
+            self._counted(origin, call.line, real, wanted, changed)
+        else:
+            self._used("whole" if meant else "integer", call, changed, real, wanted)
+
+    def _counted(self, origin: Origin, line: Line | None, real: Tensor, wanted: Tensor, changed: Tensor) -> None:
+        """Tells of whole numbers that are others."""
+        if not bool(changed.any()):
+            return
+        first = int(changed.flatten().nonzero()[0])
+        told = RoundedIndices(
+            source=origin.source,
+            used_at="" if line is None else line.source,
+            dtype=short_name(origin.dtype),
+            elements=real.numel(),
+            changed=int(changed.sum()),
+            before=int(wanted.flatten()[first]),
+            after=int(real.flatten()[first]),
+            counted="_to_copy" not in origin.op,
+        )
+        self.session.once(told, told.source)
+
+    def _judge_ties(self, call: _Call, chosen: Tensor, exact: Tensor) -> None:
+        """One of each row, chosen by the order of values that are equal only here. They are as near to the float64 ones as their dtype allows, or its spacing is not why."""
+        scores, dim = call.operands[0][0], call.argument("dim")
+        values = call.values[id(scores)]
+        if dim is None or chosen.dim() == scores.dim() or not torch.equal(values.to(scores.dtype), scores):
+            return  # of a whole order, a part always is
+        at, other = chosen.unsqueeze(dim), exact.unsqueeze(dim)
+        picked = scores.gather(dim, at)
+        is_tie = (
+            picked == scores.gather(dim, other)
+        ) & picked.isfinite()  # what is inf has lost more than its last bits
+        apart = values.gather(dim, at) != values.gather(dim, other)
+        self._used("tie", call, (is_tie & apart).squeeze(dim), chosen, exact)
+
+    def _judge_real_part(self, call: _Call) -> None:
+        """A cast of complex numbers to real ones, of which more than a rounding is imaginary."""
+        operand, real = call.operands[0][0] if call.operands else None, call.results[0]
+        if call.name == "_to_copy" and operand is not None and operand.is_complex() and real.is_floating_point():
+            cut = operand.imag.abs() > torch.finfo(real.dtype).eps * operand.abs()
+            self._used("imaginary", call, cut, real, operand)
+
+    def _judge_step(self, call: _Call) -> None:
+        """Steps between entries of a grid that coincide."""
+        sides = list(call.known.values())
+        if call.name == "sub" and len(sides) == len(call.operands) == 2 and sides[0] is sides[1]:
+            real, exact = call.results[0], call.exact[0]
+            if _is_grid(sides[0].exact):
+                self._used("step", call, (real == 0) & (exact != 0), real, exact)
+
+    def _judge_factors(self, call: _Call) -> None:
+        """Factors that were rounded to 0 and make 0, where others were not and they would matter beside these."""
+        real, exact = call.results[0], call.exact[0]
+        for factor, _ in call.operands if call.name in _PRODUCTS else ():
+            memory = call.known.get(id(factor))
+            if memory is not None and factor.shape == real.shape and bool(factor.any()):
+                values = call.values[id(factor)].abs()
+                matters = (values > torch.finfo(memory.origin.dtype).eps * values.max()) & (exact != 0)
+                self._used("factor", call, (factor == 0) & (real == 0) & matters, real, exact)
 
     def _judge_sum(self, call: _Call) -> None:
         """Values that are added to over and over, and a count in half precision, which does not have every whole number."""
@@ -514,6 +576,32 @@ def _chooses_otherwise(call: _Call, real: Tensor, exact: Tensor) -> Tensor:
     return apart.squeeze(dim) if inside else apart
 
 
+def _rounds(call: _Call) -> bool:
+    """Whether an operator makes whole numbers of what it is given, each next to its own: a cast to integers, ``round``, ``floor``."""
+    if len(call.operands) != 1 or call.results[0].shape != call.operands[0][0].shape:
+        return False
+    exact, operand = call.exact[0].double(), call.values.get(id(call.operands[0][0]))
+    if operand is None or call.results[0].dtype is torch.bool:
+        return False
+    if call.name == "_to_copy":
+        return _is_integer(call.results[0])
+    return not _is_whole(operand) and _is_whole(exact) and bool(((exact - operand).abs() < 1).all())
+
+
+def _are_near(values: Tensor, whole: Tensor) -> bool:
+    """Whether values are whole numbers but for what float32 rounds, and not by chance."""
+    if torch.equal(values, whole):
+        return True
+    noise = NOISE * float(whole.abs().max())
+    return noise ** min(values.numel(), 8) < CHANCE and bool(((values - whole).abs() <= noise).all())
+
+
+def _is_grid(values: Tensor) -> bool:
+    """Whether each value is larger than the one before, or each is smaller."""
+    steps = values.diff()
+    return len(steps) > 1 and bool((steps > 0).all() | (steps < 0).all())
+
+
 def _coarser(values: Tensor, bits: int) -> Tensor:
     """The values rounded to so many significant bits."""
     mantissa, exponent = torch.frexp(values)
@@ -521,9 +609,20 @@ def _coarser(values: Tensor, bits: int) -> Tensor:
 
 
 def _begins_nothing(func: Any, operands: Sequence[Tensor]) -> bool:
-    """Whether it is no product with weights; one with a single term to sum is none."""
+    """Whether it is no product with weights; one with a single term to sum is none, and one of whole numbers counts."""
     name = _name(func)
-    return name not in _CONTRACTIONS or (name in _OUTER and operands[0].shape[-1] == 1)
+    return (
+        name not in _CONTRACTIONS
+        or (name in _OUTER and operands[0].shape[-1] == 1)
+        or all(_is_whole(operand.flatten()[:8]) and _is_whole(operand) for operand in operands)
+    )
+
+
+def _may_round(func: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether some of the tensors of an operator are in half precision, or it makes real numbers of complex ones."""
+    if any(tensor.dtype in NARROW for tensor in tensors):
+        return True
+    return _name(func) == "_to_copy" and tensors[0].is_complex() and tensors[-1].is_floating_point()
 
 
 def _are_small(operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
@@ -586,4 +685,4 @@ def _key(tensor: Tensor) -> int:
 
 def _number(tensor: Tensor, at: int) -> str:
     """One element as text: inf and NaN are no numbers of a trace."""
-    return f"{float(tensor.flatten()[at]):.6g}" if tensor.numel() else ""
+    return f"{tensor.flatten()[at].item():.6g}" if tensor.numel() else ""

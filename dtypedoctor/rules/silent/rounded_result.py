@@ -24,10 +24,17 @@ SPEC = FindingSpec(
 
 FEWEST = 0.05
 """Share of the results of a line that have to differ. Below it they may be scores that are nearly equal, or fractions close to a whole number."""
+TIED, TIES = 0.01, 8
+"""The same where the order of equal values decides, and how many at least: one row of a hundred may be a coincidence."""
 
 _CHANGES = {
     "restored": "takes away what was added before and does not get back what was there",
+    "tie": "chooses by their order between values that are equal only after rounding",
+    "whole": "gives other whole numbers than float64, in which the numbers are whole before",
     "decision": "takes another decision than the same operators do in float64",
+    "step": "makes a step of 0 between two entries of a grid, which are apart in float64",
+    "factor": "has factors of 0 that are not 0 in float64, nor small beside the others",
+    "imaginary": "cuts the imaginary part off",
     "integer": "gives other whole numbers than the same operators do in float64",
     "state": "leaves inf in memory that outlives the call, where the same operators in float64 leave finite values",
 }
@@ -40,8 +47,14 @@ def detect_rounded_results(trace: Trace) -> Iterator[Finding]:
         what = seen.what
         if what.nonfinite and incidents(trace):
             continue  # a consequence of what is told of as inf or NaN
-        if what.changed and what.changed >= FEWEST * what.of:
+        if what.changed and _matters(what):
             yield make_finding_of(seen, _statement(what), dtype=what.dtype, op=what.op, source=what.source or None)
+
+
+def _matters(what: RoundedUse) -> bool:
+    if what.use == "tie":
+        return what.changed >= max(TIES, TIED * what.of)
+    return what.use == "whole" or what.changed >= FEWEST * what.of
 
 
 def _statement(what: RoundedUse) -> Statement:
