@@ -25,6 +25,19 @@ _PLACED = re.compile(r"\S+:\d+:\d+: ")
 
 _LONGEST = 100_000
 """Characters of a message that are shown."""
+_LONGEST_PATH = 500
+"""Characters of an error of the system, which ends in the whole path."""
+_NO_PLACE = (
+    errno.ENAMETOOLONG,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ELOOP,
+    errno.ENOTDIR,
+)
+"""What the system says of a folder that nothing can be written to."""
 
 app = typer.Typer(
     name="dtypedoctor",
@@ -125,12 +138,25 @@ def _unexpected(error: Exception) -> int:
     if callable(show):
         show()
         return int(exit_code) if exit_code is not None else int(ExitCode.USAGE)
+    if refused := _of_a_scenario(error):
+        _complain(refused, "")
+        return int(ExitCode.USAGE)
     if hint := _hint(error, ""):
-        _complain(f"this command cannot run here: {error}", hint)
+        _complain(f"this command cannot run here: {paragraphs(str(error), _LONGEST_PATH)}", hint)
         return int(ExitCode.USAGE)
     print(paragraphs(traceback.format_exc(), _LONGEST), file=sys.stderr)
     _complain(f"dtypedoctor itself failed: {type(error).__name__}: {error}", "Please report this with the lines above.")
     return int(ExitCode.INTERNAL)
+
+
+def _of_a_scenario(error: Exception) -> str:
+    """What is wrong with a scenario that options make, in words; empty for any other error."""
+    pydantic = sys.modules.get("pydantic")
+    if pydantic is None or not isinstance(error, pydantic.ValidationError) or error.title != "Scenario":
+        return ""
+    from dtypedoctor.scenario.problems import dotted, in_words
+
+    return "; ".join(f"{dotted(one['loc'])}: {in_words(one)}" for one in error.errors())
 
 
 def _hint(error: BaseException, hint: str) -> str:
@@ -141,6 +167,8 @@ def _hint(error: BaseException, hint: str) -> str:
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
             return "Raise the limit of open files, for example with `ulimit -n 4096`."
+        if isinstance(cause, OSError) and cause.errno in _NO_PLACE:
+            return "Give another folder: --out, or `runs` of [tool.dtypedoctor] in pyproject.toml."
         cause = cause.__cause__ or cause.__context__
     return hint
 

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from dtypedoctor._torch_private import (
     tree_map,
     without_autocast,
 )
+from dtypedoctor.instrument.module_tree import ByModule
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import (
     Arguments,
@@ -68,7 +68,7 @@ class Originals:
 
     def __init__(self) -> None:
         self.outside: Float32Program | None = None
-        self._of: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
+        self._of: ByModule[dict[str, Tensor]] = ByModule()
 
     def cast(self, original: Tensor, result: Tensor, owner: nn.Module, name: str) -> None:
         """``result``, which ``owner`` has under ``name``, is to hold ``original`` in its own, narrower dtype."""

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from dtypedoctor.instrument.failing_statement import show_operands
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.frames import source_of
 from dtypedoctor.instrument.live_call import LiveCall, as_leaf, mapped, tensors_of
-from dtypedoctor.instrument.module_tree import modules_in, named_tensors, owner_of, parameters_in
+from dtypedoctor.instrument.module_tree import ByModule, modules_in, named_tensors, owner_of, parameters_in
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import why_opaque
 from dtypedoctor.instrument.optimizer_replay import OptimizerReplays
@@ -169,8 +169,8 @@ class InPlaceReplays:
         self._copies = CopiesOfParameters(session)
         self._steps = OptimizerReplays(session, self._new_trace, measure)
         self._late = False
-        self._some: WeakKeyDictionary[nn.Module, tuple[tuple[ref[nn.Module], str], ...]] = WeakKeyDictionary()
-        self._alone: WeakKeyDictionary[nn.Module, tuple[type, frozenset[int], bool]] = WeakKeyDictionary()
+        self._some: ByModule[tuple[tuple[ref[nn.Module], str], ...]] = ByModule()
+        self._alone: ByModule[tuple[type, frozenset[int], bool]] = ByModule()
         self._sharded = False
         self._asked = False
         self._failed: tuple[str, str] | None = None
@@ -260,7 +260,7 @@ class InPlaceReplays:
 
     def _calls_alone(self, root: nn.Module) -> tuple[frozenset[int], bool]:
         """Identities of the modules in ``root`` that a rank can call alone, and whether they are units of FSDP2 or between such."""
-        kind, found, sharded = self._alone.get(root, (None, frozenset[int](), False))
+        kind, found, sharded = self._alone.get(root) or (None, frozenset[int](), False)
         if kind is not type(root):  # fully_shard changes it
             found = frozenset(map(id, calls_alone(root)))
             sharded = any(map(is_sharded, modules_in(root)))

@@ -5,11 +5,52 @@ call those of each child. These read the dictionaries in which ``nn.Module`` kee
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import ref
 
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import COMPILED_MODULE, buffers_of, children_of, parameters_of
+
+Value = TypeVar("Value")
+
+
+class ByModule(Generic[Value]):
+    """Values by module, which are not kept alive.
+
+    A ``WeakKeyDictionary`` would compare modules by ``__eq__`` and find them by ``__hash__``, which are the program's to define.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[ref[nn.Module], Value]] = {}
+
+    def __setitem__(self, module: nn.Module, value: Value) -> None:
+        key, held = id(module), self._held
+        held[key] = ref(module, lambda _: held.pop(key, None)), value
+
+    def __getitem__(self, module: nn.Module) -> Value:
+        return self._held[id(module)][1]
+
+    def __contains__(self, module: nn.Module) -> bool:
+        return id(module) in self._held
+
+    def get(self, module: nn.Module) -> Value | None:
+        """Return the value of ``module``; None without one."""
+        held = self._held.get(id(module))
+        return None if held is None else held[1]
+
+    def setdefault(self, module: nn.Module, value: Value) -> Value:
+        """Return the value of ``module``, which is ``value`` from now on if it had none."""
+        if module not in self:
+            self[module] = value
+        return self[module]
+
+    def items(self) -> Iterator[tuple[nn.Module, Value]]:
+        """Each module that is alive, with its value."""
+        for owner, value in list(self._held.values()):
+            module = owner()
+            if module is not None:
+                yield module, value
 
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

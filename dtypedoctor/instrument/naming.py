@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from dtypedoctor._torch_private import COMPILED_MODULE, buffers_of, parameters_of
 from dtypedoctor.instrument.frames import Call
-from dtypedoctor.instrument.module_tree import attribute_of, modules_in, named_modules, parameters_in
+from dtypedoctor.instrument.module_tree import ByModule, attribute_of, modules_in, named_modules, parameters_in
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.events import ParameterNote, Root
 from dtypedoctor.unpatched import unwrap
@@ -47,7 +47,7 @@ class Names:
 
     def __init__(self, writer: "TraceWriter") -> None:
         self._writer = writer
-        self._names: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
+        self._names: ByModule[tuple[int, str]] = ByModule()
         self._roots: list[ref[nn.Module] | None] = []
         self._noted: dict[tuple[int, str], tuple[str, bool]] = {}
         self._held: list[tuple[ref[nn.Module], bool, str, torch.dtype, bool]] = []
@@ -258,13 +258,13 @@ class CodePlaces:
         self._names = names
         self._spans: dict[str, list[tuple[int, int, str]]] = {}
         self._seen: set[type] = set()
-        self._roots: WeakSet[nn.Module] = WeakSet()
+        self._roots: ByModule[None] = ByModule()
 
     def learn(self, module: nn.Module) -> None:
         """Takes note of an outermost module and of everything in it, at its first call."""
         if module in self._roots:
             return
-        self._roots.add(module)
+        self._roots[module] = None
         for child in modules_in(module):
             if type(child) in self._seen:
                 continue

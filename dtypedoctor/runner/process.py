@@ -300,7 +300,7 @@ def prepare(request: Request, directory: Path) -> None:
     """
     make_directory(directory)
     request = request.model_copy(update={"member": place_in_job()})
-    write_file(directory / REQUEST, public_text(request.model_dump_json()))
+    write_file(directory / REQUEST, public_text(request.to_text()))
     if request.repeatable:
         (directory / STATES).write_text("{}", encoding="ascii")
     if request.repeats is not None:

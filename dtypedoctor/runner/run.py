@@ -150,7 +150,7 @@ def write_request(directory: Path, request: Request) -> None:
         UsageError: it cannot be written.
     """
     try:
-        write_request_file(directory, request.model_dump_json())
+        write_request_file(directory, request.to_text())
     except OSError as error:
         raise UsageError(f"{directory}: cannot be written ({error.strerror})", "Give another --out.") from error
 

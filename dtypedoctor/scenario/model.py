@@ -4,6 +4,7 @@ Scenarios are immutable. A remedy, a reference run, a bisection probe are all sc
 :meth:`Scenario.with_changes`, which validates again.
 """
 
+import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -414,3 +415,16 @@ class Request(Strict):
     member: str = ""
     capture: Capture | None = None
     look: bool = True
+
+    def to_text(self) -> str:
+        """Write this as ASCII JSON. pydantic's own writer rejects arguments and file names with bytes that are no text."""
+        return json.dumps(self.model_dump(mode="json"))
+
+    @classmethod
+    def from_text(cls, text: str | bytes) -> Self:
+        """Read what :meth:`to_text` has written.
+
+        Raises:
+            ValueError: it is no request.
+        """
+        return cls.model_validate(json.loads(text))

@@ -45,7 +45,7 @@ def serve(directory: Path, stock: Stock | None = None) -> int:
     Returns:
         0 if the scenario ran to its end, 1 if an exception ended it, 2 if the scenario cannot be run at all.
     """
-    request = Request.model_validate_json(read_request(directory))
+    request = Request.from_text(read_request(directory))
     recording = Recording(directory, watched=request.watch)
     run = _Run(request, recording.writer, directory, stock or Stock())
     recording.watch = run
@@ -78,7 +78,7 @@ def serve_each(home: Path, channel: Connection, redirect: Callable[[Path], None]
         channel: to the doctor.
         redirect: has this process write its standard streams into files of a directory.
     """
-    scenario = Request.model_validate_json(read_request(home)).scenario
+    scenario = Request.from_text(read_request(home)).scenario
     stock = Stock()
     with contained() as refused:
         device = choose_device(scenario.device)

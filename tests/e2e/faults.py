@@ -143,7 +143,7 @@ def _fresh(_: Plan, request: Request, work: Path, directory: Path) -> Run:
 def _forked(plan: Plan, request: Request, work: Path, directory: Path) -> Run:
     """In a fork of a process that has torch and transformers imported."""
     directory.mkdir()
-    (directory / REQUEST).write_text(request.model_dump_json())
+    (directory / REQUEST).write_text(request.to_text())
     began = time.monotonic()
     with limited_memory(plan) as group:
         child = fork(live, work, directory, group)

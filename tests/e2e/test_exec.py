@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import Finished, dtypedoctor, report_of
+from command import Finished, dtypedoctor, forked, report_of
 from patience import PATIENCE, becomes
 from safetensors.torch import save_file
 
@@ -510,3 +510,30 @@ def test_a_program_that_nothing_can_be_put_into_is_said_to_be_unrecorded(tmp_pat
     assert finished.code == 10
     assert report_of(out)["status"] == "unknown"
     assert report_of(out)["headline"].startswith("no process could be recorded")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--try", "keep-float32:../../x"), "remedies[0]: String should match pattern"),
+        (("--out", "d/" * 3000), "File name too long"),
+    ],
+    ids=["pattern", "path"],
+)
+def test_what_an_option_cannot_be_is_told_without_a_traceback(
+    tmp_path: Path, options: tuple[str, str], says: str
+) -> None:
+    """A mistake of the one who types is no defect of the tool."""
+    script(tmp_path, "print('ran')")
+    ended = forked("exec", *options, "work.py", cwd=tmp_path)
+    assert ended.code == 2
+    assert says in ended.err
+    assert "Traceback" not in ended.err
+    assert len(ended.err) < 2000
+
+
+def test_an_argument_that_is_no_text_reaches_the_script(tmp_path: Path) -> None:
+    """Names of files are bytes: pydantic's JSON has no room for those that are not UTF-8."""
+    script(tmp_path, "import os, sys, torch\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))\nprint(os.fsencode(sys.argv[1]))")
+    ended = forked("exec", "--out", tmp_path / "run", "work.py", os.fsdecode(b"\xff.bin"), cwd=tmp_path)
+    assert (ended.code, ended.out) == (0, "b'\\xff.bin'\n"), ended.err

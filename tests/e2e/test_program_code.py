@@ -46,7 +46,7 @@ class Outer(Inner):
 
 for cls in (Inner, Outer):
     for name in ("parameters", "named_parameters", "modules", "named_modules", "buffers", "named_buffers", "children", "named_children",
-                 "state_dict", "get_submodule", "extra_repr", "__repr__", "__dir__"):
+                 "state_dict", "get_submodule", "extra_repr", "__repr__", "__dir__", "__eq__", "__hash__"):
         setattr(cls, name, counted(f"{cls.__name__}.{name}", getattr(nn.Module, name)))
 
 class Metered(torch.Tensor):

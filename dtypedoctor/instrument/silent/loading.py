@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from dtypedoctor._torch_private import follow_casts, parameters_of
 from dtypedoctor.instrument.float32_program import HALF, SMALL
 from dtypedoctor.instrument.frames import local_of, source_of
-from dtypedoctor.instrument.module_tree import named_tensors, owner_of, parameters_in
+from dtypedoctor.instrument.module_tree import ByModule, named_tensors, owner_of, parameters_in
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.statistics import measurable
@@ -76,7 +76,7 @@ class LoadingCheck(Observer):
         super().__init__(checks)
         self._guard, self._originals = self.session.guard, checks.originals
         self._before: dict[str, Tensor] = {}
-        self._rounding_lines: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+        self._rounding_lines: ByModule[dict[str, str]] = ByModule()
         self._unfollow: Callable[[], None] = lambda: None
         self._rounded: dict[tuple[int, str], _Rounded] = {}
 
@@ -119,7 +119,7 @@ class LoadingCheck(Observer):
 
         A cast back to float32 does not change that.
         """
-        return self._rounding_lines.get(owner, {}).get(name)
+        return (self._rounding_lines.get(owner) or {}).get(name)
 
     def stop(self) -> None:
         """Casts are not followed any more."""

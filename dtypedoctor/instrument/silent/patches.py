@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from torch import nn
 
 from dtypedoctor.instrument.frames import Line
-from dtypedoctor.instrument.module_tree import modules_in
+from dtypedoctor.instrument.module_tree import ByModule, modules_in
 from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.trace.records.silent import Unpatched
 from dtypedoctor.unpatched import unwrap
@@ -61,7 +60,7 @@ class PatchCheck(Observer):
 
     def __init__(self, checks: "Checks") -> None:
         super().__init__(checks)
-        self._roots: WeakSet[nn.Module] = WeakSet()
+        self._roots: ByModule[None] = ByModule()
         self._classes: set[type] = set()
         self._made: set[tuple[type, str]] = set()
         self._left_out: dict[tuple[type, str], _LeftOut] = {}
@@ -90,7 +89,7 @@ class PatchCheck(Observer):
         """An outermost call begins; at the first one of a module the classes in it are looked at."""
         if module in self._roots:
             return
-        self._roots.add(module)
+        self._roots[module] = None
         for child in modules_in(module):
             cls = type(child)
             if cls in self._classes:

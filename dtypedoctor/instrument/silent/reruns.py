@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.nn.modules import module as hooks
 from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import as_the_program
-from dtypedoctor.instrument.module_tree import named_modules
+from dtypedoctor.instrument.module_tree import ByModule, named_modules
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.statistics import measurable
@@ -53,7 +53,7 @@ class CacheCheck(Observer):
         super().__init__(checks)
         self._region: AutocastRegion | None = None
         self._roots: dict[int, _Root] = {}
-        self._layers: WeakKeyDictionary[nn.Module, list[Layer]] = WeakKeyDictionary()
+        self._layers: ByModule[list[Layer]] = ByModule()
         self._stepped = False
         self._changed: dict[int, str] = {}
         self._hook: Any = None

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import buffers_of, schema_of
-from dtypedoctor.instrument.module_tree import attribute_of, modules_in
+from dtypedoctor.instrument.module_tree import ByModule, attribute_of, modules_in
 from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.operators import tensors_of
 from dtypedoctor.instrument.silent.loading import LoadingCheck
@@ -166,7 +166,7 @@ class RotaryTables(Observer):
 
     def __init__(self, checks: "Checks") -> None:
         super().__init__(checks)
-        self._known: WeakKeyDictionary[nn.Module, list[_Held]] = WeakKeyDictionary()
+        self._known: ByModule[list[_Held]] = ByModule()
         self._waiting: list[_Table] = []
         self._read: set[int] = set()
         # by the memory of a copy of a table: the copy, which keeps that memory from being another tensor's, and the memory of the table

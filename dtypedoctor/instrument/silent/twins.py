@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from dtypedoctor._torch_private import version_of
 from dtypedoctor.instrument.contents import tensors_in
-from dtypedoctor.instrument.module_tree import modules_in, named_tensors, parameters_in
+from dtypedoctor.instrument.module_tree import ByModule, modules_in, named_tensors, parameters_in
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import bytes_of, fits
 from dtypedoctor.instrument.session import Session
@@ -185,7 +185,7 @@ class TwinCheck(Observer):
     def __init__(self, checks: "Checks") -> None:
         super().__init__(checks)
         self._families: dict[int, _Family] = {}
-        self._likeness: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._likeness: ByModule[int] = ByModule()
         self._found: list[_Found] = []
 
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

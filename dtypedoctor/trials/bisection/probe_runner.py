@@ -68,7 +68,7 @@ class ProbeRunner:
             label: name of the directory; probes, which have none, are named after what is asked of them.
             attempt: another number runs the same request anew.
         """
-        digest = hashlib.sha256(request.model_dump_json().encode()).hexdigest()[:16]
+        digest = hashlib.sha256(request.to_text().encode()).hexdigest()[:16]
         name = label or f"probes/{digest}" + (f"-{attempt}" if attempt else "")
         place = self.directory / name
         self.runs += 1
@@ -89,7 +89,7 @@ class ProbeRunner:
 def _is_finished(place: Path, request: Request) -> bool:
     try:
         _exit(place)
-        return read_file(place / REQUEST).decode("utf-8") == public_text(request.model_dump_json())
+        return read_file(place / REQUEST).decode("utf-8") == public_text(request.to_text())
     except (OSError, ValueError, TypeError):
         return False
 
