@@ -46,7 +46,7 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     assert sorted(str(page.relative_to(ROOT)) for page in set(PAGES) - seen) == []
 
 
-@pytest.mark.parametrize("page", ["architecture.md", "contributing.md"])
+@pytest.mark.parametrize("page", ["architecture.md", "contributing.md", "internals.md"])
 def test_every_module_that_a_developer_is_sent_to_exists(page: str) -> None:
     """In running text from the package or one of its rooms on, in commands from the root; NAME stands for one to write."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
