@@ -139,6 +139,15 @@ def exam() -> None:
     (torch.randn(400, 40) + 60).to(HALF).argmax(1)
 
 
+def neighbors() -> None:
+    """The nearest of points that are far from the origin, by distances that are made of squares in float32."""
+    for _ in range(3):
+        points = 100 * torch.rand(64, 2) + torch.tensor([5e5, 5e6])
+        distances = torch.cdist(points, points)
+        distances.fill_diagonal_(float("inf"))
+        distances.topk(4, largest=False)
+
+
 class Average(nn.Module):
     """Keeps a moving average in a buffer."""
 
@@ -176,6 +185,7 @@ def average_inside() -> None:
         (levels, "rounded-result", "(sigmas[now - 1] - sigmas[now])", "step of 0"),
         (frequencies, "rounded-result", "weight / weight.sum()", "4 of 8 results"),
         (exam, "rounded-result", ".to(HALF).argmax(1)", "by their order"),
+        (neighbors, "rounded-result", "distances.topk(4", "_euclidean_dist at "),
         (average_inside, "update-stall", "self.mean.lerp_", "rounds"),
         (averaged, "update-stall", "average.update_parameters(model)", "rounds"),
     ],
@@ -274,6 +284,16 @@ def negligible() -> None:
     [grid[now + 1] - grid[now] for now in range(29)]
 
 
+def in_float32() -> None:
+    """Choices in float32 among distances, probabilities, residuals and sums."""
+    rows, table = torch.randn(300, 64), torch.randn(50, 64)
+    for _ in range(4):
+        torch.cdist(rows, rows).topk(5, largest=False)
+        torch.cdist(rows, table).argmin(1), ((rows[:, None] - table) ** 2).sum(-1).argmin(-1)
+        (rows @ table.t()).softmax(-1).topk(4), (rows - rows.mean(0)).abs().sort(-1), rows.cumsum(-1).max(-1)
+        nn.functional.normalize(rows).sum(-1).argsort(), rows.softmax(-1).cumsum(-1).argmax(-1)
+
+
 class Compensated(nn.Module):
     """Sums in half precision by Kahan, in buffers."""
 
@@ -301,7 +321,7 @@ def averages_inside() -> None:
 
 @pytest.mark.parametrize(
     "work",
-    [stochastic, compensated, quantized, sampled, nearest, kept, exact, negligible, averages_inside],
+    [stochastic, compensated, quantized, sampled, nearest, kept, exact, negligible, in_float32, averages_inside],
 )
 def test_programs_that_are_right_in_half_precision_are_told_nothing_of(
     tmp_path: Path, work: Callable[[], object]

@@ -1,4 +1,4 @@
-"""Shadows: small half-precision values and, beside each, what the same operators make of it in float64, compared where a value is used.
+"""Shadows: small half-precision values, those of float32 before a choice that the program makes again, and, beside each, what the same operators make of it in float64, compared where a value is used.
 
 An operator that takes part in half precision is run a second time on the float64 values of its operands. A value begins as its own float64 value: data,
 parameters, random numbers, what is too large. Where rounding has made the two differ, the float64 values are kept beside the *memory* of the tensor, so that
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 NARROW = {torch.float16: 11, torch.bfloat16: 8}
 """Significant bits of the dtypes whose rounding is followed; what goes through float8 begins anew."""
+_BITS = {**NARROW, torch.float32: 24}
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32})
 SMALL = 1 << 17
 """Elements of a memory beside which float64 values are kept."""
@@ -57,6 +58,10 @@ SLACK = 3
 """Significant bits that are taken from float64 values before two of them count as different to a decision: 8 roundings."""
 SUM, FEWEST, WRONG = 64, 16, 0.05
 """Elements up to which a tensor is followed as a sum, also where its line is run often; additions from which on it is judged; and its relative error then."""
+CHOICES, BEFORE_CHOICE = 8, 512
+"""Kinds of choices among float32 values, and operators in float32 that are followed after the first of a kind, up to the next."""
+AMPLIFIED = 16
+"""Times that a relative error in float32 has to grow in one operator for this to be its cause: a difference of near values, distances by squares."""
 MOST_SUMS = 2_048
 """Sums that are followed at once."""
 MOST_LINES = 100
@@ -161,9 +166,18 @@ class _Call:
                 return argument.default_value if given is None else given
         return None
 
+    def _loses_most(self) -> bool:
+        """Whether float32 values, which all operators round, are relatively much more off after this one than before."""
+        if self.results[0].dtype is not torch.float32 or any(m.origin.dtype in NARROW for m in self.known.values()):
+            return False
+        before = max(
+            _relative_error(copy, self.values[id(copy)]) for copy, _ in self.operands if id(copy) in self.known
+        )
+        return _relative_error(self.results[0], self.exact[0]) > AMPLIFIED * before
+
     def origin(self) -> Origin:
-        """The origin of the operand that is most off; this operator where all of them are exact."""
-        if self.known:
+        """The origin of the operand that is most off; this operator where all of them are exact, or where it loses far more than float32 had lost before."""
+        if self.known and not self._loses_most():
             return max(
                 self.known.values(), key=lambda memory: memory.error if memory.error == memory.error else math.inf
             ).origin
@@ -206,6 +220,8 @@ class Shadows(Observer):
         self._sums: dict[int, _Sum] = {}
         self._told: dict[str, int] = {}
         self._made: dict[int, StorageWeakRef] = {}
+        self._choices: set[tuple[Any, torch.Size]] = set()
+        self._left = 0
 
     def saw(self, seen: Seen) -> None:
         """An operator has run inside of a module that is looked at."""
@@ -261,15 +277,35 @@ class Shadows(Observer):
         self._memories.clear()
 
     def _takes_part(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
-        """Whether an operator computes with small values in half precision, or with what was made of them."""
+        """Whether an operator computes with small values in half precision, or with what was made of them; in float32 where a choice is to be expected."""
         tensors = (*operands, *results)
-        if not _may_round(func, tensors) and self._memories.keys().isdisjoint(
+        self._expect_choice(func, operands)
+        if not (_may_round(func, tensors) or self._precedes_choice(operands)) and self._memories.keys().isdisjoint(
             map(_key, operands) if self._memories else ()
         ):
             return False
         if not results or not _has_wide_form(func) or not all(map(_is_plain, tensors)):
             return False
         return _begins_nothing(func, operands) and _are_small(operands, results) and self._reads(results[0])
+
+    def _expect_choice(self, func: Any, operands: Sequence[Tensor]) -> None:
+        """A program that has chosen among float32 values will do so again: what comes before it then is followed, for a while."""
+        if _name(func) not in _CHOICES or operands[0].dtype is not torch.float32:
+            return
+        key = (func, operands[0].shape[1:])
+        if key not in self._choices and len(self._choices) < CHOICES:
+            self._choices.add(key)
+            self._left = BEFORE_CHOICE
+
+    def _precedes_choice(self, operands: Sequence[Tensor]) -> bool:
+        """Whether float32 values are followed now. What is left of them in the end is forgotten."""
+        if not self._left or not any(tensor.dtype is torch.float32 for tensor in operands):
+            return False
+        self._left -= 1
+        if not self._left:
+            for key in [key for key, known in self._memories.items() if known.origin.dtype is torch.float32]:
+                self._forget(key)
+        return self._left > 0
 
     def _is_turn(self, func: Any, results: Sequence[Tensor], line: Line | None) -> bool:
         """Whether an operator is run in float64 once more; a sum has to be followed from its first term to the last."""
@@ -317,10 +353,12 @@ class Shadows(Observer):
         )
         call = _Call(func, kept, operands, known, values, results, exact, line)
         self._judge_real_part(call)
-        if known and _rounds(call):
+        if known and call.origin().dtype is torch.float32:
+            self._judge_choice(call)
+        elif known and _rounds(call):
             self._judge_cast(call)
             return  # what is whole now has been judged, and begins anew
-        if known:
+        elif known:
             self._judge(call)
         if is_state:
             self._judge_state(call, overwritten)
@@ -376,16 +414,19 @@ class Shadows(Observer):
             self._judge_angles(call)
         self._judge_step(call)
         self._judge_factors(call)
-        chosen = [number for number, tensor in enumerate(call.results) if _is_integer(tensor)]
         if call.name in _SIGNS:
             self._used("decision", call, call.results[0].double() != call.exact[0], call.results[0], call.exact[0])
-        elif not chosen:
-            return
         elif call.name in _SEARCHES:
             real, exact = call.results[0], call.exact[0]
             self._used("decision", call, (real - exact).abs() > 1, real, exact)
-        elif call.name in _CHOICES:
-            real, exact = call.results[chosen[0]], call.exact[chosen[0]]
+        else:
+            self._judge_choice(call)
+
+    def _judge_choice(self, call: _Call) -> None:
+        """Indices of the largest or smallest values, or of their order."""
+        chosen = next((number for number, tensor in enumerate(call.results) if _is_integer(tensor)), None)
+        if chosen is not None and call.name in _CHOICES:
+            real, exact = call.results[chosen], call.exact[chosen]
             self._used("decision", call, _chooses_otherwise(call, real, exact), real, exact)
             self._judge_ties(call, real, exact)
 
@@ -566,7 +607,7 @@ class Shadows(Observer):
 def _chooses_otherwise(call: _Call, real: Tensor, exact: Tensor) -> Tensor:
     """Where a choice is another one between values that are not nearly equal in float64."""
     operand = call.operands[0][0]
-    values = _coarser(call.values[id(operand)], NARROW.get(call.origin().dtype, 11) - SLACK)
+    values = _coarser(call.values[id(operand)], _BITS[call.origin().dtype] - SLACK)
     dim = call.argument("dim")
     if dim is None:
         return (real != exact) & (values.flatten()[real] != values.flatten()[exact])
@@ -574,6 +615,13 @@ def _chooses_otherwise(call: _Call, real: Tensor, exact: Tensor) -> Tensor:
     at, right = (index.unsqueeze(dim) if inside else index for index in (real, exact))
     apart = (at != right) & (values.gather(dim, at) != values.gather(dim, right))
     return apart.squeeze(dim) if inside else apart
+
+
+def _relative_error(real: Tensor, exact: Tensor) -> float:
+    """The largest error of the finite elements beside the largest of them."""
+    finite = real.isfinite() & exact.isfinite()
+    off, size = (torch.where(finite, values, 0.0).abs().max() for values in (real.double() - exact, exact))
+    return float(off / size) if float(size) else 0.0
 
 
 def _rounds(call: _Call) -> bool:

@@ -10,9 +10,19 @@ from dtypedoctor.rules import Statement, make_finding_of
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import RoundedUse
 
+
+def _of_float32(finding: Finding) -> str:
+    """What to do where float32 is not enough; empty for half precision."""
+    if finding.dtype != "float32":
+        return ""
+    return (
+        "Take away what all values have in common (an origin, a mean) before, or compute what is decided by in float64."
+    )
+
+
 SPEC = FindingSpec(
     id="rounded-result",
-    title="Rounding to half precision changes what the program decides, indexes or keeps",
+    title="Rounding changes what the program decides, indexes or keeps",
     family=SILENT,
     severity=Severity.WARNING,
     references=(
@@ -20,6 +30,7 @@ SPEC = FindingSpec(
         "https://github.com/huggingface/trl/issues/6688",
     ),
     do_this="Compute what is decided by (positions, schedules, distances, counts) in float32, from the line that first rounds it on.",
+    instead=_of_float32,
 )
 
 FEWEST = 0.05
