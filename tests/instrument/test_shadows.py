@@ -148,6 +148,13 @@ def neighbors() -> None:
         distances.topk(4, largest=False)
 
 
+def joined() -> None:
+    """Ids beyond 24 bits travel beside features in float32."""
+    ids = torch.arange(41_307_115, 41_307_715)
+    rows = torch.cat([ids[:, None].float(), torch.randn(600, 6)], 1)
+    rows[torch.randperm(600)][:, 0].long()
+
+
 class Average(nn.Module):
     """Keeps a moving average in a buffer."""
 
@@ -186,6 +193,7 @@ def average_inside() -> None:
         (frequencies, "rounded-result", "weight / weight.sum()", "4 of 8 results"),
         (exam, "rounded-result", ".to(HALF).argmax(1)", "by their order"),
         (neighbors, "rounded-result", "distances.topk(4", "_euclidean_dist at "),
+        (joined, "rounded-indices", "ids[:, None].float()", "450 of 600 have changed"),
         (average_inside, "update-stall", "self.mean.lerp_", "rounds"),
         (averaged, "update-stall", "average.update_parameters(model)", "rounds"),
     ],
@@ -294,6 +302,12 @@ def in_float32() -> None:
         nn.functional.normalize(rows).sum(-1).argsort(), rows.softmax(-1).cumsum(-1).argmax(-1)
 
 
+def large_numbers() -> None:
+    """Numbers beyond 24 bits that stay numbers: seconds, sizes, what is drawn at random."""
+    seconds = torch.arange(1_700_000_000, 1_700_000_600, 7)
+    (seconds - seconds[0]).float().long(), seconds.float().mean().item(), (torch.rand(64) * 2**31).long()
+
+
 class Compensated(nn.Module):
     """Sums in half precision by Kahan, in buffers."""
 
@@ -321,7 +335,19 @@ def averages_inside() -> None:
 
 @pytest.mark.parametrize(
     "work",
-    [stochastic, compensated, quantized, sampled, nearest, kept, exact, negligible, in_float32, averages_inside],
+    [
+        stochastic,
+        compensated,
+        quantized,
+        sampled,
+        nearest,
+        kept,
+        exact,
+        negligible,
+        in_float32,
+        large_numbers,
+        averages_inside,
+    ],
 )
 def test_programs_that_are_right_in_half_precision_are_told_nothing_of(
     tmp_path: Path, work: Callable[[], object]

@@ -247,7 +247,12 @@ class Shadows(Observer):
             return
         with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
             memory = self._memory_of(tensor, tensor)
-            if memory is None or not memory.origin.whole or not _is_whole(exact := _view(memory.exact, tensor)):
+            if (
+                memory is None
+                or memory.origin.dtype not in NARROW
+                or not memory.origin.whole
+                or not _is_whole(exact := _view(memory.exact, tensor))
+            ):
                 return
             if bool(tensor.isfinite()) and bool(exact.isfinite()):
                 self._counted(memory.origin, line, tensor.long(), exact.long(), tensor != exact)
@@ -303,7 +308,8 @@ class Shadows(Observer):
             return False
         self._left -= 1
         if not self._left:
-            for key in [key for key, known in self._memories.items() if known.origin.dtype is torch.float32]:
+            origins = {key: known.origin for key, known in self._memories.items()}
+            for key in [key for key, origin in origins.items() if origin.dtype not in NARROW and not origin.whole]:
                 self._forget(key)
         return self._left > 0
 
@@ -353,12 +359,10 @@ class Shadows(Observer):
         )
         call = _Call(func, kept, operands, known, values, results, exact, line)
         self._judge_real_part(call)
-        if known and call.origin().dtype is torch.float32:
-            self._judge_choice(call)
-        elif known and _rounds(call):
+        if known and _rounds(call):
             self._judge_cast(call)
             return  # what is whole now has been judged, and begins anew
-        elif known:
+        if known:
             self._judge(call)
         if is_state:
             self._judge_state(call, overwritten)
@@ -408,7 +412,10 @@ class Shadows(Observer):
         self._elements -= memory.exact.numel() if memory is not None else 0
 
     def _judge(self, call: _Call) -> None:
-        """Judges an operator that uses values which rounding has changed."""
+        """Judges an operator that uses values which rounding has changed; in float32 only choices."""
+        if call.origin().dtype is torch.float32:
+            self._judge_choice(call)
+            return
         self._judge_positions(call)
         if call.name in _SINES and not call.operands[0][1].requires_grad:  # else it is an activation
             self._judge_angles(call)
@@ -465,6 +472,8 @@ class Shadows(Observer):
     def _judge_cast(self, call: _Call) -> None:
         """Whole numbers that are others, and fractions that end up more than one from where they belong."""
         operand, real, origin = call.operands[0][0], call.results[0], call.origin()
+        if origin.dtype is torch.float32 and not origin.whole:
+            return  # a fraction next to a whole number
         values = call.values[id(operand)]
         finite = values.isfinite() & (values.abs() < 2.0**52) & operand.isfinite()
         whole = torch.where(finite, values, 0.0).round()
@@ -667,10 +676,19 @@ def _begins_nothing(func: Any, operands: Sequence[Tensor]) -> bool:
 
 
 def _may_round(func: Any, tensors: Sequence[Tensor]) -> bool:
-    """Whether some of the tensors of an operator are in half precision, or it makes real numbers of complex ones."""
+    """Whether some of the tensors of an operator are in half precision, or it makes real numbers of complex ones or float32 of larger whole ones."""
     if any(tensor.dtype in NARROW for tensor in tensors):
         return True
-    return _name(func) == "_to_copy" and tensors[0].is_complex() and tensors[-1].is_floating_point()
+    if _name(func) != "_to_copy" or not measurable(tensors[-1]):
+        return False
+    return tensors[0].is_complex() or (tensors[-1].dtype is torch.float32 and _has_more_bits(tensors[0]))
+
+
+def _has_more_bits(tensor: Tensor) -> bool:
+    """Whether there are whole numbers beyond those that float32 has all of."""
+    if tensor.dtype not in (torch.int64, torch.int32) or not 0 < tensor.numel() <= SMALL:
+        return False
+    return tensor.device.type == "cpu" and max(abs(int(end)) for end in tensor.aminmax()) > 2 ** _BITS[torch.float32]
 
 
 def _are_small(operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:

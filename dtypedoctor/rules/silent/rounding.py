@@ -30,7 +30,7 @@ FLOAT_TO_INT_CAST = FindingSpec(
 )
 
 
-WHOLE = {"bfloat16": 256, "float16": 2048}
+WHOLE = {"bfloat16": 256, "float16": 2048, "float32": 1 << 24}
 """The whole number up to which a dtype has all of them."""
 
 
