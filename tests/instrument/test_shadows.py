@@ -273,10 +273,11 @@ def kept() -> None:
 
 
 def exact() -> None:
-    """Scores that are equal in float32 too; whole numbers that half precision has; codes that are found again; products without an imaginary part."""
+    """Scores that are equal in float32 too; whole numbers that half precision has, and one sum that it rounds; codes that are found again; products without an imaginary part."""
     (torch.randint(0, 5, (400, 40)) + 0.1).to(HALF).argmax(1)
     hot = nn.functional.one_hot(torch.randint(0, 4, (200,)), 4).to(HALF)
     int((hot.t() @ hot).sum())
+    (torch.tensor(256.0).to(HALF) + 1).item()
     codes = torch.randint(-127, 128, (512,))
     ((codes * 0.037).half() / torch.tensor(0.037).half()).round().to(torch.int8)
     torch.fft.ifft(torch.fft.fft(torch.randn(64))).to(HALF)

@@ -94,6 +94,7 @@ class Origin:
 
     Attributes:
         whole: whether whole numbers went into it.
+        sums: whether more numbers went into it than came out: it has counted.
         largest, apart: of what it has rounded the largest magnitude, and the largest difference from the float64 values.
         positions: what it has made of consecutive whole numbers.
     """
@@ -105,6 +106,7 @@ class Origin:
     largest: float = 0.0
     apart: float = 0.0
     positions: RoundedPositions | None = None
+    sums: bool = False
 
     @property
     def source(self) -> str:
@@ -183,7 +185,8 @@ class _Call:
             ).origin
         tensors, real, exact = [copy for copy, _ in self.operands], self.results[0], self.exact[0]
         whole = all(map(_is_whole, tensors)) if tensors else self.name == "arange"
-        origin = Origin(str(self.func), self.line, real.dtype, whole)
+        sums = any(tensor.numel() > real.numel() for tensor in tensors)
+        origin = Origin(str(self.func), self.line, real.dtype, whole, sums=sums)
         if not whole or not real.numel():
             return origin
         off = (real.double() - exact).abs()[real.isfinite()]
@@ -250,7 +253,7 @@ class Shadows(Observer):
             if (
                 memory is None
                 or memory.origin.dtype not in NARROW
-                or not memory.origin.whole
+                or not (memory.origin.whole and memory.origin.sums)
                 or not _is_whole(exact := _view(memory.exact, tensor))
             ):
                 return
