@@ -48,7 +48,8 @@ def at_audit(method: Callable[[str, tuple[Any, ...]], object], *events: str) -> 
 
 def audited(event: str, details: tuple[Any, ...]) -> None:
     """The audit hook of this process; what a method raises goes on to the program."""
-    if event.startswith(_heard):
+    heard = _heard
+    if heard and event.startswith(heard):  # None once the interpreter takes modules apart
         for method in _living("audit"):
             method(event, details)
 
