@@ -128,12 +128,6 @@ def levels() -> None:
         state = state + (sigmas[now - 1] - sigmas[now]) * torch.randn(8)
 
 
-def frequencies() -> None:
-    """Inverse frequencies of words, of which those of the common ones are 0."""
-    weight = (1 / torch.tensor([81e6, 64e6, 52e6, 47e6, 9e6, 6e6, 4e6, 2e6])).half()
-    weight / weight.sum()
-
-
 def exam() -> None:
     """Scores that are rounded before one of each row is chosen."""
     (torch.randn(400, 40) + 60).to(HALF).argmax(1)
@@ -190,7 +184,6 @@ def average_inside() -> None:
         (rotations, "rounded-result", "Rotations().to(HALF)", "imaginary"),
         (confusion, "rounded-indices", "hot[0].t() @ hot[1]", "counts in bfloat16"),
         (levels, "rounded-result", "(sigmas[now - 1] - sigmas[now])", "step of 0"),
-        (frequencies, "rounded-result", "weight / weight.sum()", "4 of 8 results"),
         (exam, "rounded-result", ".to(HALF).argmax(1)", "by their order"),
         (neighbors, "rounded-result", "distances.topk(4", "_euclidean_dist at "),
         (joined, "rounded-indices", "ids[:, None].float()", "450 of 600 have changed"),

@@ -83,7 +83,6 @@ SHORTEST = 257
 _MAKERS = frozenset({"arange", "_to_copy"})
 _ARITHMETIC = frozenset({"mul", "div", "mm", "bmm", "addmm", "baddbmm", "sin", "cos", "exp", "pow"})
 """Operators that make something else of a position: an angle, a slope, a distance."""
-_PRODUCTS = frozenset({"mul", "mul_", "div", "div_"})
 _ADDS = frozenset({"add", "add_"})
 _SIGNS = frozenset({"sign", "sign_", "sgn", "sgn_"})
 
@@ -423,7 +422,6 @@ class Shadows(Observer):
         if call.name in _SINES and not call.operands[0][1].requires_grad:  # else it is an activation
             self._judge_angles(call)
         self._judge_step(call)
-        self._judge_factors(call)
         if call.name in _SIGNS:
             self._used("decision", call, call.results[0].double() != call.exact[0], call.results[0], call.exact[0])
         elif call.name in _SEARCHES:
@@ -536,16 +534,6 @@ class Shadows(Observer):
             real, exact = call.results[0], call.exact[0]
             if _is_grid(sides[0].exact):
                 self._used("step", call, (real == 0) & (exact != 0), real, exact)
-
-    def _judge_factors(self, call: _Call) -> None:
-        """Factors that were rounded to 0 and make 0, where others were not and they would matter beside these."""
-        real, exact = call.results[0], call.exact[0]
-        for factor, _ in call.operands if call.name in _PRODUCTS else ():
-            memory = call.known.get(id(factor))
-            if memory is not None and factor.shape == real.shape and bool(factor.any()):
-                values = call.values[id(factor)].abs()
-                matters = (values > torch.finfo(memory.origin.dtype).eps * values.max()) & (exact != 0)
-                self._used("factor", call, (factor == 0) & (real == 0) & matters, real, exact)
 
     def _judge_sum(self, call: _Call) -> None:
         """Values that are added to over and over, and a count in half precision, which does not have every whole number."""

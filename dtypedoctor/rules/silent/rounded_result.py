@@ -44,7 +44,6 @@ _CHANGES = {
     "whole": "gives other whole numbers than float64, in which the numbers are whole before",
     "decision": "takes another decision than the same operators do in float64",
     "step": "makes a step of 0 between two entries of a grid, which are apart in float64",
-    "factor": "has factors of 0 that are not 0 in float64, nor small beside the others",
     "imaginary": "cuts the imaginary part off",
     "integer": "gives other whole numbers than the same operators do in float64",
     "state": "leaves inf in memory that outlives the call, where the same operators in float64 leave finite values",
