@@ -459,14 +459,15 @@ class Shadows(Observer):
         if error < RADIANS:
             return
         source, fqn = self.here()
+        cast = origin.whole and origin.largest >= 1  # else fractions of whole numbers were rounded
         told = RoundedAngles(
             op=origin.op,
             source=origin.source or source,
             dtype=short_name(origin.dtype),
-            largest=origin.largest if origin.whole else float(angles[finite].abs().max()),
+            largest=origin.largest if cast else float(angles[finite].abs().max()),
             error=error,
-            apart=origin.apart if origin.whole else None,
-            measured=not origin.whole,
+            apart=origin.apart if cast else None,
+            measured=not cast,
         )
         self.session.once(told, (fqn, told.source), fqn)
 
