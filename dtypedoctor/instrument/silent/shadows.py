@@ -5,7 +5,7 @@ parameters, random numbers, what is too large. Where rounding has made the two d
 views and writes in place need nothing of their own, together with the first operator whose rounding they carry. A difference alone is no error. It is judged
 where the value is used:
 
-* a **decision** (argmax, topk, sort, sign, a search) that is another one than float64 takes, although the values that it is between are further apart there
+* a **decision** (argmax, topk, sign, a search; not sort, of which mostly the values are used) that is another one than float64 takes, although the values that it is between are further apart there
   than a few roundings of their own size: two scores that are nearly equal may swap;
 * a choice among values that are **distinct** in float64 and equal here, so that their order decides;
 * whole numbers, also as quotients or shares of them, that a cast or a rounding turns into **other whole numbers**, or that Python reads;
@@ -68,7 +68,7 @@ MOST_LINES = 100
 """Lines whose uses are told of."""
 
 _SEARCHES = frozenset({"searchsorted", "bucketize"})
-_CHOICES = frozenset({"argmax", "argmin", "max", "min", "topk", "sort", "kthvalue", "median", "cummax", "cummin"})
+_CHOICES = frozenset({"argmax", "argmin", "max", "min", "topk", "kthvalue", "median", "cummax", "cummin"})
 _CONTRACTIONS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "dot", "addmv", "convolution", "linear", "matmul"})
 """Products with weights: the scores that a network makes differ from float64 by the rounding of all its layers, and what is chosen among them may, too. Values begin anew there."""
 _OUTER = frozenset({"mm", "bmm"})
