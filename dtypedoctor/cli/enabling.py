@@ -15,8 +15,8 @@ import typer
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import is_real_directory, parse_json, read_file, reason
 from dtypedoctor.interruptions import say
+from dtypedoctor.trace.ranks import JOB_FILE, SWITCH
 
-SWITCH = "DTYPEDOCTOR"
 _HOOK = Path(__file__).resolve().parents[1] / "worker" / "hooked.py"
 _NAME = "dtypedoctor-hook.pth"
 _MARK = "# Made by `dtypedoctor enable`; `dtypedoctor disable` removes it.\n"
@@ -147,7 +147,7 @@ def job_report(
 
 def _read_job(directory: Path) -> dict[str, Any]:
     try:
-        told = parse_json(read_file(directory / "job.json"))
+        told = parse_json(read_file(directory / JOB_FILE))
         return {"argv": list(map(str, told["argv"])), "failed": bool(told["failed"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = "" if isinstance(error, FileNotFoundError) else f" (job.json: {reason(error)})"

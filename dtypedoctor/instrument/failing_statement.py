@@ -108,9 +108,8 @@ def _node_at(file: str, span: Sequence[int]) -> ast.expr | ast.stmt | None:
     first, last, begin, end = span
     around: ast.expr | ast.stmt | None = None
     with contained():  # the file has changed, or is no Python
-        for node in ast.walk(
-            ast.parse("".join(linecache.getlines(file)))
-        ):  # comes to what is inside of a node after the node
+        tree = ast.parse("".join(linecache.getlines(file)))
+        for node in ast.walk(tree):  # comes to what is inside of a node after the node
             if not isinstance(node, (ast.expr, *_SIMPLE)) or isinstance(getattr(node, "ctx", None), ast.Store):
                 continue
             ends = (node.end_lineno or 0, node.end_col_offset or 0)

@@ -4,6 +4,7 @@ that an experiment with them may take, and how a mode stays out of the compiler'
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,7 +35,7 @@ from dtypedoctor._torch_private import (
     version_of,
 )
 from dtypedoctor.instrument.statistics import HALF, measurable
-from dtypedoctor.interruptions import contained, noticing
+from dtypedoctor.interruptions import contained, is_interruption, noticing
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""
@@ -424,10 +425,45 @@ def _is_uncounted(func: Any) -> bool:
     )
 
 
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator of the program in a dispatch mode, and counts its writes as torch does without one: autograd tells by them what it must refuse."""
-    if not _is_uncounted(func) or not args:
-        return func(*args, **kwargs)
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: Callable[[str], str | None]) -> Any:
+    """Runs an operator of the program in a dispatch mode as torch does without one.
+
+    Below a mode autocast is off. A fused kernel that leaves it to autocast to cast for the operators that it calls raises there alone; where
+    it has tensors of several dtypes, it runs once more as the open region has it.
+
+    Args:
+        func: the operator.
+        args, kwargs: what it is given.
+        region: says what dtype autocast has for a type of device in the program, see :meth:`AutocastLog.dtype`; None where it is off.
+    """
+    try:
+        return func(*args, **kwargs) if not _is_uncounted(func) or not args else _counting_writes(func, args, kwargs)
+    except RuntimeError as error:
+        device = _device_of_mixed(args, kwargs)
+        if device and not is_interruption(error) and region(device) is not None:
+            with contained(), _autocast_on(device):
+                return func(*args, **kwargs)
+        raise
+
+
+def _device_of_mixed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The type of device of tensors that are not all of one dtype; empty where they are."""
+    tensors = [tensor for tensor in tensors_of((args, kwargs)) if tensor.is_floating_point()]
+    return tensors[0].device.type if len({tensor.dtype for tensor in tensors}) > 1 else ""
+
+
+@contextmanager
+def _autocast_on(device: str) -> Iterator[None]:
+    before = torch.is_autocast_enabled(device)
+    torch.set_autocast_enabled(device, True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, before)
+
+
+def _counting_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator and counts its writes as torch does without a mode: autograd tells by them what it must reject."""
     plain = [tensor for tensor in args[0] if type(tensor) in (Tensor, nn.Parameter)]  # for others their class may count
     versions = list(map(version_of, plain))
     result = func(*args, **kwargs)

@@ -162,7 +162,7 @@ class OpTrace(OperatorMode):
         """Runs ``func`` as it is and records it."""
         kwargs = dict(kwargs or {})
         if self._position.muted or str(func) in _SKIPPED or self._ops >= MAX_OPS:
-            return run(func, args, kwargs)
+            return run(func, args, kwargs, self._session.autocast.dtype)
         if any(is_wrapper_subclass(one) for one in types):
             return (
                 NotImplemented  # the class computes with the tensors that it wraps, and these operators come here again
@@ -184,7 +184,7 @@ class OpTrace(OperatorMode):
                 self._refused(n, func, arguments, inputs, error)
 
         with noticing(refused, Exception):
-            result = run(func, args, kwargs)
+            result = run(func, args, kwargs, self._session.autocast.dtype)
         with self._aside():
             changed = written(func, arguments)
             for tensor in changed:
@@ -197,7 +197,7 @@ class OpTrace(OperatorMode):
         notes: list[TensorNote] = []
         with self._aside():
             notes = [] if _is_wait(func) else self._notes(tensors_of(args))
-        result = run(func, args, kwargs)
+        result = run(func, args, kwargs, self._session.autocast.dtype)
         with self._aside():
             for tensor in tensors_of(result):
                 if not _is_wait(func):

@@ -219,7 +219,7 @@ def _without_names(users: frozenset[str], hosts: frozenset[str]) -> Callable[[st
 
 
 PRIVATE_REQUEST = "request.private.json"
-_REQUEST = "request.json"
+REQUEST = "request.json"
 
 
 def public_text(text: str) -> str:
@@ -240,7 +240,7 @@ def write_request_file(directory: Path, text: str) -> None:
         descriptor = os.open(directory / PRIVATE_REQUEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(text.encode())
-    write_file(directory / _REQUEST, public)
+    write_file(directory / REQUEST, public)
 
 
 def read_request(directory: Path) -> bytes:
@@ -251,7 +251,7 @@ def read_request(directory: Path) -> bytes:
     """
     with contextlib.suppress(FileNotFoundError):
         return read_file(directory / PRIVATE_REQUEST)
-    return read_file(directory / _REQUEST)
+    return read_file(directory / REQUEST)
 
 
 def forget_request(directory: Path) -> None:

@@ -5,8 +5,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-JOB, TREATED = "DTYPEDOCTOR_JOB", "DTYPEDOCTOR_TREATED"
-"""Environment variables: the folder in which Python processes record themselves (``worker/hooked.py``), and what they are corrected with."""
+from dtypedoctor.trace.ranks import JOB
+
+__all__ = ["HOME", "JOB", "TREATED", "command_of_program", "hooked"]
+
+TREATED = "DTYPEDOCTOR_TREATED"
+"""Environment variable with what Python processes are corrected with, beside :data:`JOB`, where they record themselves (``worker/hooked.py``)."""
 HOME = str(Path(__file__).resolve().parents[2])
 """Where this package is found: it may be a checkout that is not installed."""
 _HOOK = str(Path(__file__).resolve().parents[1] / "worker" / "inherited")

@@ -16,13 +16,12 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import open_file, working_directory
 from dtypedoctor.guardian import make_private_folder, make_run_directory, move_into
 from dtypedoctor.interruptions import say
-from dtypedoctor.redaction.redact import PRIVATE_REQUEST
+from dtypedoctor.redaction.redact import PRIVATE_REQUEST, REQUEST
 from dtypedoctor.runner.run import EXIT, STDERR, STDOUT
-from dtypedoctor.scenario.model import REQUEST
 from dtypedoctor.trace.cursor import CURSOR
 from dtypedoctor.trace.events import NAMES, Refused
 from dtypedoctor.trace.lines import EVENTS
-from dtypedoctor.trace.ranks import LEADING
+from dtypedoctor.trace.ranks import BEGUN, FAILURES, LEADING, REFUSED, REPEATS, STATES
 
 _START = 19
 """Place of the time of start in ``/proc/PID/stat``, counted from behind the name."""
@@ -189,8 +188,8 @@ def scenario_name(program: str) -> str:
 
 
 _OWN = {
-    REQUEST, PRIVATE_REQUEST, EVENTS, CURSOR, EXIT, STDOUT, STDERR, "server.log", "bisection.jsonl", "scenarios.jsonl", "sent.json", "random_states.json", "begun", "repeats.txt", "refused.txt",
-    "failures.json", LEADING, "error.json", "stdout.log", "stderr.log", "folded.json", "folded.json.part",
+    REQUEST, PRIVATE_REQUEST, EVENTS, CURSOR, EXIT, STDOUT, STDERR, "server.log", "bisection.jsonl", "scenarios.jsonl", "sent.json", STATES, BEGUN, REPEATS, REFUSED,
+    FAILURES, LEADING, "error.json", "stdout.log", "stderr.log", "folded.json", "folded.json.part",
     "nodes.json", "node.json", "look.json",
 }  # fmt: skip
 _DETAIL = re.compile(r"detail-[0-9.]+\.jsonl|random_states-\w+\.json")

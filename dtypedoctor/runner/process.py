@@ -22,7 +22,7 @@ from typing import Any, Self
 from dtypedoctor.foreign_files import parse_json, read_file, working_directory, write_file
 from dtypedoctor.guardian import PROGRAM, end
 from dtypedoctor.interruptions import interrupt
-from dtypedoctor.redaction.redact import public_text
+from dtypedoctor.redaction.redact import REQUEST, public_text
 from dtypedoctor.runner.command import HOME, JOB, command_of_program, hooked
 from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.runner.run import (
@@ -36,9 +36,17 @@ from dtypedoctor.runner.run import (
     nothing_recorded,
     write_request,
 )
-from dtypedoctor.scenario.model import REQUEST, Request, Scenario, Script
+from dtypedoctor.scenario.model import Request, Scenario, Script
 from dtypedoctor.trace.lines import EVENTS
-from dtypedoctor.trace.ranks import child_directories, place_in_job, rank_directories, rank_directory
+from dtypedoctor.trace.ranks import (
+    FAILURES,
+    REPEATS,
+    STATES,
+    child_directories,
+    place_in_job,
+    rank_directories,
+    rank_directory,
+)
 
 LOOK_SECONDS = 0.5
 SECONDS_TO_END = 10.0
@@ -286,10 +294,6 @@ def run_script(
     return collect_job(directory, ended)
 
 
-REPEATS, STATES = "repeats.txt", "random_states.json"
-"""In the folder of a run: which one it repeats, and, where it is to be repeated, random states; see ``worker/repeating.py``."""
-
-
 def prepare(request: Request, directory: Path) -> None:
     """Makes the folder of a script's run, in which its processes find what is asked of them.
 
@@ -354,7 +358,6 @@ def _first_failure(failures: dict[int, dict[str, Any]], *, default: int) -> int:
     return min(failures, key=order, default=default)
 
 
-FAILURES = "failures.json"
 RANK = "dtypedoctor.worker.rank"
 """The module that torchrun starts for each rank of a scenario; it is imported there only."""
 

@@ -10,13 +10,13 @@ from typing import Any
 from dtypedoctor.errors import EmptyTraceError, UsageError
 from dtypedoctor.foreign_files import is_real_directory, parse_json, read_file, read_tail, write_file
 from dtypedoctor.redaction.messages import elided
-from dtypedoctor.redaction.redact import forget_request, write_request_file
+from dtypedoctor.redaction.redact import REQUEST, forget_request, write_request_file
 from dtypedoctor.redaction.secrets import masked
-from dtypedoctor.scenario.model import REQUEST, Request
+from dtypedoctor.scenario.model import Request
 from dtypedoctor.trace.events import NO_PYTHON, NO_TORCH, End, NotWatched, Refused, Stage
 from dtypedoctor.trace.lines import EVENTS
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.ranks import header, lead, leading_directory
+from dtypedoctor.trace.ranks import BEFORE, BEGUN, REFUSED, header, lead, leading_directory
 from dtypedoctor.trace.reader import read_trace, steps_by_call
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import to_json
@@ -39,10 +39,6 @@ __all__ = [
 
 STDOUT, STDERR = "stdout.txt", "stderr.txt"
 """Where a worker's streams go, in its directory."""
-BEGUN = "begun"
-"""File that the first Python process of a command leaves, whether or not it imports torch; see ``worker/hooked.py``."""
-REFUSED = "refused.txt"
-"""Where a script's process says why another run of it is not made; see ``worker/repeating.py``."""
 EXIT = "exit.json"
 """Where it is written down how the worker ended."""
 NO_END = "left no end record and no exit status (it was killed together with dtypedoctor, or is still running)"
@@ -224,9 +220,6 @@ def led_by(ranks: tuple[Run, ...], rank: int) -> Run:
         lead(leading.directory.parent, rank)
     return replace(leading, ranks=ranks)
 
-
-BEFORE = "before"
-"""The run of a treatment that stands for it: the untreated one."""
 
 _MOST_NAMED = 8
 

@@ -380,9 +380,6 @@ class Scenario(Strict):
         return Scenario.model_validate(self.model_dump() | changes)
 
 
-REQUEST = "request.json"
-
-
 class Capture(Strict):
     """A module whose arguments and results are kept in one call, so that the call can be repeated alone.
 

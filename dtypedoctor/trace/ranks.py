@@ -9,6 +9,17 @@ from pathlib import Path
 from dtypedoctor.foreign_files import is_real_directory
 from dtypedoctor.trace.events import Header
 
+SWITCH, JOB = "DTYPEDOCTOR", "DTYPEDOCTOR_JOB"
+"""Environment variables: record whatever runs; and the folder in which the processes of a run are recorded."""
+BEGUN = "begun"
+"""In that folder: the first Python process of a command has looked at the variable, whether or not it imports torch."""
+FAILURES = "failures.json"
+"""There: which ranks a launcher has seen fail."""
+REPEATS, STATES, REFUSED = "repeats.txt", "random_states.json", "refused.txt"
+"""There: which run this one repeats; the random states to begin with; why it was not made."""
+BEFORE, JOB_FILE = "before", "job.json"
+"""In a run directory: the untreated run, which stands for all; and what a job that began by itself was started with."""
+
 LEADING = "leading"
 """Link to the directory of the rank that the run's report is about."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from dtypedoctor.lasting import at_audit, at_fork
 from dtypedoctor.trace.events import NOT_HERE
-from dtypedoctor.worker.hooked import JOB
+from dtypedoctor.trace.ranks import JOB
 
 _SYSTEM = (
     "libc.",

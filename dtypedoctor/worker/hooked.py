@@ -8,12 +8,8 @@ finder on ``sys.meta_path`` and two modules of this package more, and nothing el
 import os
 import sys
 
-JOB = "DTYPEDOCTOR_JOB"
-"""Environment variable with the folder in which the processes of a run are recorded."""
-BEGUN = "begun"
-"""File in that folder which says that a Python process has looked at the variable."""
-STATES = "random_states.json"
-"""File in that folder where the run is to begin with the random numbers of another, or another with its."""
+JOB, BEGUN, STATES = "DTYPEDOCTOR_JOB", "begun", "random_states.json"
+"""As in ``trace/ranks.py``, which imports more than a process without torch is to have."""
 _NOT_PROGRAMS = ("compile_worker", "multiprocessing.resource_tracker")
 """In the arguments of processes that compile, or that only track resources."""
 

@@ -10,12 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dtypedoctor.trace.ranks import member
+from dtypedoctor.redaction.redact import REQUEST
+from dtypedoctor.trace.ranks import REFUSED, REPEATS, member
 from dtypedoctor.unpatched import from_json, time_ns, to_json
 from dtypedoctor.worker.on_import import after_import
-
-REPEATS, REFUSED = "repeats.txt", "refused.txt"
-"""In the folder of a later run: that of the first run, and why it was not made."""
 
 
 def repeat(job: str, *, is_first: bool) -> None:
@@ -108,7 +106,7 @@ class FirstRunFiles:
 
     def __init__(self, first: Path, own: Path, found: Callable[[str], None]) -> None:
         self._found = found
-        self._began = (first / "request.json").stat().st_mtime_ns
+        self._began = (first / REQUEST).stat().st_mtime_ns
         self._ended = time_ns() - _CLOCK_STEP
         places = (str(first.resolve()), str(own.resolve()), sys.prefix, sys.base_prefix, "/proc", "/sys", "/dev")
         self._ours = tuple(f"{place}/" for place in places)

@@ -20,12 +20,22 @@ from dtypedoctor.foreign_files import read_file
 from dtypedoctor.guardian import make_private_folder
 from dtypedoctor.interruptions import contained, say
 from dtypedoctor.lasting import at_audit
-from dtypedoctor.redaction.redact import public_text
+from dtypedoctor.redaction.redact import REQUEST, public_text
 from dtypedoctor.trace.events import NOTHING_WATCHED, NotWatched
-from dtypedoctor.trace.ranks import LAUNCHERS, child_directory, member, place_in_job, rank_directory
+from dtypedoctor.trace.ranks import (
+    BEFORE,
+    FAILURES,
+    JOB,
+    JOB_FILE,
+    LAUNCHERS,
+    SWITCH,
+    child_directory,
+    member,
+    place_in_job,
+    rank_directory,
+)
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import from_json, getpid
-from dtypedoctor.worker.hooked import JOB
 from dtypedoctor.worker.on_import import no_collection
 from dtypedoctor.worker.recording import Recording, move_when_this_process_ends
 
@@ -33,10 +43,6 @@ if TYPE_CHECKING:
     from dtypedoctor.worker.process_watch import ProcessWatch
     from dtypedoctor.worker.treated import EditedLibrary
 
-SWITCH = "DTYPEDOCTOR"
-BEFORE, JOB_FILE, FAILURES, REQUEST = "before", "job.json", "failures.json", "request.json"
-"""In the folder of a job that began by itself: where its processes are recorded, and what it was started with. In that of a run: which ranks have
-failed, and what is asked for."""
 FIRST_CHILD, LAST_CHILD = 101, 132
 """Numbers of recorded processes that are neither ranks nor numbered by ``multiprocessing``."""
 _LAST = -1000

@@ -25,12 +25,14 @@ from snapshot import Entry, entry
 from dtypedoctor.cli.reported import exit_code
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.instrument.instruments import HOW_TO_REPLAY
+from dtypedoctor.redaction.redact import REQUEST
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.to_json import render_json
-from dtypedoctor.runner.process import STATES, prepare
+from dtypedoctor.runner.process import prepare
 from dtypedoctor.runner.run import Run, WorkerExit, collect
-from dtypedoctor.scenario.model import REQUEST, Request, Scenario, ScenarioStep, Script
+from dtypedoctor.scenario.model import Request, Scenario, ScenarioStep, Script
+from dtypedoctor.trace.ranks import STATES
 from dtypedoctor.trials.results import Treatment
 from dtypedoctor.trials.treatment import Plan, treat
 

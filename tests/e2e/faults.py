@@ -21,11 +21,12 @@ from forked_script import redirect
 from nursery import Child, fork
 from patience import becomes
 
+from dtypedoctor.redaction.redact import REQUEST
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.process import run_script
 from dtypedoctor.runner.run import Run, WorkerExit, collect
-from dtypedoctor.scenario.model import REQUEST, Request, Scenario, ScenarioStep, Script
+from dtypedoctor.scenario.model import Request, Scenario, ScenarioStep, Script
 from dtypedoctor.trials.treatment import examine
 
 SCRIPT = Path(__file__).with_name("doomed_training.py")

@@ -175,7 +175,22 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize("source", [OVERRIDES, WARNINGS], ids=["overrides", "warnings"])
+FUSED = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0).eval()
+net = nn.Sequential(nn.Linear(8, 8), layer).eval()
+for _ in range(3):
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        inside, outside = net(torch.randn(2, 3, 8)), layer(torch.randn(2, 3, 8).bfloat16())
+    print(inside.float().sum().item(), outside.float().sum().item())
+"""
+"""One kernel computes a whole layer, and leaves its casts to autocast, which is off below any dispatch mode."""
+
+
+@pytest.mark.parametrize("source", [OVERRIDES, WARNINGS, FUSED], ids=["overrides", "warnings", "fused"])
 def test_the_programs_own_code_runs_as_without_the_tool(source: str, tmp_path: Path) -> None:
     """What it counts, and from where it is called, is the same."""
     script = tmp_path / "program.py"

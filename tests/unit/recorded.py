@@ -16,8 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dtypedoctor.redaction.redact import REQUEST
 from dtypedoctor.runner.run import EXIT, Run, WorkerExit, collect
-from dtypedoctor.scenario.model import REQUEST, Request
+from dtypedoctor.scenario.model import Request
 from dtypedoctor.trace.lines import EVENTS
 from dtypedoctor.trials.remedies import is_script
 from dtypedoctor.trials.results import Treatment

@@ -17,6 +17,9 @@ from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.trace.events import Header, Observation, Raised
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.ranks import (
+    BEGUN,
+    JOB,
+    STATES,
     Member,
     header,
     lead,
@@ -27,6 +30,7 @@ from dtypedoctor.trace.ranks import (
     rank_directory,
 )
 from dtypedoctor.trials.runs import led_by_spawned
+from dtypedoctor.worker import hooked
 
 FOUND = Finding(id="float16-overflow", severity=Severity.ERROR, confidence=Confidence.LIKELY, summary="s", cause="c")
 
@@ -331,3 +335,8 @@ def test_a_rank_that_torchrun_does_not_list_beside_one_that_failed_was_ended_by_
         rank_directory(tmp_path, 0), 0, exit_of_rank(0, ended, {1: {"code": 1, "time": 0.0}}), foreign=True
     )
     assert (run.exit.code, run.exit.ended_by_launcher) == (-signal.SIGTERM, signal.SIGTERM)
+
+
+def test_the_hook_names_the_folder_of_a_run_as_everybody_does() -> None:
+    """It cannot import the names: a process without torch is to have no more of this package than the hook."""
+    assert (hooked.JOB, hooked.BEGUN, hooked.STATES) == (JOB, BEGUN, STATES)

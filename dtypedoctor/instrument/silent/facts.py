@@ -29,7 +29,7 @@ _POLICY = ("param_dtype", "reduce_dtype", "output_dtype")
 class ShardCalls(Observer):
     """Follows the calls that make shard units: what FSDP shards together, noted before it is asked to.
 
-    Writes a :class:`ShardCall` before each ``fully_shard``, and where FSDP1 refuses a unit.
+    Writes a :class:`ShardCall` before each ``fully_shard``, and where FSDP1 rejects a unit.
     """
 
     waits_for = (SHARDING,)

@@ -23,7 +23,7 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,7 +134,7 @@ class _Sum:
     largest: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Call:
     """One operator call, beside what it makes in float64.
 
@@ -176,12 +176,11 @@ class _Call:
         )
         return _relative_error(self.results[0], self.exact[0]) > AMPLIFIED * before
 
+    @cached_property
     def origin(self) -> Origin:
         """The origin of the operand that is most off; this operator where all of them are exact, or where it loses far more than float32 had lost before."""
         if self.known and not self._loses_most():
-            return max(
-                self.known.values(), key=lambda memory: memory.error if memory.error == memory.error else math.inf
-            ).origin
+            return max(self.known.values(), key=_error_of).origin
         tensors, real, exact = [copy for copy, _ in self.operands], self.results[0], self.exact[0]
         whole = all(map(_is_whole, tensors)) if tensors else self.name == "arange"
         sums = any(tensor.numel() > real.numel() for tensor in tensors)
@@ -401,7 +400,7 @@ class Shadows(Observer):
         error = float((values - wide).abs().max())
         if not error or (not math.isfinite(error) and bool((wide.isfinite() & ~values.isfinite()).any())):
             return  # nothing is lost; or what float64 makes is no better
-        self._memories[key] = _Memory(StorageWeakRef(storage), values, whole.clone(), call.origin(), error)
+        self._memories[key] = _Memory(StorageWeakRef(storage), values, whole.clone(), call.origin, error)
         self._elements += values.numel()
         if self._elements > HELD:
             for gone in [number for number, memory in self._memories.items() if memory.held.expired()]:
@@ -415,7 +414,7 @@ class Shadows(Observer):
 
     def _judge(self, call: _Call) -> None:
         """Judges an operator that uses values which rounding has changed; in float32 only choices."""
-        if call.origin().dtype is torch.float32:
+        if call.origin.dtype is torch.float32:
             self._judge_choice(call)
             return
         self._judge_positions(call)
@@ -452,7 +451,7 @@ class Shadows(Observer):
 
     def _judge_angles(self, call: _Call) -> None:
         """Sines of angles that are off, because of whole numbers (timesteps, positions) that were rounded, or of a rounding of their own."""
-        angles, origin = call.operands[0][0], call.origin()
+        angles, origin = call.operands[0][0], call.origin
         off = (angles.double() - call.values[id(angles)]).abs()
         finite = off.isfinite()
         error = float(off[finite].max()) if bool(finite.any()) else 0.0
@@ -473,7 +472,7 @@ class Shadows(Observer):
 
     def _judge_cast(self, call: _Call) -> None:
         """Whole numbers that are others, and fractions that end up more than one from where they belong."""
-        operand, real, origin = call.operands[0][0], call.results[0], call.origin()
+        operand, real, origin = call.operands[0][0], call.results[0], call.origin
         if origin.dtype is torch.float32 and not origin.whole:
             return  # a fraction next to a whole number
         values = call.values[id(operand)]
@@ -587,7 +586,7 @@ class Shadows(Observer):
             return
         count = int(changed.sum())
         if known is None or (count and not known.changed):
-            origin = call.origin() if use != "state" else Origin(key[1], call.line, real.dtype, whole=False)
+            origin = call.origin if use != "state" else Origin(key[1], call.line, real.dtype, whole=False)
             first = int(changed.flatten().nonzero()[0]) if count else 0
             known = RoundedUse(
                 use=use,
@@ -608,7 +607,7 @@ class Shadows(Observer):
 def _chooses_otherwise(call: _Call, real: Tensor, exact: Tensor) -> Tensor:
     """Where a choice is another one between values that are not nearly equal in float64."""
     operand = call.operands[0][0]
-    values = _coarser(call.values[id(operand)], _BITS[call.origin().dtype] - SLACK)
+    values = _coarser(call.values[id(operand)], _BITS[call.origin.dtype] - SLACK)
     dim = call.argument("dim")
     if dim is None:
         return (real != exact) & (values.flatten()[real] != values.flatten()[exact])
@@ -616,6 +615,11 @@ def _chooses_otherwise(call: _Call, real: Tensor, exact: Tensor) -> Tensor:
     at, right = (index.unsqueeze(dim) if inside else index for index in (real, exact))
     apart = (at != right) & (values.gather(dim, at) != values.gather(dim, right))
     return apart.squeeze(dim) if inside else apart
+
+
+def _error_of(memory: _Memory) -> float:
+    """How far a memory is off; where that is NaN, as far as can be."""
+    return math.inf if math.isnan(memory.error) else memory.error
 
 
 def _relative_error(real: Tensor, exact: Tensor) -> float:

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import append_file, parse_json, read_file, read_head
-from dtypedoctor.redaction.redact import public_text
+from dtypedoctor.redaction.redact import REQUEST, public_text
 from dtypedoctor.runner.directories import clear
 from dtypedoctor.runner.run import EXIT, Run, WorkerExit, collect
-from dtypedoctor.scenario.model import REQUEST, Request, Scenario
+from dtypedoctor.scenario.model import Request, Scenario
 from dtypedoctor.trials.runs import led_by_origin
 
 
