@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import forked, report_of
+from command import dtypedoctor, forked, report_of
 
 TRAINING = """
     import sys, torch
@@ -75,8 +75,11 @@ def test_training_in_spawned_processes_is_measured(way: str, tmp_path: Path) -> 
 
 
 def test_an_overflow_in_a_spawned_process_is_found_there(tmp_path: Path) -> None:
-    """The op trace of a second run is that of the same process, and the report says which one it is."""
-    done = forked("exec", "--rerun", "--out", "run", spawning(tmp_path, "mp.spawn", 1), cwd=tmp_path)
+    """The op trace of a second run is that of the same process, and the report says which one it is.
+
+    Forks have torch before multiprocessing names them, and take their numbers in the order in which they come: it needs interpreters.
+    """
+    done = dtypedoctor("exec", "--rerun", "--out", "run", spawning(tmp_path, "mp.spawn", 1), cwd=tmp_path)
     report = report_of(tmp_path / "run")
     finding = report["findings"][0]
     assert (done.code, finding["id"], finding["step"], finding["confidence"]) == (10, "float16-overflow", 2, "proven")
