@@ -2,12 +2,16 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from dtypedoctor.dtypes import DTYPES
 
 NAME_LIMIT = 200
 TEXT_LIMIT = 2000
+QUOTE_LIMIT = 60
+_LONGEST_ID = 100
+"""Nobody misspells an id into more, and comparing long texts takes quadratic time."""
 
 _ASCII = str.maketrans({
     "→": "->", "←": "<-", "×": "x", "…": "...", "–": "-", "—": "-", "≤": "<=", "≥": ">=", "±": "+/-", "≈": "~", "·": "*",
@@ -52,6 +56,27 @@ def paragraphs(text: str, limit: int = TEXT_LIMIT) -> str:
     shown = "\n".join(_escape(line.replace("\t", "    ")) for line in text[:limit].splitlines())
     left_out = len(text) - limit
     return f"{shown}… ({left_out:,} characters left out)" if left_out > 0 else shown
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """End a sentence with the choice that ``word`` most likely means, ``; did you mean 'seed'?``; empty where none is near."""
+    if len(word) > _LONGEST_ID:
+        return ""
+    from difflib import get_close_matches  # which few commands need
+
+    folded = {choice.lower(): choice for choice in choices}
+    matches = get_close_matches(word.lower(), folded, n=1)
+    return f"; did you mean '{folded[matches[0]]}'?" if matches else ""
+
+
+def quoted(text: str) -> str:
+    """Put a text in quotes on one line, escaped where it does not print and shortened to 60 characters."""
+    return repr(text if len(text) <= QUOTE_LIMIT else text[:QUOTE_LIMIT] + "…")
+
+
+def printable(text: str | Path) -> str:
+    """Escape what does not print in a text or path: line breaks, undecodable bytes of a file's name."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def words(text: str, *, parts: bool = False) -> list[str]:

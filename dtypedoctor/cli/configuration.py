@@ -98,7 +98,7 @@ def _settings(path: Path, content: bytes) -> dict[str, Any] | None:
     """
     import tomllib
 
-    from dtypedoctor.scenario.problems import did_you_mean
+    from dtypedoctor.text import did_you_mean
 
     try:
         tool = tomllib.loads(content.decode("utf-8")).get("tool")

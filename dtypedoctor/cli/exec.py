@@ -281,7 +281,7 @@ def name_of(target: dict[str, Any]) -> str:
 
 def _meant_beside(script: str) -> str:
     """The end of a sentence that names the script of that folder which may be meant; empty where none is near."""
-    from dtypedoctor.scenario.problems import did_you_mean
+    from dtypedoctor.text import did_you_mean
 
     try:
         return did_you_mean(script, [str(path) for path in Path(script).parent.glob("*.py")])
@@ -317,7 +317,7 @@ def treat(
     for name in corrections:
         found = registered(Correction).get(name)
         if found is None:
-            from dtypedoctor.scenario.problems import did_you_mean
+            from dtypedoctor.text import did_you_mean
 
             meant = did_you_mean(name, registered(Correction))
             raise UsageError(f"--with: there is no correction {name!r}{meant}", known(Correction))

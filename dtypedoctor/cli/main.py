@@ -154,7 +154,7 @@ def _of_a_scenario(error: Exception) -> str:
     pydantic = sys.modules.get("pydantic")
     if pydantic is None or not isinstance(error, pydantic.ValidationError) or error.title != "Scenario":
         return ""
-    from dtypedoctor.scenario.problems import dotted, in_words
+    from dtypedoctor.scenario.reading import dotted, in_words
 
     return "; ".join(f"{dotted(one['loc'])}: {in_words(one)}" for one in error.errors())
 

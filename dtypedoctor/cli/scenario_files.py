@@ -19,8 +19,7 @@ from dtypedoctor.plugins import Correction, Model, Workload, known, registered
 from dtypedoctor.replay.capsule import ALLOW_CODE, MODEL, Capsule
 from dtypedoctor.scenario.loading import BUILTIN, is_shipped, load_scenario
 from dtypedoctor.scenario.model import Plugin, Scenario, ScenarioStep, Script
-from dtypedoctor.scenario.problems import did_you_mean
-from dtypedoctor.text import one_line
+from dtypedoctor.text import did_you_mean, one_line
 from dtypedoctor.trials.remedies import remedies
 
 _YES = ("y", "yes")

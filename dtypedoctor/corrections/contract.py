@@ -12,8 +12,8 @@ from torch import nn
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import Correction, known, registered, resolve
-from dtypedoctor.scenario.problems import did_you_mean
 from dtypedoctor.source_edits import TargetMismatchError, install
+from dtypedoctor.text import did_you_mean
 from dtypedoctor.trace.events import OFFLOADED
 
 __all__ = ["Counters", "Forward", "Installed", "TargetMismatchError", "install_edits", "named_modules_of", "put_in",

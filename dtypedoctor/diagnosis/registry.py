@@ -14,7 +14,7 @@ from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.foreign_files import reason
 from dtypedoctor.interruptions import contained
 from dtypedoctor.plugins import Correction, give_up, label_of, registered, remark, switched_off
-from dtypedoctor.scenario.problems import did_you_mean, quoted
+from dtypedoctor.text import did_you_mean, quoted
 from dtypedoctor.trace.model import Trace
 
 Read = TypeVar("Read")

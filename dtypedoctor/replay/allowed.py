@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dtypedoctor.scenario.problems import printable
+from dtypedoctor.text import printable
 
 __all__ = ["DTYPE", "KINDS", "Named", "named_in", "why_not"]
 

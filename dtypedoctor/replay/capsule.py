@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import is_real_directory, open_file, parse_json, read_file, reason
 from dtypedoctor.replay.allowed import Named, named_in, why_not
-from dtypedoctor.scenario.problems import printable
 from dtypedoctor.tensor_files import Entry, read_entries
+from dtypedoctor.text import printable
 
 if TYPE_CHECKING:
     from dtypedoctor.scenario.model import Model

@@ -19,8 +19,8 @@ from dtypedoctor.redaction.redact import redact
 from dtypedoctor.redaction.secrets import SECRET, names_a_secret
 from dtypedoctor.replay.allowed import DTYPE, KINDS
 from dtypedoctor.replay.capsule import Capsule
-from dtypedoctor.scenario.problems import printable
 from dtypedoctor.tensor_files import Entry
+from dtypedoctor.text import printable
 
 __all__ = ["TENSORS", "CannotBeWrittenError", "Carried", "Claim", "capsule_script", "inline_tensors", "script_text"]
 

@@ -8,7 +8,7 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import contained
 from dtypedoctor.plugins import Format, known, label_of, registered
 from dtypedoctor.report.document import Document
-from dtypedoctor.scenario.problems import did_you_mean
+from dtypedoctor.text import did_you_mean
 
 FORMATS = tuple(import_module(f"dtypedoctor.report.to_{name}").FORMAT for name in dtypedoctor.report.FORMATS)
 

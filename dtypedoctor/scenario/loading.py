@@ -15,8 +15,8 @@ from dtypedoctor import plugins
 from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import switched_off
 from dtypedoctor.scenario.model import Model, Scenario
-from dtypedoctor.scenario.problems import did_you_mean, in_words, printable, quoted, refusal
-from dtypedoctor.scenario.reading import read_scenario
+from dtypedoctor.scenario.reading import in_words, read_scenario, refusal
+from dtypedoctor.text import did_you_mean, printable, quoted
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 

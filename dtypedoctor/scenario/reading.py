@@ -7,7 +7,8 @@ is true, ``010`` is eight and ``2026-04-01`` is a date.
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -15,8 +16,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from yaml.reader import ReaderError
 
+from dtypedoctor.errors import UsageError
 from dtypedoctor.scenario.model import Scenario, Strict
-from dtypedoctor.scenario.problems import KeyPath, Mistake, did_you_mean, dotted, in_words, printable, quoted
+from dtypedoctor.text import QUOTE_LIMIT, did_you_mean, printable, quoted
 
 PATTERNS: dict[str, re.Pattern[str]] = {
     "null": re.compile(r"(?:~|null|Null|NULL|)\Z"),
@@ -31,6 +33,12 @@ PATTERNS: dict[str, re.Pattern[str]] = {
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _DEEPEST = 32
 """Levels of nesting: a scenario needs 6; `options` may nest further."""
+_MOST_SHOWN = 100
+
+KeyPath = tuple[str | int, ...]
+"""Keys and list indices from the top of a file down to a value."""
+Mistake = tuple[int, int, str]
+"""Line and column, both from 1, and what is wrong there, on one line."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -229,3 +237,43 @@ def _read_scalar(node: yaml.Node) -> str | int | float | bool | None:
             return number
         case _:
             return word
+
+
+def dotted(path: KeyPath) -> str:
+    """Write a path as a person does: ``("steps", 0, "model")`` is ``steps[0].model``; empty for the whole file."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            shown = part if part.isidentifier() and len(part) <= QUOTE_LIMIT else quoted(part)
+            text += f".{shown}" if text else shown
+    return text
+
+
+def refusal(path: Path, mistakes: Iterable[Mistake], hint: str) -> UsageError:
+    """Make one error of all mistakes, one ``file:line:column: text`` a line in the order of the file, the first hundred of them."""
+    ordered = sorted(set(mistakes))
+    lines = [f"{printable(path)}:{line}:{column}: {text}" for line, column, text in ordered[:_MOST_SHOWN]]
+    if len(ordered) > _MOST_SHOWN:
+        lines.append(f"{printable(path)}: and {len(ordered) - _MOST_SHOWN} more mistakes")
+    return UsageError("\n".join(lines), hint)
+
+
+_OTHER_WORDS = {
+    "gpu": "cuda", "nvidia": "cuda",
+    "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16",
+    "float": "float32", "fp32": "float32", "f32": "float32", "double": "float64", "fp64": "float64", "f64": "float64",
+}  # fmt: skip
+
+
+def in_words(error: ErrorDetails) -> str:
+    """Give pydantic's sentence, what was given instead, and the choice that may be meant."""
+    given, context = error["input"], error.get("ctx", {})
+    sentence = re.sub(r" or (instance of \w+|object to extract fields from)|^Value error, ", "", error["msg"])
+    if error["type"] not in ("missing", "value_error", "union_tag_invalid", "union_tag_not_found"):
+        shown = quoted(given) if isinstance(given, str) else repr(given) if isinstance(given, (int, float)) else ""
+        sentence += f", got {shown}" if shown else ""
+    choices = re.findall(r"'([^']*)'", context.get("expected_tags", context.get("expected", "")))
+    word = str(context.get("tag", given))
+    return sentence + did_you_mean(_OTHER_WORDS.get(word.lower(), word), choices)

@@ -13,7 +13,7 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import KEEP_FLOAT32, Correction, correction_named, label_of, registered, remark, switched_off
 from dtypedoctor.replay.capsule import MODEL
 from dtypedoctor.scenario.model import Scenario, Script
-from dtypedoctor.scenario.problems import did_you_mean, quoted
+from dtypedoctor.text import did_you_mean, quoted
 
 _ONE_PASS = {"kind": "forward", "steps": 1, "batch_size": 1, "sequence_length": 2}
 
