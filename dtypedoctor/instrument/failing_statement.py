@@ -6,6 +6,7 @@ computes with is there as it was, unless something has written to it since; only
 """
 
 import ast
+import builtins
 import linecache
 import sys
 from collections.abc import Iterator, Sequence
@@ -97,25 +98,40 @@ def _links(traceback: TracebackType | None) -> Iterator[TracebackType]:
 def _raised_by(link: TracebackType) -> _Statement | None:
     """What has raised in a frame; None where its source cannot be read."""
     frame, code = link.tb_frame, link.tb_frame.f_code
-    node = _node_at(code.co_filename, span_of(code, link.tb_lasti))
-    return None if node is None else _Statement(node, code, {**frame.f_globals, **frame.f_locals})
+    variables = {**frame.f_globals, **frame.f_locals}
+    nodes = _nodes_around(code.co_filename, span_of(code, link.tb_lasti))
+    # A comprehension that is part of its function's code (Python 3.12) has taken its variables with it: it runs again as a whole.
+    node = next((node for node in nodes if _names_of(node) <= {*variables, *vars(builtins)}), None)
+    return None if node is None else _Statement(node, code, variables)
 
 
-def _node_at(file: str, span: Sequence[int]) -> ast.expr | ast.stmt | None:
-    """The smallest expression or simple statement of a file around an instruction; of what is assigned to, the statement."""
-    if not span:
-        return None
-    first, last, begin, end = span
-    around: ast.expr | ast.stmt | None = None
+def _nodes_around(file: str, span: Sequence[int]) -> list[ast.expr | ast.stmt]:
+    """The expressions and simple statements of a file around an instruction, the smallest first; of what is assigned to, the statement."""
+    around: list[ast.expr | ast.stmt] = []
     with contained():  # the file has changed, or is no Python
+        first, last, begin, end = span
         tree = ast.parse("".join(linecache.getlines(file)))
         for node in ast.walk(tree):  # comes to what is inside of a node after the node
             if not isinstance(node, (ast.expr, *_SIMPLE)) or isinstance(getattr(node, "ctx", None), ast.Store):
                 continue
             ends = (node.end_lineno or 0, node.end_col_offset or 0)
             if (node.lineno, node.col_offset) <= (first, begin) and (last, end) <= ends:
-                around = node
+                around.insert(0, node)
     return around
+
+
+def _names_of(node: ast.expr | ast.stmt) -> set[str]:
+    """The variables that it reads and does not make itself."""
+    names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
+    made = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    made |= {
+        arg.arg
+        for each in ast.walk(node)
+        if isinstance(each, ast.Lambda)
+        for arg in ast.walk(each)
+        if isinstance(arg, ast.arg)
+    }
+    return {name.id for name in names} - made
 
 
 def _run_again(statement: _Statement, error: BaseException, session: Session, ops: "OpTrace") -> str:
