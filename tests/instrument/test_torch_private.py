@@ -228,7 +228,7 @@ def test_import(module: str, name: str) -> None:
 @pytest.mark.parametrize("name", WRITTEN_IN)
 def test_torch_gives_its_objects_the_private_attribute(name: str) -> None:
     """The code that makes such objects gives them the attribute."""
-    if name == "_cast_forward_inputs" and name not in inspect.getsource(WRITTEN_IN[name]()):
+    if name == "_cast_forward_inputs" and torch.__version__ < "2.12":
         pytest.skip("this torch casts inside of another function; cast_for_unit does it itself (2.9.1, 2.11.0)")
     if name == "_fsdp_param_groups" and "_fsdp_param_groups" not in inspect.getsource(WRITTEN_IN[name]()):
         pytest.skip("a unit of this torch has one group of parameters (2.9.1)")
