@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from importlib import import_module
-from operator import attrgetter
+from operator import attrgetter, or_, sub
 from types import CodeType, MethodType
 from typing import Any
 from weakref import ref
@@ -653,6 +653,50 @@ _has_kernel = _optional(
 def is_composite(operator: Any) -> bool:
     """Whether an operator is made of others. False without the name: then such an operator stays whole in inference mode."""
     return _has_kernel is not None and _has_kernel(operator.name(), "CompositeImplicitAutograd")
+
+
+def by_way_of_others(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls the operators that one is made of as torch does, and not by a decomposition in Python, which rounds otherwise."""
+    return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+_entry = _optional("_C._RestorePythonTLSSnapshot", "values of operators that call others under autocast", None)
+"""Inside, the dispatcher is as it was where the program called the operator that a mode sees. Without it such operators keep to float32."""
+
+
+_Keys = torch._C.DispatchKeySet
+_AUTOCAST = {name: _Keys(key) for name, key in vars(torch._C.DispatchKey).items() if name.startswith("Autocast")}
+HIDDEN_KEYS: Any = functools.reduce(
+    or_,
+    _AUTOCAST.values(),
+    _Keys(torch._C.DispatchKey.Conjugate)
+    | _Keys(torch._C.DispatchKey.Negative)
+    | _Keys(torch._C.DispatchKey.ZeroTensor),
+)
+"""What the dispatcher does above a mode, and leaves out below it: it casts for autocast, and computes conjugates that were put off."""
+
+
+@functools.cache
+def keys_inside(operator: Any) -> Any:
+    """Those of the hidden keys that hold for the operators that one calls: autocast does not where it has cast for the whole."""
+    casts = [keys for name, keys in _AUTOCAST.items() if _has_kernel is not None and _has_kernel(operator.name(), name)]
+    return functools.reduce(sub, casts, HIDDEN_KEYS)
+
+
+def with_keys(keys: Any) -> AbstractContextManager[Any]:
+    """Inside a mode, lets the dispatcher do what ``keys`` stand for, where it would do so for the program without the mode."""
+    if _entry is None:
+        return nullcontext()
+    try:
+        with _entry():
+            left_out = torch._C._dispatch_tls_local_exclude_set()
+    except RuntimeError:  # no dispatcher has called the mode
+        return nullcontext()
+    now = torch._C._dispatch_tls_local_exclude_set()
+    guard: AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(
+        torch._C._dispatch_tls_local_include_set(), now - (keys - left_out)
+    )
+    return guard
 
 
 after_autograd: Any = _optional("_C._after_ADInplaceOrView_keyset", "collectives between processes", None)

@@ -4,7 +4,6 @@ that an experiment with them may take, and how a mode stays out of the compiler'
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,11 +16,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from dtypedoctor._torch_private import (
+    HIDDEN_KEYS,
     DispatchMode,
     OpOverload,
+    by_way_of_others,
     is_compiled_module,
     is_composite,
     is_followed,
+    keys_inside,
     memory_key,
     modes_on,
     next_sequence_number,
@@ -33,9 +35,10 @@ from dtypedoctor._torch_private import (
     tree_map,
     uncompiled,
     version_of,
+    with_keys,
 )
 from dtypedoctor.instrument.statistics import HALF, measurable
-from dtypedoctor.interruptions import contained, is_interruption, noticing
+from dtypedoctor.interruptions import contained, noticing
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""
@@ -425,41 +428,12 @@ def _is_uncounted(func: Any) -> bool:
     )
 
 
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: Callable[[str], str | None]) -> Any:
-    """Runs an operator of the program in a dispatch mode as torch does without one.
-
-    Below a mode autocast is off. A fused kernel that leaves it to autocast to cast for the operators that it calls raises there alone; where
-    it has tensors of several dtypes, it runs once more as the open region has it.
-
-    Args:
-        func: the operator.
-        args, kwargs: what it is given.
-        region: says what dtype autocast has for a type of device in the program, see :meth:`AutocastLog.dtype`; None where it is off.
-    """
-    try:
-        return func(*args, **kwargs) if not _is_uncounted(func) or not args else _counting_writes(func, args, kwargs)
-    except RuntimeError as error:
-        device = _device_of_mixed(args, kwargs)
-        if device and not is_interruption(error) and region(device) is not None:
-            with contained(), _autocast_on(device):
-                return func(*args, **kwargs)
-        raise
-
-
-def _device_of_mixed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The type of device of tensors that are not all of one dtype; empty where they are."""
-    tensors = [tensor for tensor in tensors_of((args, kwargs)) if tensor.is_floating_point()]
-    return tensors[0].device.type if len({tensor.dtype for tensor in tensors}) > 1 else ""
-
-
-@contextmanager
-def _autocast_on(device: str) -> Iterator[None]:
-    before = torch.is_autocast_enabled(device)
-    torch.set_autocast_enabled(device, True)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device, before)
+@cache
+def _calls_no_other(func: Any) -> bool:
+    """Whether the kernel of an operator computes by itself, as those of torch's core do: others may leave casts and conjugates to the dispatcher."""
+    if not isinstance(func, OpOverload):
+        return True  # an operator of higher order has rules of its own
+    return func.is_view or torch.Tag.pointwise in func.tags or torch.Tag.core in func.tags
 
 
 def _counting_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -484,6 +458,9 @@ class OperatorMode(DispatchMode):
     Dynamo has come, which only matters from then on; call :func:`keep_compiler_out` when it comes.
     """
 
+    _keys: Any = HIDDEN_KEYS
+    """What the dispatcher does for the operators that are called now, by the one that was taken apart."""
+
     def __enter__(self) -> Self:
         keep_compiler_out()
         super().__enter__()
@@ -504,10 +481,28 @@ class OperatorMode(DispatchMode):
             for mode in reversed(above):
                 push_mode(mode)
 
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an operator of the program as torch does without this mode.
+
+        Below a mode neither autocast nor a conjugate that was put off is seen to: what a fused attention, a pseudo-inverse or a custom operator
+        leaves to them for the operators that it calls would be computed in float32, or be another number.
+        """
+        if _is_uncounted(func) and args:
+            return _counting_writes(func, args, kwargs)
+        if _calls_no_other(func):
+            return func(*args, **kwargs)
+        with with_keys(keys_inside(func) & self._keys):
+            return func(*args, **kwargs)
+
     def taken_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator that is made of others by way of these, which this mode sees."""
-        with self:
-            return func.decompose(*args, **kwargs)
+        outer = self._keys
+        self._keys = keys_inside(func) & outer
+        try:
+            with with_keys(self._keys), self:
+                return by_way_of_others(func, *args, **kwargs)
+        finally:
+            self._keys = outer
 
 
 def is_whole(func: Any, types: Any, operands: Iterable[Tensor]) -> bool:

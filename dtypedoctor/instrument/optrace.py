@@ -30,7 +30,6 @@ from dtypedoctor.instrument.operators import (
     is_unfinished,
     is_whole,
     keep_written,
-    run,
     scalars,
     tensors_of,
     written,
@@ -162,7 +161,7 @@ class OpTrace(OperatorMode):
         """Runs ``func`` as it is and records it."""
         kwargs = dict(kwargs or {})
         if self._position.muted or str(func) in _SKIPPED or self._ops >= MAX_OPS:
-            return run(func, args, kwargs, self._session.autocast.dtype)
+            return self.run(func, args, kwargs)
         if any(is_wrapper_subclass(one) for one in types):
             return (
                 NotImplemented  # the class computes with the tensors that it wraps, and these operators come here again
@@ -184,7 +183,7 @@ class OpTrace(OperatorMode):
                 self._refused(n, func, arguments, inputs, error)
 
         with noticing(refused, Exception):
-            result = run(func, args, kwargs, self._session.autocast.dtype)
+            result = self.run(func, args, kwargs)
         with self._aside():
             changed = written(func, arguments)
             for tensor in changed:
@@ -197,7 +196,7 @@ class OpTrace(OperatorMode):
         notes: list[TensorNote] = []
         with self._aside():
             notes = [] if _is_wait(func) else self._notes(tensors_of(args))
-        result = run(func, args, kwargs, self._session.autocast.dtype)
+        result = self.run(func, args, kwargs)
         with self._aside():
             for tensor in tensors_of(result):
                 if not _is_wait(func):

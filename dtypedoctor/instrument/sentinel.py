@@ -47,7 +47,6 @@ from dtypedoctor.instrument.operators import (
     is_unfinished,
     keep_compiler_out,
     keep_written,
-    run,
     tensors_of,
     written,
 )
@@ -161,7 +160,6 @@ class Sentinel(OperatorMode):
         super().__init__()
         self._bad = bad
         self._position, self._coverage, self._guard = session.position, session.coverage, session.guard
-        self._region = session.autocast.dtype
         self._readings = session.readings
         self._settling = session.guard.keeping("operators outside of modules")
         self._looking = session.guard.keeping("some operators outside of modules")
@@ -239,7 +237,7 @@ class Sentinel(OperatorMode):
         keep_compiler_out()
         for _ in others:
             pop_mode()
-        self._forked_mode = Computing(self.computed, self._region)
+        self._forked_mode = Computing(self.computed)
         for mode in (self._forked_mode, *others):
             push_mode(mode)
 
@@ -427,14 +425,14 @@ class Sentinel(OperatorMode):
         kwargs = kwargs or {}
         plan = self._plans.get(func) or self._plan(func)
         if plan.passes or not self._on or self._position.muted or self.quiet() or self._is_lent_to_a_module():
-            return run(func, args, kwargs, self._region)
+            return self.run(func, args, kwargs)
         if self._lent and self._inside and self._is_inside_of_a_module():
             return self._in_a_module(func, plan, args, kwargs)
         if not plan.reads:
             self._seen += 1
             self._coverage.operators += 1
             if self._seen > ALLOWANCE and self._seen % ROUND >= MEASURED and self._is_thin:
-                result = run(func, args, kwargs, self._region)
+                result = self.run(func, args, kwargs)
                 if plan.writes and self._bad.any:
                     with self._looking:
                         self._bad.overwritten(written(func, (args, kwargs)))
@@ -451,7 +449,7 @@ class Sentinel(OperatorMode):
             with self._looking:
                 self.writing(func, args, kwargs)
         try:
-            result = run(func, args, kwargs, self._region)
+            result = self.run(func, args, kwargs)
         except Exception as error:  # told and passed on; nothing cheaper stands around each operator of a program
             self.raised(error)
             self.rejected(func, kept, error)
@@ -475,7 +473,7 @@ class Sentinel(OperatorMode):
     def _in_a_module(self, func: Any, plan: _Plan, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs an operator in the backward of a custom function that a module has called: gradients tell what is not finite, but not what was replaced."""
         kept = self._before(func, (args, kwargs)) if plan.writes else (args, kwargs)
-        result = run(func, args, kwargs, self._region)
+        result = self.run(func, args, kwargs)
         if not plan.reads:
             with self._looking:
                 self.overflowed(func, kept, (args, kwargs), result)
@@ -664,10 +662,9 @@ class Computing(OperatorMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, tell: Callable[[], None], region: Callable[[str], str | None]) -> None:
+    def __init__(self, tell: Callable[[], None]) -> None:
         super().__init__()
         self._tell: Callable[[], None] | None = tell
-        self._region = region
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -680,7 +677,7 @@ class Computing(OperatorMode):
         if (tell := self._tell) is not None and _computes(func, (args, kwargs)):
             self._tell = None
             tell()
-        return run(func, args, kwargs, self._region)
+        return self.run(func, args, kwargs)
 
 
 def _computes(func: Any, arguments: Arguments) -> bool:

@@ -116,7 +116,7 @@ class KeptMemory(OperatorMode):
         if is_whole(func, types, tensors_of(arguments)):
             return self.taken_apart(func, *arguments)
         self._look(func, arguments)
-        result = func(*args, **arguments[1])
+        result = self.run(func, *arguments)
         given = {_key(tensor) for tensor in tensors_of(arguments)}
         self._made |= {key for tensor in tensors_of(result) if (key := _key(tensor)) not in given}
         return result

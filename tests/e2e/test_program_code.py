@@ -184,8 +184,9 @@ layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0).eval
 net = nn.Sequential(nn.Linear(8, 8), layer).eval()
 for _ in range(3):
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        inside, outside = net(torch.randn(2, 3, 8)), layer(torch.randn(2, 3, 8).bfloat16())
-    print(inside.float().sum().item(), outside.float().sum().item())
+        half, single = layer(torch.randn(2, 3, 8).bfloat16()), layer(torch.randn(2, 3, 8))
+        inside = net(torch.randn(2, 3, 8))
+    print([(value.dtype, value.float().sum().item()) for value in (half, single, inside)])
 """
 """One kernel computes a whole layer, and leaves its casts to autocast, which is off below any dispatch mode."""
 

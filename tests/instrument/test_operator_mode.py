@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from watched import watched
 
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.instrument.operators import for_wider
+from dtypedoctor.instrument.operators import OperatorMode, for_wider, is_whole, tensors_of
 
 LOOKED_AT = """
     import sys, torch
@@ -142,3 +143,53 @@ def test_a_softmax_that_casts_by_itself_is_made_again_without_the_cast(name: str
     assert for_wider(func, half) is half
     assert for_wider(func, wide)[0][1:] == (-1, False)
     assert func(*for_wider(func, wide)[0]).dtype is torch.float32
+
+
+class Through(OperatorMode):
+    """Sees every operator, as the look and the sentinel do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_whole(func, types, tensors_of((args, kwargs))):
+            return self.taken_apart(func, args, kwargs)
+        return self.run(func, args, kwargs)
+
+
+SQUARE = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0))
+ENCODER = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+CALLING = {
+    "a fused encoder": lambda: ENCODER(SQUARE),
+    "a bilinear form": lambda: nn.functional.bilinear(SQUARE, SQUARE, SQUARE),
+    "a pseudo-inverse": lambda: torch.linalg.pinv(SQUARE),
+    "a pseudo-inverse of complex numbers": lambda: torch.linalg.pinv(torch.complex(SQUARE, SQUARE.flip(0))),
+    "a sum of products": lambda: torch.einsum("bij,bjk->bik", SQUARE, SQUARE),
+    "a covariance": lambda: torch.cov(SQUARE[0]),
+    "attention": lambda: nn.functional.scaled_dot_product_attention(SQUARE[None], SQUARE[None], SQUARE[None], SQUARE),
+    "an inverse transform": lambda: torch.fft.hfftn(torch.complex(SQUARE, SQUARE.flip(0))),
+    "an interpolation": lambda: nn.functional.interpolate(SQUARE[None], scale_factor=1.7, mode="bicubic"),
+    "an operator of the program": lambda: own_product(SQUARE),
+}
+"""Calls of operators that call others: by a kernel, or by what they are made of."""
+
+
+@torch.library.custom_op("dtypedoctor_tests::own_product", mutates_args=())
+def own_product(x: torch.Tensor) -> torch.Tensor:
+    """Leaves its cast to autocast."""
+    return (x @ x).float()
+
+
+@pytest.mark.parametrize("what", CALLING)
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "plain"])
+def test_an_operator_that_calls_others_computes_the_same_bits_in_a_mode(
+    what: str, without_gradients: Any, autocast: bool
+) -> None:
+    """Autocast casts for the operators that it calls, and conjugates that were put off are computed, as without the mode."""
+    import_module("torch._decomp")  # it gives some operators another way to be taken apart
+
+    with without_gradients(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        bare = CALLING[what]()
+        with Through():
+            seen = CALLING[what]()
+    assert seen.dtype == bare.dtype
+    assert torch.equal(seen, bare)

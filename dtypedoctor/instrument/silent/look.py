@@ -40,7 +40,6 @@ from dtypedoctor.instrument.operators import (
     is_whole,
     keep_written,
     node_of_operator,
-    run,
     tensors_of,
     why_opaque,
     written,
@@ -181,7 +180,6 @@ class _Mode(OperatorMode):
         self._saw = saw
         self._writing, self._wrote = writes
         self._position, self._guard, self._meter = session.position, session.guard, session.meter
-        self._region = session.autocast.dtype
         self._ids = TensorIds()
 
     @classmethod
@@ -211,9 +209,9 @@ class _Mode(OperatorMode):
         """Runs ``func`` as it is and shows it to the checks."""
         kwargs = dict(kwargs or {})
         if self._position.muted or not isinstance(func, OpOverload) or str(func) in _SKIPPED:
-            return run(func, args, kwargs, self._region)
+            return self.run(func, args, kwargs)
         if is_unfinished(func) or any(map(is_spread, tensors_of((args, kwargs)))):
-            return run(func, args, kwargs, self._region)
+            return self.run(func, args, kwargs)
         if is_whole(func, types, tensors_of((args, kwargs))):
             return self.taken_apart(func, args, kwargs)
         changed = written(func, (args, kwargs))
@@ -231,7 +229,7 @@ class _Mode(OperatorMode):
                     id(copy): self._ids.of(old)[0] for copy, old in zip(written(func, kept), changed, strict=True)
                 }
         node = node_of_operator()
-        result = run(func, args, kwargs, self._region)
+        result = self.run(func, args, kwargs)
         with self.aside():
             if write:
                 self._wrote(write, line_of(sys._getframe()))
@@ -246,7 +244,7 @@ class _Mode(OperatorMode):
         """Runs an operator that no check sees: what it writes to is too large to be kept as it was."""
         self._guard.tell("operators that write to large tensors, in a routine look", TOO_LARGE)
         args, kwargs = arguments
-        result = run(func, args, kwargs, self._region)
+        result = self.run(func, args, kwargs)
         with self.aside():
             for tensor in written(func, arguments):
                 self._ids.wrote(tensor)
