@@ -1,4 +1,4 @@
-"""Writes the tables of findings in ``README.md`` and ``docs/findings/README.md``, and that of fixes in ``docs/remedies.md``, from their specs.
+"""Writes the list of findings in ``docs/findings/README.md`` and the tables of fixes in ``docs/remedies.md``, from their specs.
 
     python tools/finding_tables.py
 
@@ -16,15 +16,6 @@ ROOT = Path(__file__).resolve().parents[1]
 START, END = "<!-- findings: made by tools/finding_tables.py -->", "<!-- end of findings -->"
 
 
-def overview() -> str:
-    """README's table: a row for each family, a link for each finding that any program may have."""
-    rows = ["| family | findings, each with a page and an example that runs |", "|---|---|"]
-    for family, specs in by_family().items():
-        links = ", ".join(f"[`{spec.id}`](docs/findings/{spec.id}.md)" for spec in specs if spec.in_any_program)
-        rows.append(f"| {family.label} | {links} |")
-    return "\n".join(rows)
-
-
 def index() -> str:
     """The index of the pages: a section for each family, a line for each finding."""
     sections = (
@@ -40,20 +31,42 @@ def _line(spec: FindingSpec) -> str:
 
 
 def fixes() -> str:
-    """Where each fix can be put in: a row for each."""
-    rows = [
-        "| fix | `exec` | `treat --with` | `apply` | `explain --patch` | in your own script |",
-        "|---|---|---|---|---|---|",
-    ]
-    return "\n".join([*rows, *map(_row, reaches())])
+    """Every fix once: by what it changes, a script or model, a released library, or kernels of dtypedoctor's own scenarios."""
+    every = reaches()
+    library = [reach for reach in every if reach.edited]
+    own = [reach for reach in every if not reach.edited and (reach.tried_by or reach.remedy.by_hand)]
+    rest = [reach for reach in every if reach not in library and reach not in own]
+    return "\n".join(
+        [
+            "### Of a script or model",
+            "",
+            "| fix | what it changes | option of `exec` | by hand |",
+            "|---|---|---|---|",
+            *(
+                f"| {_name(reach)} | {reach.remedy.summary} | {_option(reach)} | {reach.remedy.by_hand or '–'} |"
+                for reach in own
+            ),
+            "",
+            "### Of a released library",
+            "",
+            "| fix | what it changes | releases tried |",
+            "|---|---|---|",
+            *(f"| {_name(reach)} | {reach.remedy.summary} | {reach.releases} |" for reach in library),
+            "",
+            "### Of the built-in scenarios",
+            "",
+            ", ".join(map(_name, rest)),
+        ]
+    )
 
 
-def _row(reach: Reach) -> str:
-    tried = f"`{reach.tried_by.split()[0]}`" if reach.tried_by else "–"
-    released = f"; in a released library: {', '.join(f'`{name}`' for name in reach.released)}" if reach.released else ""
-    by_hand = reach.remedy.by_hand or ("–" if reach.tried_by else f"only our scenarios{released}")
-    kept, applied = ("yes" if here else "–" for here in (reach.kept, reach.applied))
-    return f"| `{reach.remedy.id}` | {tried} | {kept} | {applied} | {reach.releases or '–'} | {by_hand} |"
+def _name(reach: Reach) -> str:
+    return f"`{reach.remedy.id}`" + ("" if reach.remedy.safe else " (unsafe)")
+
+
+def _option(reach: Reach) -> str:
+    kept = ", `treat --with`" if reach.kept else ""
+    return f"`{reach.tried_by.split()[0]}`{kept}" if reach.tried_by else "–"
 
 
 def tables() -> Iterator[tuple[Path, str, str]]:
@@ -62,7 +75,7 @@ def tables() -> Iterator[tuple[Path, str, str]]:
     Raises:
         ValueError: a file does not have the two comments.
     """
-    for name, table in (("README.md", overview()), ("docs/findings/README.md", index()), ("docs/remedies.md", fixes())):
+    for name, table in (("docs/findings/README.md", index()), ("docs/remedies.md", fixes())):
         text = (ROOT / name).read_text(encoding="utf-8")
         before, start, rest = text.partition(START)
         _, end, after = rest.partition(END)
