@@ -1,10 +1,12 @@
-"""Prints the tables of ``docs/scenarios.md`` from the scenario's model, all of them or that of one part.
+"""Writes the lists of keys in ``docs/scenario-keys.md`` from the scenario's model.
 
-python tools/scenario_tables.py [PART]
+    python tools/scenario_tables.py
+
+Each list stands under a heading with the part's name, behind what the page says of the part.
 """
 
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -14,10 +16,30 @@ from pydantic.fields import FieldInfo
 
 from dtypedoctor.scenario.model import FixName, Name, ReleaseBound, Scenario
 
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "scenario-keys.md"
 
-def key_tables() -> dict[str, str]:
-    """A Markdown table of its keys for each part of a scenario, by the part's name, from the outside in."""
-    return {part.__name__: _table(part) for part in _parts(Scenario, set())}
+
+def key_lists() -> dict[str, str]:
+    """A Markdown list of its keys for each part of a scenario, by the part's name, from the outside in."""
+    return {part.__name__: _list(part) for part in _parts(Scenario, set())}
+
+
+def with_lists(page: str) -> str:
+    """The text of the page with every list made anew.
+
+    Raises:
+        ValueError: a part has no heading, or a heading names no part.
+    """
+    intro, *sections = page.split("\n## ")
+    lists = key_lists()
+    if [section.partition("\n")[0] for section in sections] != list(lists):
+        raise ValueError(f"the headings of the page have to be {', '.join(lists)}")
+    parts = [intro.rstrip()]
+    for section, keys in zip(sections, lists.values(), strict=True):
+        prose = "\n".join(line for line in section.splitlines() if not line.startswith("- `")).rstrip()
+        parts.append(f"## {prose}\n\n{keys}".rstrip())
+    return "\n\n".join(parts) + "\n"
 
 
 def _parts(part: type[BaseModel], seen: set[type[BaseModel]]) -> Iterator[type[BaseModel]]:
@@ -36,11 +58,12 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     return [model for argument in get_args(annotation) for model in _models_in(argument)]
 
 
-def _table(part: type[BaseModel]) -> str:
-    rows = ["| key | value | default | meaning |", "|---|---|---|---|"]
-    for key, field in sorted(part.model_fields.items(), key=lambda item: item[0] != "kind"):
-        rows.append(f"| `{key}` | {_value(field)} | {_default(field)} | {field.description} |")
-    return "\n".join(rows)
+def _list(part: type[BaseModel]) -> str:
+    return "\n".join(
+        f"- `{key}` ({_value(field)}; {_default(field)}): {field.description}"
+        for key, field in part.model_fields.items()
+        if key != "kind" or not field.is_required()
+    )
 
 
 def _value(field: FieldInfo) -> str:
@@ -57,6 +80,8 @@ def _type(annotation: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join(_type(argument) for argument in arguments if argument is not NoneType)
     if origin is Literal:
+        if arguments == DTYPES:
+            return "a dtype"
         return ", ".join(f"`{value}`" for value in arguments)
     if origin is list:
         return f"a list of {_PLURALS.get(arguments[0], _type(arguments[0]))}"
@@ -71,7 +96,7 @@ def _link(part: type[BaseModel]) -> str:
     return f"[{part.__name__}](#{part.__name__.lower()})"
 
 
-_WORDS: dict[Any, str] = {str: "text", int: "an integer", float: "a number", bool: "`true` or `false`"}
+_WORDS: dict[Any, str] = {str: "text", int: "an integer", float: "a number", bool: "a Boolean"}
 _PLURALS: dict[Any, str] = {str: "texts", ReleaseBound: "releases with a bound", Name: "names", FixName: "names"}
 
 
@@ -108,6 +133,4 @@ def _default(field: FieldInfo) -> str:
 
 
 if __name__ == "__main__":
-    for part, table in key_tables().items():
-        if part in sys.argv[1:] or len(sys.argv) == 1:
-            print(f"### {part}\n\n{table}\n")
+    PAGE.write_text(with_lists(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

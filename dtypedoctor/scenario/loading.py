@@ -126,7 +126,7 @@ def read_bytes(path: Path) -> bytes:
     return data
 
 
-_HINT = "docs/scenarios.md lists every key."
+_HINT = "docs/scenario-keys.md lists every key."
 
 
 def load_scenario(path: Path, known: Mapping[str, Collection[str]] | None = None) -> Scenario:

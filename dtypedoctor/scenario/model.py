@@ -285,7 +285,7 @@ OVERHEAD_BUDGET = Annotated[str, Field(pattern=_BUDGET)]
 
 
 class Scenario(Strict):
-    """A complete, reproducible run. See ``docs/scenarios.md`` for every key."""
+    """A complete, reproducible run. See ``docs/scenario-keys.md`` for every key."""
 
     name: Name = Field(description="Name, equal to the file name without `.yaml`.")
     summary: str = Field(description="One sentence: what is shown.")
