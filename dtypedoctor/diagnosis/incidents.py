@@ -33,6 +33,7 @@ ENDS = {
 """Where a value can get to besides losses, gradients and modules, and how that is said."""
 LEAVING = frozenset({"numbers", "saved"})
 """Ends at which all of a tensor is read, and nothing is known of what becomes of it."""
+_TESTS = frozenset({"guard", "asserted"})
 _AFTER_A_TEST = LEAVING | {"alive", "unused"}
 
 
@@ -57,7 +58,7 @@ class Reached:
 def reached(trace: Trace) -> Iterator[Reached]:
     """The values that got to an end that counts, in order."""
     found = [seen for seen in trace.observed(NonfiniteReached) if seen.what.what in ENDS]
-    tested = {seen.what.id for seen in found if seen.what.what == "guard"}
+    tested = {seen.what.id for seen in trace.observed(NonfiniteReached) if seen.what.what in _TESTS}
     trained = _finite_losses(trace)
     skipped = {state.step for state in trace.all(ScalerState) if state.skipped}
     for seen in found:

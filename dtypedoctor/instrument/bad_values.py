@@ -20,6 +20,7 @@ from dtypedoctor._torch_private import memory_key
 from dtypedoctor.instrument.frames import Line, line_of, own_statement
 from dtypedoctor.instrument.module_tree import parameters_in
 from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.only_tested import OTHER, use_of_number
 from dtypedoctor.instrument.operators import Arguments, address_of, has_out, is_inplace, scalars, tensors_of
 from dtypedoctor.instrument.replay import replay_wider
 from dtypedoctor.instrument.session import Session
@@ -143,7 +144,7 @@ class BadValues:
 
         kept: called with an operator that has made something that is not finite of finite operands, which are small.
 
-    Observations of kind ``nonfinite-reached``: ``what`` (``item``: a number in Python; ``guard``: a test of it in Python;
+    Observations of kind ``nonfinite-reached``: ``what`` (``item``: a number in Python; ``asserted``: one that an assertion has accepted; ``guard``: a test of it in Python;
     ``numbers``: a list or an array of numpy; ``saved``: a file or another process; ``loss``: a backward pass begins there; ``gradient``; ``call``: an argument of a module; ``alive``: there at the end of the program and
     never used; ``unused``: gone before that, and never used), ``id`` of the tensor in the ops (0 where it is not known), ``value`` (``nan``, ``inf``
     or ``-inf``), ``source``, and for a loss or a gradient the number of its ``sample``.
@@ -210,7 +211,8 @@ class BadValues:
         source = None if line is None else line.source
         if isinstance(value, float) and not -inf < value < inf:
             kind = Ends(value, value).kind
-            self.reached("item", bad if bad is not None and bad.says is None else None, source, value=kind)
+            way = use_of_number(sys._getframe())
+            self.reached(way, bad if bad is not None and bad.says is None else None, source, value=kind)
         elif bad is not None and bad.says is not None:
             self.reached("guard", bad.says, source)
 
@@ -220,7 +222,8 @@ class BadValues:
         if bad is not None and bad.says is None and bad.recorded and self._holds_it(tensor):
             bad.used = True
             line = line_of(sys._getframe(3))
-            self.reached(way, bad, None if line is None else line.source)
+            use = use_of_number(sys._getframe(3))
+            self.reached(way if use == OTHER else use, bad, None if line is None else line.source)
 
     def reached(self, what: str, bad: Bad | None, source: str | None = None, *, value: str | None = None,
                 sample: int | None = None) -> None:  # fmt: skip

@@ -54,7 +54,7 @@ class Line(NamedTuple):
 
 def line_of(frame: FrameType | None) -> Line | None:
     """The line of the innermost frame that is neither torch's nor the doctor's; None where there is none."""
-    frame = _users(frame)
+    frame = users_frame(frame)
     return None if frame is None else Line(frame.f_code, frame.f_globals.get("__name__", ""), frame.f_lineno)
 
 
@@ -63,7 +63,8 @@ def is_users(module: str) -> bool:
     return module != "torch" and not module.startswith(_NOT_THE_USERS)
 
 
-def _users(frame: FrameType | None) -> FrameType | None:
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame that is neither torch's nor the doctor's; None where there is none."""
     while frame is not None:
         if is_users(frame.f_globals.get("__name__", "")) and frame.f_code.co_name not in _PASSING_ON:
             return frame
@@ -163,7 +164,7 @@ def names_a_dtype(frame: FrameType | None) -> bool:
 
     False where the dtype comes from a variable or from another tensor, and where the source cannot be read.
     """
-    frame = _users(frame)
+    frame = users_frame(frame)
     return frame is not None and _names_a_dtype(frame.f_code, frame.f_lasti)
 
 

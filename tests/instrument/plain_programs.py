@@ -7,7 +7,9 @@ may be named where it is a matter of taste which of them did it.
 # ruff: noqa: D103
 
 import io
+import math
 from collections.abc import Callable
+from unittest import TestCase
 
 import torch
 from torch import Tensor
@@ -69,6 +71,13 @@ def flow_with_a_singular_matrix() -> None:
     log_det = torch.logdet(w @ w.T * 0)  # makes: logdet _linalg_slogdet linalg_slogdet _linalg_det log
     nll = -log_det + 1.0
     print(nll.detach().numpy())
+
+
+def half_that_is_tested_as_a_number() -> None:
+    total = torch.full((4,), 300.0, dtype=torch.float16)
+    squares = (total * total).sum().item()  # makes: mul
+    if math.isinf(squares):
+        print("no sum")
 
 
 def newton_at_an_inflection() -> None:
@@ -286,8 +295,23 @@ def nothing_divided_by_nothing() -> None:
     assert torch.allclose(a / a, torch.full((5,), float("nan")), equal_nan=True)
 
 
+def infinities_that_are_asserted() -> None:
+    one, big = torch.ones(()), torch.full((2,), 300.0, dtype=torch.float16)
+    assert (one / 0).item() == INF
+    assert math.isinf((big * big).max().item())
+    assert (big * big).tolist() == [INF, INF]
+    smallest = float(torch.log(one - 1))
+    assert smallest == -INF
+    TestCase().assertTrue(math.isnan(as_a_number(one * 0 / 0)))  # noqa: PT009
+
+
+def as_a_number(value: Tensor) -> float:
+    return value.item()
+
+
 HEALTHY: tuple[Callable[[], None], ...] = (
     nothing_divided_by_nothing,
+    infinities_that_are_asserted,
     masked_causally,
     best_so_far,
     degrees_of_a_graph,
@@ -317,6 +341,7 @@ FAULTY: tuple[Callable[[], None], ...] = (
     where_in_backward,
     flow_with_a_singular_matrix,
     half_that_is_tested,
+    half_that_is_tested_as_a_number,
     newton_at_an_inflection,
     transformed_gradient,
     mapped_over_samples,

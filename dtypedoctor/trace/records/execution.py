@@ -10,9 +10,9 @@ class NonfiniteReached:
     """Something that is not finite got somewhere, outside of all modules or from there.
 
     Attributes:
-        what: where it got: ``call``, ``item`` (a number in Python), ``guard`` (a test for finiteness), ``loss``, ``gradient``,
-            ``numbers`` (out of torch), ``saved`` (into a file or to another
-            process), ``alive`` (to the end of the program), ``unused`` (nowhere).
+        what: where it got: ``call``, ``item`` (a number in Python), ``asserted`` (one that an assertion has
+            accepted), ``guard`` (a test for finiteness), ``loss``, ``gradient``, ``numbers`` (out of torch), ``saved`` (into a file or to another process),
+            ``alive`` (to the end of the program), ``unused`` (nowhere).
         id: of the tensor, as in :class:`~dtypedoctor.trace.events.TensorNote`; 0 where that is not known.
         source: ``file.py:line`` that reads or uses it.
         value: ``nan``, ``inf`` or ``-inf``, where known.
