@@ -15,10 +15,10 @@ from documented import ROOT, Command, documented_commands, marked_examples
 
 from dtypedoctor.cli.main import app
 from dtypedoctor.diagnosis.registry import finding_ids
-from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.report.files import read_report
 from dtypedoctor.report.matrix import render_matrix_json, row_of
 from dtypedoctor.scenario.loading import available
+from dtypedoctor.trials.remedies import remedies
 
 PARSER = typer.main.get_command(app)
 COMMANDS = documented_commands()
@@ -71,8 +71,8 @@ def test_the_scenarios_that_a_command_names_exist(subtests: pytest.Subtests) -> 
 
 
 def test_the_findings_that_a_command_names_exist(subtests: pytest.Subtests) -> None:
-    """`explain` is shown with ids that there are, of findings or corrections."""
-    known = {*finding_ids(), *registered(Correction)}
+    """`explain` is shown with ids that there are, of findings or fixes."""
+    known = {*finding_ids(), *remedies()}
     for command in [c for c in OURS if c.arguments[0] == "explain"]:
         with subtests.test(str(command)):
             assert command.has_placeholder or {*command.arguments[1:]} - {"--patch"} <= known
