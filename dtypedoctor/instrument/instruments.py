@@ -459,7 +459,7 @@ class Instruments:
             self.guard.tell(COMPILED_OUTSIDE, WHY_COMPILED_OUTSIDE)
 
     def _note_child(self) -> None:
-        """A module, a backward pass or an operator runs in a forked process, which leaves no trace. What a data loader's worker makes comes back."""
+        """A module, a backward pass or an operator in half precision runs in a forked process, which leaves no trace. What a data loader's worker makes comes back."""
         loader = sys.modules.get("torch.utils.data")
         if loader is None or loader.get_worker_info() is None:
             self._children[0] = 1

@@ -144,7 +144,7 @@ class Sentinel(OperatorMode):
         raised: called with what an operator has raised; raises nothing itself.
         rejected: called with an operator that has raised, its arguments, and what it raised; raises nothing itself.
         writing: called with an operator that is about to write to its operands, or to sum them; what it returns is handed to ``wrote`` with the line.
-        computed: called in a process that the program has forked from this thread, when it first computes with floating point.
+        computed: called in a process that the program has forked from this thread, when it first computes in less than float32.
         following: says who is called with each call of an operator, its arguments and its result; these raise nothing themselves.
         shadowed: called with each operator of a forward pass: it, its arguments with copies of what it has written to, its arguments, its results, its line.
         readout: called with a tensor of which Python has read the number, and the line.
@@ -658,7 +658,10 @@ def _label(func: Any, line: Line | None) -> str:
 
 
 class Computing(OperatorMode):
-    """Is on in a process that the program has forked, and tells once that operators on floating-point tensors run there."""
+    """Is on in a process that the program has forked, and tells once that operators in less than float32 run there.
+
+    Workers that a pool forks to prepare data compute in float32, which by itself is no doubt about the program.
+    """
 
     supports_higher_order_operators = True
 
@@ -683,7 +686,9 @@ class Computing(OperatorMode):
 def _computes(func: Any, arguments: Arguments) -> bool:
     if not isinstance(func, OpOverload) or _plan_of(func).passes:
         return False
-    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors_of(arguments))
+    return any(
+        tensor.is_floating_point() and tensor.itemsize < torch.float32.itemsize for tensor in tensors_of(arguments)
+    )
 
 
 def _loads_data() -> bool:

@@ -350,13 +350,15 @@ def seen_of_process(directory: Path, work: Callable[[], Any]) -> Trace:
     [
         (lambda: forked(lambda: nn.Linear(2, 2)(torch.zeros(1, 2))), True),
         (lambda: forked(lambda: torch.zeros(2, requires_grad=True).sum().backward()), True),
+        (lambda: forked(lambda: torch.ones(2).half() * 2), True),
+        (lambda: forked(lambda: torch.ones(2) * 2), False),
         (lambda: forked(lambda: None), False),
         (lambda: list(DataLoader(Doubling(), num_workers=1)), False),
     ],
-    ids=["module", "backward", "nothing", "data loader"],
+    ids=["module", "backward", "half precision", "float32", "nothing", "data loader"],
 )
 def test_work_in_a_forked_child_is_told_of(work: Callable[[], Any], told: bool, tmp_path: Path) -> None:
-    """Nobody measures it, so the run must not be called healthy; what a data loader's worker makes is measured where it is used."""
+    """Nobody measures it, so the run must not be called healthy; workers that prepare data compute in float32, and what a loader's makes is measured where it is used."""
     trace = seen_of_process(tmp_path, work)
     assert (WORKED_ELSEWHERE in not_watched(trace)) is told
 
