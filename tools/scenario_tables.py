@@ -60,10 +60,18 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 def _list(part: type[BaseModel]) -> str:
     return "\n".join(
-        f"- `{key}` ({_value(field)}; {_default(field)}): {field.description}"
+        f"- `{key}` ({_kind(field)}): {field.description}"
         for key, field in part.model_fields.items()
         if key != "kind" or not field.is_required()
     )
+
+
+def _kind(field: FieldInfo) -> str:
+    """Its values and its default; a Boolean's default says both, and what is empty or null if left out needs no default."""
+    default = _default(field)
+    if field.annotation is bool:
+        return default
+    return _value(field) if default in ("none", "empty") else f"{_value(field)}; {default}"
 
 
 def _value(field: FieldInfo) -> str:
@@ -96,7 +104,7 @@ def _link(part: type[BaseModel]) -> str:
     return f"[{part.__name__}](#{part.__name__.lower()})"
 
 
-_WORDS: dict[Any, str] = {str: "text", int: "an integer", float: "a number", bool: "a Boolean"}
+_WORDS: dict[Any, str] = {str: "text", int: "an integer", float: "a number", bool: "`true` or `false`"}
 _PLURALS: dict[Any, str] = {str: "texts", ReleaseBound: "releases with a bound", Name: "names", FixName: "names"}
 
 

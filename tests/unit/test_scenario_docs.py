@@ -33,12 +33,13 @@ def test_a_list_says_what_is_wanted_and_what_holds_if_left_out() -> None:
     for part, row in (
         ("Scenario", "- `name` (a name; required): Name, equal to the file name without `.yaml`."),
         ("Scenario", "- `seed` (an integer, at least 0, less than 4294967296; `3407`): Seed of weights, data and"),
-        ("Scenario", "- `expect` ([Expectation](#expectation); empty): What this scenario shows."),
+        ("Scenario", "- `expect` ([Expectation](#expectation)): What this scenario shows."),
         ("Train", "- `max_grad_norm` (a number, more than 0, or `null`; `1.0`): Largest gradient norm; no clipping"),
         ("Lora", "- `targets` (a list of texts, at least 1 of them; required): Names of the modules to adapt, as"),
         ("Quantization", "- `skip` (a list of texts; `[lm_head]`): Modules that stay unquantised"),
-        ("Script", "- `path` (text; none): Path of the script."),
+        ("Script", "- `path` (text): Path of the script."),
         ("Autocast", "- `dtype` (a dtype; required): Autocast dtype."),
+        ("Lora", "- `dora` (`false`): Use DoRA"),
     ):
         assert row in lists[part]
 
