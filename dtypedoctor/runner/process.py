@@ -5,8 +5,10 @@ goes to both, as they are of one process group; what is sent to this process alo
 """
 
 import contextlib
+import fcntl
 import json
 import os
+import select
 import shutil
 import signal
 import stat
@@ -115,6 +117,71 @@ _BY_TERMINAL = 128
 """``si_code`` of a signal that the kernel has sent: a terminal sends it to all processes of the job."""
 
 
+SECONDS_OF_GROUP = 0.1
+"""How long a signal that is sent to a group takes to reach all of its processes, at most."""
+
+
+class _Echo:
+    """A process of this one's group that does nothing but tell what signals it gets. Use as a context manager.
+
+    A signal that reaches it, too, was sent to the group (``kill -INT -PGID``, ``timeout``) or to each process of a job: the script has it already.
+    """
+
+    def __enter__(self) -> Self:
+        self._heard, telling = os.pipe()
+        ends, self._lives = os.pipe()  # closed with this process, however it ends
+        self._told = b""
+        self._process = os.fork()
+        if self._process == 0:
+            try:
+                os.close(self._lives)
+                _tell_signals(telling, ends)
+            finally:
+                os._exit(0)
+        os.close(telling)
+        os.close(ends)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.kill(self._process, signal.SIGKILL)
+        os.waitpid(self._process, 0)
+        os.close(self._heard)
+        os.close(self._lives)
+
+    def also_got(self, number: int) -> bool:
+        """Whether a signal that this process has received reaches the other one."""
+        until = time.monotonic() + SECONDS_OF_GROUP
+        while number not in self._told and (left := until - time.monotonic()) > 0:
+            if select.select([self._heard], [], [], left)[0]:
+                told = os.read(self._heard, 64)
+                self._told += told
+                if not told:  # somebody has ended it
+                    break
+        got = number in self._told
+        self._told = self._told.replace(bytes([number]), b"")
+        return got
+
+
+def _tell_signals(telling: int, ends: int) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    for stream in range(3):  # whoever reads the script's output waits for all who hold it
+        os.close(stream)
+    fcntl.fcntl(ends, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(ends, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)  # SIGIO when the other end is closed
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            if os.read(ends, 1) == b"":
+                return
+        received = signal.sigwaitinfo(_AWAITED)
+        if received.si_code <= 0:  # by a process; Ctrl-C comes from the kernel
+            os.write(telling, bytes([received.si_signo]))
+
+
+def _is_of_all(received: signal.struct_siginfo, echo: _Echo) -> bool:
+    """Whether the terminal has sent a signal to all processes of the job, or somebody to the whole group."""
+    return received.si_code == _BY_TERMINAL or echo.also_got(received.si_signo)
+
+
 def _wait(
     process: "subprocess.Popen[bytes]", deadline: float, meanwhile: Callable[[], None], *, patient: bool
 ) -> tuple[int, bool]:
@@ -126,20 +193,21 @@ def _wait(
     asked_to_end, timed_out = 0, False
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     try:
-        meanwhile()
-        while process.poll() is None:
-            left = deadline - time.monotonic()
-            if left <= 0 and not timed_out:
-                timed_out = True
-                end(process.pid)
-            received = signal.sigtimedwait(_AWAITED, min(max(left, 0.01), LOOK_SECONDS))
-            if received is None:
-                meanwhile()
-            elif received.si_signo != signal.SIGCHLD:
+        with _Echo() as echo:
+            meanwhile()
+            while process.poll() is None:
+                left = deadline - time.monotonic()
+                if left <= 0 and not timed_out:
+                    timed_out = True
+                    end(process.pid)
+                received = signal.sigtimedwait(_AWAITED, min(max(left, 0.01), LOOK_SECONDS))
+                if received is None:
+                    meanwhile()
+                    continue
                 if received.si_signo in _ASK_TO_END:
                     asked_to_end = asked_to_end or received.si_signo
                     deadline = deadline if patient else min(deadline, time.monotonic() + SECONDS_TO_END)
-                if received.si_code != _BY_TERMINAL:
+                if received.si_signo != signal.SIGCHLD and not _is_of_all(received, echo):
                     process.send_signal(received.si_signo)
         while (received := signal.sigtimedwait(_AWAITED, 0)) is not None:  # which came together with its end
             asked_to_end = asked_to_end or received.si_signo * (received.si_signo in _ASK_TO_END)

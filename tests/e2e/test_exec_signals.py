@@ -82,6 +82,32 @@ def test_every_signal_that_a_script_can_catch_reaches_it(tmp_path: Path) -> None
     assert report_of(tmp_path / "run")["status"] == "unknown"
 
 
+def test_a_signal_to_the_process_group_reaches_the_script_once(tmp_path: Path) -> None:
+    """Who sends it to the doctor alone before and after, reaches the script as often as he sends it."""
+    source = """
+        import signal, sys, time
+        seen = []
+        signal.signal(signal.SIGINT, lambda *_: seen.append("group"))
+        signal.signal(signal.SIGUSR1, lambda *_: seen.append("alone"))
+        signal.signal(signal.SIGTERM, lambda *_: (print(*seen, flush=True), sys.exit()))
+        print("ready", flush=True)
+        while True: time.sleep(0.02)
+    """
+    process = started(tmp_path, source)
+    assert line_of(process) == ["ready"]
+    for send, number in [
+        (process.send_signal, signal.SIGUSR1),
+        (lambda number: os.killpg(process.pid, number), signal.SIGINT),
+        (lambda number: os.killpg(process.pid, number), signal.SIGINT),
+        (process.send_signal, signal.SIGUSR1),
+        (process.send_signal, signal.SIGTERM),
+    ]:
+        send(number)
+        time.sleep(0.5)
+    assert line_of(process) == ["alone", "group", "group", "alone"]
+    process.communicate(timeout=PATIENCE)
+
+
 @pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("options", [[], ["--nproc-per-node", "2"]], ids=["alone", "ranks"])
 def test_a_killed_doctor_leaves_nothing_running(options: list[str], tmp_path: Path) -> None:
