@@ -95,3 +95,9 @@ class _Loader:
         module.__spec__.loader = module.__loader__ = self._inner  # type: ignore[assignment]
         self._inner.exec_module(module)  # type: ignore[attr-defined]
         self._done()
+
+
+_Loader.exec_module.__code__ = _Loader.exec_module.__code__.replace(
+    co_filename="<frozen importlib._bootstrap>", co_name="_call_with_frames_removed"
+)
+"""Python cuts its import system's frames, known by these names, out of the traceback of a module that raises."""

@@ -91,3 +91,13 @@ def test_a_module_that_does_not_exist_is_missing_as_ever(folder: Path) -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("nowhere_at_all")
     assert seen == []
+
+
+@pytest.mark.parametrize("text", ["raise ImportError('own')", "import no_such_module_anywhere", "1 / 0"])
+def test_a_module_that_raises_has_the_traceback_that_it_has_alone(text: str, folder: Path) -> None:
+    """As of the import system itself, there is no frame of what waits for it."""
+    (folder / "raising.py").write_text(f"{text}\n")
+    after_import("raising", lambda: None)
+    with pytest.raises((ImportError, ZeroDivisionError)) as caught:
+        import raising  # noqa: F401
+    assert [Path(entry.path).name for entry in caught.traceback] == ["test_on_import.py", "raising.py"]
