@@ -10,6 +10,7 @@ from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Finding
+from dtypedoctor.trace.events import NotWatched
 
 HALF = torch.bfloat16
 
@@ -348,3 +349,14 @@ def test_programs_that_are_right_in_half_precision_are_told_nothing_of(
 ) -> None:
     """Rounding at random, compensated sums, dithering, sampling, near ties, caches."""
     assert told_of(tmp_path, work) == []
+
+
+def test_a_rounded_tensor_that_is_turned_in_place_is_read_on(tmp_path: Path) -> None:
+    """As recurrent layers turn theirs: its shape is another one then, and nothing of the check fails."""
+
+    class Turning(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x / 3).transpose_(0, 1).unsqueeze_(0) + 1
+
+    trace = watched(tmp_path, lambda _: Turning()(torch.randn(5, 2, dtype=HALF)))
+    assert not trace.all(NotWatched)

@@ -734,7 +734,9 @@ def _view(memory: Tensor, like: Tensor) -> Tensor:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether all elements are the same; NaN is."""
+    """Whether shapes and all elements are the same; NaN is."""
+    if a.shape != b.shape:  # it was turned in place
+        return False
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
