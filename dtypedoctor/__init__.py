@@ -7,8 +7,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing is not imported here: until the command line has begun, Ctrl-C is Python's traceback
     from typing import Any
 
+    from dtypedoctor.corrections.contract import apply
     from dtypedoctor.inprocess import watch
-    from dtypedoctor.inprocess.applied import apply
     from dtypedoctor.inprocess.callback import DtypeDoctorCallback
     from dtypedoctor.inprocess.lightning import LightningCallback as LightningCallback
 
@@ -19,7 +19,7 @@ __all__ = ["DtypeDoctorCallback", "__version__", "apply", "watch"]
 
 _LAZY = {
     "watch": "dtypedoctor.inprocess",
-    "apply": "dtypedoctor.inprocess.applied",
+    "apply": "dtypedoctor.corrections.contract",
     "DtypeDoctorCallback": "dtypedoctor.inprocess.callback",
     "LightningCallback": "dtypedoctor.inprocess.lightning",
 }

@@ -3,7 +3,7 @@
 Everything is registered in the same way, whoever wrote it: a frozen dataclass of this module, held by a module that need not
 import torch. Code that does import torch is named as ``"package.module:name"`` and imported by the worker when it is needed,
 so the command line stays fast. A package names its dataclasses as entry points (see ``docs/extending.md``), dtypedoctor
-its own in :data:`_OWN`; the five public tickets name theirs in ``dtypedoctor.tickets``.
+its own in :data:`_OWN`; the five public tickets name theirs in ``dtypedoctor.lab.tickets``.
 
 A plug-in that cannot be used is left out and named: :func:`left_out`. What looks like a typo in one that is used is
 :func:`remarks`.
@@ -73,7 +73,7 @@ class Workload:
 
     Attributes:
         name: the ``kind`` of a workload that comes with dtypedoctor; of any other, the ``name`` beside ``kind: plugin``.
-        run: ``"package.module:function"``, which takes a :class:`dtypedoctor.workloads.context.Context`.
+        run: ``"package.module:function"``, which takes a :class:`dtypedoctor.lab.workloads.context.Context`.
         needs: packages that it imports, as :attr:`Model.needs`.
     """
 
@@ -160,6 +160,34 @@ class Check:
     records: tuple[type, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """A fix: a change of what is run.
+
+    Attributes:
+        id: kebab-case id.
+        summary: what it changes, one sentence.
+        safe: whether it keeps the meaning of the run; an unsafe one casts what disagrees without a word, or takes away what
+            the program asks for, so it may hide a failure instead of curing it.
+        change: gives the changed scenario; None for those that come with dtypedoctor, whose changes are in the laboratory.
+        in_scripts: ``exec`` can try it on a script, because it can be switched on from outside.
+        strict: it is not there to cure but to raise where the others would cast.
+        prefer: the end of *prefer it if …*, where several remedies cure; empty for those that do not keep the meaning of the run.
+        by_hand: what to write in a script to the same effect, in Markdown, without a full stop; empty if a script cannot do it.
+    """
+
+    id: str
+    summary: str
+    safe: bool
+    change: Callable[[Any], Any] | None = None
+    in_scripts: bool = False
+    strict: bool = False
+    prefer: str = ""
+    by_hand: str = ""
+
+
+BUILTIN = "builtin:"
+"""How the name of a model begins that is registered."""
 KEEP_FLOAT32 = "keep-float32"
 _SHORT = {"bfloat16": "bfloat16-weights"}
 """Fixes of which a live model gets the correction that does the same."""
@@ -197,22 +225,20 @@ Registered = TypeVar("Registered")
 
 _OWN: Mapping[str, tuple[str, ...]] = {
     "dtypedoctor.formats": ("dtypedoctor.report.formats:FORMATS",),
-    "dtypedoctor.models": ("dtypedoctor.models:MODELS",),
-    "dtypedoctor.workloads": ("dtypedoctor.workloads:WORKLOADS",),
-    "dtypedoctor.corrections": ("dtypedoctor.corrections:CORRECTIONS",),
+    "dtypedoctor.models": ("dtypedoctor.lab.models:MODELS",),
+    "dtypedoctor.workloads": ("dtypedoctor.lab.workloads:WORKLOADS",),
+    "dtypedoctor.corrections": ("dtypedoctor.lab.corrections:CORRECTIONS",),
 }
 """Where dtypedoctor's own are declared, by the group of entry points that others use."""
 
-_GUESTS = "dtypedoctor.tickets:ENTRY_POINTS"
+_GUESTS = "dtypedoctor.lab.tickets:ENTRY_POINTS"
 """Of the same form, for the public tickets."""
 
 
 def registered(kind: type[Registered]) -> Mapping[str, Registered]:
     """Everything of one kind by its name (its id): dtypedoctor's own first, then that of plug-ins, sorted by entry point.
 
-    Kinds are the dataclasses of this module, :class:`dtypedoctor.diagnosis.rule.Rule` and
-    :class:`dtypedoctor.trials.remedies.Remedy`.
-    Plug-ins are imported by the first call for their kind, and kept.
+    Kinds are the dataclasses of this module and :class:`dtypedoctor.diagnosis.rule.Rule`. Plug-ins are imported by the first call for their kind, and kept.
     """
     return cast(Mapping[str, Registered], _collected(kind)[0])
 

@@ -28,8 +28,8 @@ SHORT = 20
 DENSE = 10
 """Cyclomatic complexity above which it does not."""
 
-LABORATORY = {"lab", "scenario", "trials", "corrections", "tickets", "workloads", "models"}
-"""Folders of what makes further runs: all that is in ``lab``, and what is to move there."""
+LABORATORY = {"lab", "trials", "workloads"}
+"""Folders of what makes further runs: all that is in ``lab``, and two names of it that plug-ins know."""
 
 BROAD = {"Exception", "BaseException"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef

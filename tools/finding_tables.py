@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dtypedoctor.diagnosis.registry import by_family
 from dtypedoctor.diagnosis.rule import FindingSpec
-from dtypedoctor.trials.remedies import Reach, reaches
+from dtypedoctor.examination.fixes import Reach, reaches
 
 ROOT = Path(__file__).resolve().parents[1]
 START, END = "<!-- findings: made by tools/finding_tables.py -->", "<!-- end of findings -->"

@@ -14,7 +14,7 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dtypedoctor.scenario.model import FixName, Name, ReleaseBound, Scenario
+from dtypedoctor.lab.scenarios.model import FixName, Name, ReleaseBound, Scenario
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "scenario-keys.md"

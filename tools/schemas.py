@@ -8,7 +8,7 @@ That of report.json is ``dtypedoctor/report/schema.json``, written by hand and h
 import json
 from pathlib import Path
 
-from dtypedoctor.scenario.loading import json_schema
+from dtypedoctor.lab.scenarios.loading import json_schema
 
 PLACE = Path(__file__).resolve().parents[1] / "docs" / "scenario.schema.json"
 

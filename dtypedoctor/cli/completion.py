@@ -6,12 +6,6 @@ Switched on by ``dtypedoctor --install-completion``; each press of the tab key s
 from collections.abc import Callable, Iterable
 
 
-def _scenarios() -> Iterable[str]:
-    from dtypedoctor.scenario.loading import available
-
-    return (path.stem for path in available())
-
-
 def _findings() -> Iterable[str]:
     from dtypedoctor.diagnosis.registry import finding_ids
 
@@ -19,13 +13,13 @@ def _findings() -> Iterable[str]:
 
 
 def _fixes() -> Iterable[str]:
-    from dtypedoctor.trials.remedies import ABLATIONS, remedies
+    from dtypedoctor.examination.fixes import ABLATIONS, remedies
 
     return (name for name in remedies() if name not in ABLATIONS.values())
 
 
 def _ablations() -> Iterable[str]:
-    from dtypedoctor.trials.remedies import ABLATIONS
+    from dtypedoctor.examination.fixes import ABLATIONS
 
     return ABLATIONS
 
@@ -36,19 +30,7 @@ def _corrections() -> Iterable[str]:
     return (one.id for one in registered(Correction).values() if one.in_scripts and not one.needs_modules)
 
 
-def _executors() -> Iterable[str]:
-    from dtypedoctor.runner.executors import EXECUTORS
-
-    return EXECUTORS
-
-
-def _builtin_models() -> Iterable[str]:
-    from dtypedoctor.plugins import Model, registered
-
-    return (f"builtin:{name}" for name in registered(Model))
-
-
-def _among(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+def among(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
     """Complete with the names that begin as what was typed; files are completed by the shell where none does."""
 
     def complete(incomplete: str) -> list[str]:
@@ -57,7 +39,6 @@ def _among(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
     return complete
 
 
-scenarios, explained, fixes, ablations = _among(_scenarios), _among(_findings), _among(_fixes), _among(_ablations)
-corrections, executors, builtin_models = _among(_corrections), _among(_executors), _among(_builtin_models)
-dtypes = _among(lambda: ("bfloat16", "float16", "float32", "float64"))
-devices = _among(lambda: ("auto", "cpu", "cuda"))
+explained, fixes, ablations, corrections = among(_findings), among(_fixes), among(_ablations), among(_corrections)
+dtypes = among(lambda: ("bfloat16", "float16", "float32", "float64"))
+devices = among(lambda: ("auto", "cpu", "cuda"))

@@ -8,7 +8,7 @@ import shlex
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,9 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import is_real_directory, parse_json, read_file, reason
 from dtypedoctor.interruptions import say
 from dtypedoctor.trace.ranks import JOB_FILE, SWITCH
+
+if TYPE_CHECKING:
+    from dtypedoctor.runner.command import Program
 
 _HOOK = Path(__file__).resolve().parents[1] / "worker" / "hooked.py"
 _NAME = "dtypedoctor-hook.pth"
@@ -110,14 +113,16 @@ def job_report(
 
     announce(f"Reading {directory}", terminal_only=True)
     from dtypedoctor.cli.reported import exit_code, next_command
+    from dtypedoctor.examination.capsules import CAPSULE_LIMIT
+    from dtypedoctor.examination.examine import checkpoints_among, examine, stand_out
+    from dtypedoctor.examination.processes import Leading
     from dtypedoctor.redaction.redact import without_process_secrets
     from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report
     from dtypedoctor.report.first_screen import print_first_screen
     from dtypedoctor.runner.directories import RecordFolder
     from dtypedoctor.runner.process import collect_job
-    from dtypedoctor.runner.run import BEFORE, WorkerExit
-    from dtypedoctor.trials.plan import Plan
-    from dtypedoctor.trials.treatment import treat
+    from dtypedoctor.runner.run import WorkerExit
+    from dtypedoctor.trace.ranks import BEFORE
 
     told = _read_job(directory)
     if not is_real_directory(directory / BEFORE):  # where files are written, too
@@ -125,8 +130,14 @@ def job_report(
     words = told["argv"][1:]
     ended = WorkerExit(code=int(told["failed"]), timed_out=False, seconds=0.0)
     run = collect_job(directory / BEFORE, ended)
-    plan = Plan(certify=False, ablations=False, rerun_option="dtypedoctor exec --rerun")
-    treatment = treat(_scenario(words), lambda label, request: run, plan)
+    program = _program(words)
+    treatment = examine(
+        program.described(),
+        Leading()(run),
+        static=stand_out(checkpoints_among(program.args)),
+        capsule_limit=CAPSULE_LIMIT,
+        rerun="dtypedoctor exec --rerun",
+    )
     folder = RecordFolder(directory, to) if to is not None else None
     if folder is not None:
         folder.reserve()
@@ -154,10 +165,10 @@ def _read_job(directory: Path) -> dict[str, Any]:
         raise UsageError(f"{directory}: no job has ended here{why}", "Give the run directory of a job.") from error
 
 
-def _scenario(words: list[str]) -> Any:
-    """The job as a scenario: its script, and the launcher in front of that where it has one."""
+def _program(words: list[str]) -> "Program":
+    """The job's script, and the launcher in front of that where it has one."""
     from dtypedoctor.cli.exec import name_of
-    from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
+    from dtypedoctor.runner.command import OF_A_SCENARIO, Program
 
     while words and words[0].startswith("-") and words[0] not in ("-", "-m", "-c"):
         words = words[1:]  # options of the interpreter
@@ -165,9 +176,4 @@ def _scenario(words: list[str]) -> Any:
     target: dict[str, Any] = {"path": script, "args": arguments}
     if script in ("-m", "-c"):
         target = {"module" if script == "-m" else "code": arguments[0], "args": arguments[1:]}
-    return Scenario(
-        name=name_of(target),
-        summary="A script, run unchanged.",
-        deterministic=False,
-        steps=[ScenarioStep(workload=Script(kind="script", **target))],
-    )
+    return Program(name=name_of(target), time_limit=OF_A_SCENARIO, **target)

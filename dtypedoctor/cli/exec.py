@@ -1,12 +1,10 @@
-"""``dtypedoctor exec``: any script, unchanged, run instrumented. ``dtypedoctor treat``: with corrections and without instrumentation."""
+"""``dtypedoctor exec``: any script, unchanged, run instrumented."""
 
-import json
 import os
+import re
 import shutil
 import stat
 import sys
-import tempfile
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,17 +23,12 @@ WEEK = 604_800
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the verbs."""
+    """Adds the verb."""
     app.command(
         name="exec",
         epilog="Example:  dtypedoctor exec --out runs/first train.py --epochs 3",
         context_settings={"allow_interspersed_args": False},
     )(execute)
-    app.command(
-        name="treat",
-        epilog="Example:  dtypedoctor treat --with quant-state-dtype train.py --epochs 3",
-        context_settings={"allow_interspersed_args": False},
-    )(treat)
 
 
 ScriptArgument = Annotated[
@@ -124,110 +117,121 @@ def execute(
     target = program_of(script, arguments or [], module=module, text=text)
     announce("Running the text of -c" if text else f"Running {script}", terminal_only=True)
     from dtypedoctor.cli.nodes import nodes_of
-    from dtypedoctor.cli.scripts import treat_script
+    from dtypedoctor.cli.scripts import record_script
+    from dtypedoctor.runner.command import Program
     from dtypedoctor.runner.directories import RecordFolder, job_directory, new_record
-    from dtypedoctor.scenario.model import Distributed, Scenario, ScenarioStep, Script
     from dtypedoctor.trace.ranks import member, member_of_torchrun, rank_directory
-    from dtypedoctor.trials.plan import Plan
 
-    remedies = _remedies(ablate or [], attempt or [])
+    fixes = _fixes(ablate or [], attempt or [])
     if every_n_steps not in (None, 1) and overhead_budget not in (None, "off"):
         raise UsageError("--every-n-steps and --overhead-budget: each says what is measured when", "Give one of them.")
-    scenario = Scenario(
+    program = Program(
         name=name_of(target),
-        summary="A script, run unchanged.",
+        **target,
         time_limit=time_limit,
-        deterministic=False,
         watch_every=1 if every_n_steps is None else every_n_steps,
         overhead_budget=_budget(overhead_budget),
-        remedies=remedies,
-        distributed=Distributed(processes=nproc_per_node) if nproc_per_node is not None else None,
-        steps=[ScenarioStep(workload=Script(kind="script", **target))],
+        processes=nproc_per_node or 0,
+        fixes=fixes,
     )
-    if nproc_per_node is not None and target.get("command"):
-        raise UsageError(
-            f"--nproc-per-node starts torchrun itself, not {script}", "Give the script without a launcher."
-        )
-    if rerun and script == "-" and not stat.S_ISREG(os.fstat(0).st_mode):
-        raise UsageError("--rerun: standard input can be read once", "Save the program in a file.")
     # `srun torchrun …`: Slurm's processes are the machines then
-    nodes = nodes_of(target.get("command") or [script, *target["args"]])
+    nodes = nodes_of(program.command or [script, *program.args])
     here = member_of_torchrun() if nodes is not None else member()
-    if here is not None and nproc_per_node is not None:
-        raise UsageError(
-            "--nproc-per-node: this process is one of several already",
-            "Leave it out: torchrun, srun or mpirun has started this one.",
-        )
-    if rerun and (once or here is not None):
-        why = "the script is to run once" if once else "only its launcher can start this job again"
-        raise UsageError(
-            f"--rerun: {why}", "Leave out --once." if once else "Start it with --nproc-per-node N --rerun."
-        )
-    if here is not None:
-        out = rank_directory(out if out is not None else job_directory(scenario.name), here.rank)
-    plan = Plan(
-        certify=here is None and (rerun or verify_uninstrumented),  # only its launcher can start a job once more
-        only=frozenset(remedies),
-        ablations=rerun,
-        rerun_option="--rerun" if here is None and nodes is None else "--nproc-per-node N --rerun",
-        capsule_limit=capsule_limit << 20,
-    )
-    if nodes is not None and plan.runs_again:
+    if nproc_per_node is not None:
+        _require_to_start_ranks(script, is_launcher=bool(program.command), is_rank=here is not None)
+    if rerun:
+        _require_to_run_again(script, once=once, is_rank=here is not None)
+    certify = here is None and (rerun or verify_uninstrumented)  # only its launcher can start a job once more
+    runs_again = certify or rerun or bool(fixes)
+    if nodes is not None and runs_again:
         raise UsageError(
             "--rerun, --try, --ablate and --verify-uninstrumented: this job has several machines, and one alone cannot start it again",
             "Leave them out, or start the job on one machine.",
         )
 
+    def record(folder: RecordFolder) -> "tuple[Report, int]":
+        option = "--rerun" if here is None and nodes is None else "--nproc-per-node N --rerun"
+        if not runs_again:
+            return record_script(program, folder, capsule_limit=capsule_limit << 20, rerun=option)
+        from dtypedoctor.lab.cli.reruns import treat_script
+
+        asked = {"certify": certify, "ablations": rerun, "capsule_limit": capsule_limit << 20, "rerun_option": option}
+        return treat_script(program, folder, asked, in_place=rerun_in_place)
+
+    if here is not None:
+        out = rank_directory(out if out is not None else job_directory(program.name), here.rank)
     if nodes is None or out is None:
-        folder = new_record(
-            out, scenario.name, Path(target["path"]).resolve().parent if target.get("path", "-") != "-" else None
-        )
-        report, status = treat_script(scenario, folder, plan, in_place=rerun_in_place)
+        path = program.path or "-"
+        folder = new_record(out, program.name, Path(path).resolve().parent if path != "-" else None)
+        report, status = record(folder)
         directory = folder.directory
     else:
         from dtypedoctor.cli.nodes import treated_together
 
-        def treat_here(own: Path) -> "tuple[Report, int]":
-            # Recorded in the common folder from the start: what a machine has recorded that is lost must be there.
-            return treat_script(scenario, RecordFolder(own, own), plan, in_place=rerun_in_place)
-
+        # Recorded in the common folder from the start: what a machine has recorded that is lost must be there.
+        report, status = treated_together(
+            out, nodes, [script, *program.args], lambda own: record(RecordFolder(own, own))
+        )
         directory = out
-        report, status = treated_together(out, nodes, [script, *target["args"]], treat_here)
+    _show(report, directory, is_first=here is None or here.local_rank == 0, open_page=open_page)
+    from dtypedoctor.cli.reported import exit_code
+
+    own = propagate_exit or here is not None  # a launcher ends the whole job where one of its processes fails
+    return status if own else exit_code(report)
+
+
+def _require_to_start_ranks(script: str, *, is_launcher: bool, is_rank: bool) -> None:
+    """Rejects ``--nproc-per-node`` where something else starts the processes."""
+    if is_launcher:
+        raise UsageError(
+            f"--nproc-per-node starts torchrun itself, not {script}", "Give the script without a launcher."
+        )
+    if is_rank:
+        raise UsageError(
+            "--nproc-per-node: this process is one of several already",
+            "Leave it out: torchrun, srun or mpirun has started this one.",
+        )
+
+
+def _require_to_run_again(script: str, *, once: bool, is_rank: bool) -> None:
+    """Rejects ``--rerun`` where the program cannot be run a second time."""
+    if script == "-" and not stat.S_ISREG(os.fstat(0).st_mode):
+        raise UsageError("--rerun: standard input can be read once", "Save the program in a file.")
+    if once:
+        raise UsageError("--rerun: the script is to run once", "Leave out --once.")
+    if is_rank:
+        hint = "Start it with --nproc-per-node N --rerun."
+        raise UsageError("--rerun: only its launcher can start this job again", hint)
+
+
+def _show(report: "Report", directory: Path, *, is_first: bool, open_page: bool) -> None:
+    """Leaves the page of a report, and prints its first screen; a job ends with one on the terminal, and with one command to type next."""
     from dtypedoctor.cli.output import console_for, leave_report_page, left_in
     from dtypedoctor.cli.reported import exit_code
     from dtypedoctor.report.first_screen import print_first_screen
 
     if open_page or exit_code(report):  # for a healthy script the page would cost as much as all the rest
         leave_report_page(directory, report, open_it=open_page)
-    if here is None or here.local_rank == 0:
+    if is_first:
         print_first_screen(report, console_for(sys.stderr), str(directory), left_in(directory))
-    else:  # a job ends with one report on the terminal, and with one command to type next
+    else:
         say(f"dtypedoctor: {directory.name}: {report.headline} ({directory})")
-    own = propagate_exit or here is not None  # a launcher ends the whole job where one of its processes fails
-    return status if own else exit_code(report)
 
 
 def _budget(text: str | None) -> str:
-    """A budget as a scenario has it.
+    """The overhead budget as it is typed; a :class:`UsageError` where it is none."""
+    from dtypedoctor.text import SHARE
 
-    Raises:
-        UsageError: it is none.
-    """
-    from pydantic import TypeAdapter, ValidationError
-
-    from dtypedoctor.scenario.model import OVERHEAD_BUDGET
-
-    try:
-        return TypeAdapter(OVERHEAD_BUDGET).validate_python("off" if text is None else text)
-    except ValidationError:
-        raise UsageError(f"--overhead-budget: must be a share, got {text}", "Examples: 5%, 1/16, off.") from None
+    if text is not None and re.fullmatch(SHARE, text) is None:
+        raise UsageError(f"--overhead-budget: must be a share, got {text}", "Examples: 5%, 1/16, off.")
+    return text or "off"
 
 
-def _remedies(ablate: list[str], attempt: list[str]) -> list[str]:
+def _fixes(ablate: list[str], attempt: list[str]) -> list[str]:
     """Ids of what the script is to be run again with or without."""
     if not ablate and not attempt:
         return []
-    from dtypedoctor.trials.remedies import asked_for
+    from dtypedoctor.examination.fixes import asked_for
 
     return asked_for(ablate, attempt)
 
@@ -287,54 +291,3 @@ def _meant_beside(script: str) -> str:
         return did_you_mean(script, [str(path) for path in Path(script).parent.glob("*.py")])
     except OSError:
         return ""
-
-
-With = Annotated[
-    list[str],
-    typer.Option(
-        "--with", help="Correction to put in place.", metavar="CORRECTION", autocompletion=completion.corrections
-    ),
-]
-
-
-def treat(
-    script: ScriptArgument,
-    corrections: With,
-    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.", metavar="ARGS")] = None,
-    module: Annotated[bool, typer.Option("-m", help="Run a module as `python -m` does.")] = False,
-    text: Annotated[bool, typer.Option("-c", help="Run source text as `python -c` does.")] = False,
-) -> None:
-    """Run a script with a correction in place, without instrumentation, until the library has the fix itself.
-
-    Prints one line for each corrected file or model and exits with the script's own status; 2 if a library's source is not what a correction
-    was written for. A correction of a library costs what the same lines would in the library.
-    """
-    target = program_of(script, arguments or [], module=module, text=text)
-    from dtypedoctor.plugins import Correction, known, registered
-    from dtypedoctor.report.library_patch import check
-
-    wanted: list[Correction] = []
-    for name in corrections:
-        found = registered(Correction).get(name)
-        if found is None:
-            from dtypedoctor.text import did_you_mean
-
-            meant = did_you_mean(name, registered(Correction))
-            raise UsageError(f"--with: there is no correction {name!r}{meant}", known(Correction))
-        if found.needs_modules or not found.in_scripts:
-            raise UsageError(f"--with: {name} is for scenarios only", f"What it does: {found.summary}.")
-        wanted.append(found)
-    folder = Path.cwd() if module or text or script == "-" else Path(script).resolve().parent
-    for one in wanted:
-        check(one, [str(folder), *sys.path])
-    treated = [
-        {"id": one.id, "library": one.library, "seen": one.seen, "edits": [asdict(edit) for edit in one.edits]}
-        for one in wanted
-    ]
-    from dtypedoctor.runner.command import TREATED, command_of_program, hooked
-
-    descriptor, notes = tempfile.mkstemp(prefix="dtypedoctor-treat-")
-    os.close(descriptor)
-    family = {"root": os.getpid(), "notes": notes, "python": [sys.prefix, sys.version], "corrections": treated}
-    words = command_of_program(**target)
-    os.execve(words[0], words, hooked({TREATED: json.dumps(family)}))

@@ -7,12 +7,12 @@ import signal
 import sys
 import traceback
 from copy import copy
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from dtypedoctor import __version__
-from dtypedoctor.cli import enabling, exec, reading, replay, run
 from dtypedoctor.cli.configuration import with_project_defaults
 from dtypedoctor.cli.output import current_name, lost_output, standard_streams
 from dtypedoctor.errors import INTERRUPTED, DoctorError, ExitCode
@@ -48,8 +48,16 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": current_name},
 )
-for verbs in (run, exec, replay, reading, enabling):
-    verbs.register(app)
+_VERBS = {
+    "dtypedoctor.lab.cli.run": ("run", "bisect"),
+    "dtypedoctor.cli.exec": ("exec",),
+    "dtypedoctor.lab.cli.treat": ("treat",),
+    "dtypedoctor.lab.cli.replay": ("replay",),
+    "dtypedoctor.cli.reading": ("inspect", "report", "explain", "env"),
+    "dtypedoctor.lab.cli.reading": ("compare", "scenarios"),
+    "dtypedoctor.cli.enabling": ("enable", "disable", "job-report"),
+}
+"""The verbs of each module, which is imported for its own verbs, and for help."""
 
 
 def _version(wanted: bool) -> None:
@@ -81,18 +89,21 @@ def main() -> None:
 
 def _options_of(verb: str) -> dict[str, bool]:
     """The options of a verb as they are typed, and whether each is a flag; none where there is no such verb."""
-    command = typer.main.get_group(app).commands.get(verb)
+    command = typer.main.get_group(with_verb(verb)).commands.get(verb)
     if command is None:
         return {}
     return {option: bool(getattr(one, "is_flag", False)) for one in command.params for option in one.opts}
 
 
-def _with_verb(verb: str) -> typer.Typer:
+def with_verb(verb: str) -> typer.Typer:
     """The command line with this verb alone, all if there is no such verb: the options of every one take longer to make than those of one."""
     narrowed = copy(app)
-    narrowed.registered_commands = [
-        one for one in app.registered_commands if one.name == verb
-    ] or app.registered_commands
+    narrowed.registered_commands = []
+    modules = [module for module, verbs in _VERBS.items() if verb in verbs]
+    for module in modules or _VERBS:
+        import_module(module).register(narrowed)
+    if modules:
+        narrowed.registered_commands = [one for one in narrowed.registered_commands if one.name == verb]
     return narrowed
 
 
@@ -101,9 +112,9 @@ def _outcome() -> int:
     try:
         if f"_{app.info.name}_complete".upper() not in os.environ:
             sys.argv[1:] = with_project_defaults(sys.argv[1:], _options_of)
-            status = _run(_with_verb(next(iter(sys.argv[1:]), "")))
+            status = _run(with_verb(next(iter(sys.argv[1:]), "")))
         else:
-            status = app(standalone_mode=False)
+            status = with_verb("")(standalone_mode=False)
         return int(status) if isinstance(status, int) else int(ExitCode.OK)
     except DoctorError as error:
         _complain(error.message, _hint(error, error.hint))
@@ -138,25 +149,12 @@ def _unexpected(error: Exception) -> int:
     if callable(show):
         show()
         return int(exit_code) if exit_code is not None else int(ExitCode.USAGE)
-    if refused := _of_a_scenario(error):
-        _complain(refused, "")
-        return int(ExitCode.USAGE)
     if hint := _hint(error, ""):
         _complain(f"this command cannot run here: {paragraphs(str(error), _LONGEST_PATH)}", hint)
         return int(ExitCode.USAGE)
     print(paragraphs(traceback.format_exc(), _LONGEST), file=sys.stderr)
     _complain(f"dtypedoctor itself failed: {type(error).__name__}: {error}", "Please report this with the lines above.")
     return int(ExitCode.INTERNAL)
-
-
-def _of_a_scenario(error: Exception) -> str:
-    """What is wrong with a scenario that options make, in words; empty for any other error."""
-    pydantic = sys.modules.get("pydantic")
-    if pydantic is None or not isinstance(error, pydantic.ValidationError) or error.title != "Scenario":
-        return ""
-    from dtypedoctor.scenario.reading import dotted, in_words
-
-    return "; ".join(f"{dotted(one['loc'])}: {in_words(one)}" for one in error.errors())
 
 
 def _hint(error: BaseException, hint: str) -> str:

@@ -10,13 +10,13 @@ from shutil import which
 from dtypedoctor.cli.output import kept
 from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.errors import ExitCode
+from dtypedoctor.examination.results import NOT_REQUESTED, Outcome, Treatment
 from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.replay.capsule import Capsule
 from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.runner.run import STDERR, STDOUT
 from dtypedoctor.trace.ranks import member
-from dtypedoctor.trials.results import NOT_REQUESTED, Outcome, Treatment
 
 ENDINGS: tuple[tuple[str, Callable[[Report], bool], ExitCode], ...] = (
     ("no usable trace, and no finding without one", lambda r: not (r.trace_usable or r.findings), ExitCode.NO_TRACE),

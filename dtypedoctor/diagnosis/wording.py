@@ -421,5 +421,5 @@ def class_of_named(trace: Trace | None, name: str) -> str:
     return ending.get(name) or (next(iter(ending.values())) if len(ending) == 1 else "")
 
 
-OWN_WORKLOADS = "dtypedoctor/workloads/"
+OWN_WORKLOADS = "dtypedoctor/lab/workloads/"
 """Where the source lines begin that do what a scenario asks for."""

@@ -20,6 +20,8 @@ from torch import nn
 
 from dtypedoctor.diagnosis.rule import Advice, Finding
 from dtypedoctor.errors import UsageError
+from dtypedoctor.examination.capsules import CAPSULE_LIMIT
+from dtypedoctor.examination.examine import examine
 from dtypedoctor.inprocess.statistics import Statistics
 from dtypedoctor.instrument.budget import budget_of
 from dtypedoctor.interruptions import contained, say
@@ -32,12 +34,11 @@ from dtypedoctor.report.model import Report
 from dtypedoctor.report.run_document import public_run
 from dtypedoctor.report.to_html import render_html
 from dtypedoctor.report.to_terminal import print_document
+from dtypedoctor.runner.command import OF_A_SCENARIO, Program
 from dtypedoctor.runner.directories import RecordFolder, job_directory, new_record, scenario_name
-from dtypedoctor.runner.run import BEFORE, WorkerExit, collect
-from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
+from dtypedoctor.runner.run import WorkerExit, collect
 from dtypedoctor.text import one_line, paragraphs
-from dtypedoctor.trace.ranks import member, rank_directory
-from dtypedoctor.trials.treatment import examine
+from dtypedoctor.trace.ranks import BEFORE, member, rank_directory
 from dtypedoctor.worker.process_watch import ProcessWatch
 from dtypedoctor.worker.recording import Recording, hide_in_excepthook, move_when_this_process_ends
 
@@ -340,7 +341,14 @@ class Watched:
     def _written(self, ended: WorkerExit) -> WatchReport:
         private = self._folder.private
         run = collect(private / BEFORE, ended, foreign=True)
-        treatment = examine(self._scenario(), run, replay=self._replay)
+        program = Program(
+            name=self._name,
+            summary="A program that instruments itself.",
+            path=sys.argv[0] or "-",
+            args=sys.argv[1:],
+            time_limit=OF_A_SCENARIO,
+        )
+        treatment = examine(program.described(), run, capsule_limit=CAPSULE_LIMIT if self._replay else None)
         self._folder.reserve()
         self.directory = self._folder.directory
         built = build_report(
@@ -351,14 +359,6 @@ class Watched:
         )
         write_report(private, built)
         return WatchReport(**{each.name: getattr(built, each.name) for each in fields(built)})
-
-    def _scenario(self) -> Scenario:
-        return Scenario(
-            name=self._name,
-            summary="A program that instruments itself.",
-            deterministic=False,
-            steps=[ScenarioStep(workload=Script(kind="script", path=sys.argv[0] or "-", args=sys.argv[1:]))],
-        )
 
 
 def _record_folder(out: Path | None, name: str) -> RecordFolder:

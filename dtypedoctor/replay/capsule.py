@@ -11,16 +11,13 @@ from dataclasses import dataclass
 from math import prod
 from os import fstat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import is_real_directory, open_file, parse_json, read_file, reason
 from dtypedoctor.replay.allowed import Named, named_in, why_not
 from dtypedoctor.tensor_files import Entry, read_entries
 from dtypedoctor.text import printable
-
-if TYPE_CHECKING:
-    from dtypedoctor.scenario.model import Model
 
 __all__ = [
     "AGAIN",
@@ -34,7 +31,6 @@ __all__ = [
     "Capsule",
     "NoCapsule",
     "is_described",
-    "is_limited",
     "read_capsule",
 ]
 
@@ -224,11 +220,6 @@ class Capsule:
     def _libraries(self) -> set[str]:
         """The modules whose classes and functions it names."""
         return {named.name.partition(":")[0] for named in self.named() if ":" in named.name} - {"source"}
-
-
-def is_limited(model: "Model | None") -> bool:
-    """Whether a model is the module of a capsule that nobody trusts, whose call is made within limits of memory and time."""
-    return model is not None and model.name.startswith(MODEL) and model.options.get("allow_code") is not True
 
 
 def is_described(description: Mapping[str, Any], but: str = "") -> bool:

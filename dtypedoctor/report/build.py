@@ -3,12 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dtypedoctor.analysis import noted
 from dtypedoctor.diagnosis.distributed import coverage_of
 from dtypedoctor.diagnosis.wording import named_in
 from dtypedoctor.errors import UsageError
+from dtypedoctor.examination.capsules import is_replay, same_verdict
+from dtypedoctor.examination.processes import ranks_of
+from dtypedoctor.examination.results import Treatment
 from dtypedoctor.foreign_files import working_directory, write_file
 from dtypedoctor.plugins import left_out
 from dtypedoctor.redaction.redact import redact
@@ -22,16 +25,8 @@ from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.to_json import render_json
 from dtypedoctor.report.to_md import render_markdown
 from dtypedoctor.report.verdict import measured_in, missing_end, verdict
-from dtypedoctor.scenario.model import Expectation
 from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE, NotWatched
 from dtypedoctor.trace.records.execution import HeldInput
-from dtypedoctor.trials.capsules import is_replay, same_verdict
-from dtypedoctor.trials.judge import expectation_on, is_met, unseen_release
-from dtypedoctor.trials.results import Treatment
-from dtypedoctor.trials.runs import ranks_of
-
-if TYPE_CHECKING:
-    from dtypedoctor.trials.bisection.results import Inside
 
 REPORT_JSON = "report.json"
 REPORT_MD = "report.md"
@@ -47,14 +42,12 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
         next_command: what to type next.
     """
     findings = tuple(named_in(treatment.before.trace, finding) for finding in treatment.findings)
-    treatment, scenario = replace(treatment, findings=findings), treatment.scenario
-    expect = expectation_on(scenario.expect, str(treatment.before.trace.environment.get("device", "")))
-    met, sentence = _judged(expect, treatment)
+    treatment, (met, sentence) = replace(treatment, findings=findings), treatment.expectation
     primary = treatment.findings[0] if treatment.findings else None
     measured = measured_in([run.trace for run in treatment.before.processes], treatment.before.trace)
     status, headline = verdict(treatment, measured)
     return Report(
-        name=scenario.name,
+        name=treatment.name,
         status=status,
         headline=headline,
         findings=findings,
@@ -72,7 +65,7 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
         capsule=_capsule_facts(treatment.capsule),
         replay=_replay_facts(treatment),
         environment=treatment.before.trace.environment,
-        scenario=scenario.model_dump(mode="json", exclude_defaults=True),
+        scenario=treatment.scenario,
         files=files,
         command=command,
         expectation=sentence,
@@ -80,15 +73,6 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
         next_command=next_command,
         rerun=f"Rerun with {treatment.rerun}." if treatment.rerun else "",
     )
-
-
-def _judged(expect: Expectation, treatment: Treatment) -> tuple[bool | None, str]:
-    """Whether the scenario came out as it says, and the sentence; None where that is not judged."""
-    if unseen := unseen_release(expect, treatment.before.trace.environment.get("versions") or {}):
-        return None, unseen
-    if not expect.findings or not treatment.complete:
-        return None, ""
-    return is_met(expect, treatment.findings, treatment.trials)
 
 
 SHORT_SCRIPT = 150
@@ -120,11 +104,11 @@ def _capsule_facts(capsule: Capsule | NoCapsule | None) -> dict[str, Any] | None
 
 def _replay_facts(treatment: Treatment) -> dict[str, Any] | None:
     """``replay`` of report.json."""
-    model = treatment.scenario.steps[0].model
-    if model is None or not is_replay(treatment.scenario):
+    if not is_replay(treatment.scenario):
         return None
+    model = {"dtype": "float32"} | treatment.scenario["steps"][0]["model"]
     try:
-        capsule = read_capsule(Path(model.name.removeprefix(MODEL)))
+        capsule = read_capsule(Path(model["name"].removeprefix(MODEL)))
     except UsageError:  # an older run is reported on, and its capsule is gone
         return None
     here = working_directory()
@@ -133,23 +117,10 @@ def _replay_facts(treatment: Treatment) -> dict[str, Any] | None:
         "module": capsule.fqn,
         "class": capsule.cls,
         "capsule": str(capsule.directory.relative_to(here)) if here is not None and inside else capsule.directory.name,
-        "dtype": model.dtype,
+        "dtype": model["dtype"],
         "op": capsule.finding.get("op"),
-        "verdict": same_verdict(capsule, treatment.findings) if model.dtype == capsule.dtype else "",
-        "inside": _inside_facts(treatment.inside),
-    }
-
-
-def _inside_facts(found: "Inside | None") -> dict[str, Any] | None:
-    """``replay.inside`` of report.json."""
-    if found is None:
-        return None
-    return {
-        "parts": list(found.parts),
-        "candidates": found.candidates,
-        "runs": found.runs,
-        "one_minimal": found.one_minimal,
-        "why": found.why,
+        "verdict": same_verdict(capsule, treatment.findings) if model["dtype"] == capsule.dtype else "",
+        "inside": treatment.inside,
     }
 
 

@@ -3,13 +3,15 @@
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-from pydantic import ValidationError
+from typing import Any
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.examination.examine import examine
+from dtypedoctor.examination.processes import is_job, open_job
+from dtypedoctor.examination.results import run_of_fix
 from dtypedoctor.foreign_files import inside, read_file, read_head, reason
 from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.replay.capsule import read_capsule
@@ -18,14 +20,11 @@ from dtypedoctor.report.matrix import MatrixRow, read_matrix_json, refused_repor
 from dtypedoctor.report.model import Outcome, Picture, Report
 from dtypedoctor.report.pictures import picture_of
 from dtypedoctor.report.to_json import from_json
-from dtypedoctor.runner.run import BEFORE, Run, SavedRun, open_run
-from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
+from dtypedoctor.runner.command import OF_A_SCENARIO, Program, is_described
+from dtypedoctor.runner.run import Run, SavedRun, open_run
 from dtypedoctor.trace.lines import EVENTS
-from dtypedoctor.trace.ranks import leading_directory
+from dtypedoctor.trace.ranks import BEFORE, leading_directory
 from dtypedoctor.trace.reader import read_trace
-from dtypedoctor.trials.results import run_of_fix
-from dtypedoctor.trials.runs import is_job, open_job
-from dtypedoctor.trials.treatment import examine
 
 MATRIX_JSON = "matrix.json"
 
@@ -108,7 +107,7 @@ def report_of_machines(places: Sequence[Path], *, own_files: bool = False) -> Re
 
     Args:
         places: where the ranks lie.
-        own_files: see :func:`dtypedoctor.trials.treatment.examine`.
+        own_files: see :func:`dtypedoctor.lab.trials.treatment.examine`.
 
     Raises:
         UsageError: there are none, they cannot be read, or they are not of one job.
@@ -160,14 +159,9 @@ def _replay_of(run: Run) -> str:
     return ""
 
 
-def _scenario(saved: SavedRun, place: Path) -> Scenario:
+def _scenario(saved: SavedRun, place: Path) -> Mapping[str, Any]:
     """What was run, or what stands for a program of which nothing is known."""
-    try:
-        return Scenario.model_validate(saved.request["scenario"])
-    except (KeyError, ValidationError):
-        return Scenario(
-            name="a-run-without-a-report",
-            summary="An instrumented program that did not complete.",
-            deterministic=False,
-            steps=[ScenarioStep(workload=Script(kind="script", path=str(place)))],
-        )
+    ran = saved.request.get("scenario")
+    if is_described(ran):
+        return ran
+    return Program(name="a-run-without-a-report", path=str(place), time_limit=OF_A_SCENARIO).described()

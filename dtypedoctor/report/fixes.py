@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtypedoctor.diagnosis.wording import short
+from dtypedoctor.examination.fixes import remedies, remedy_named
+from dtypedoctor.examination.results import Bearing
 from dtypedoctor.plugins import KEEP_FLOAT32, Correction, registered
 from dtypedoctor.report.document import (
     Block,
@@ -23,8 +25,6 @@ from dtypedoctor.report.document import (
 from dtypedoctor.report.document import Outcome as Gate
 from dtypedoctor.report.model import Outcome, Report, RunSummary, Trial
 from dtypedoctor.text import counted
-from dtypedoctor.trials.remedies import remedies, remedy_named
-from dtypedoctor.trials.results import Bearing
 
 _WORDS = {Outcome.FIXED: "fixed", Outcome.NOT_FIXED: "not fixed", Outcome.NOT_TRIED: "not tried"}
 _WORDS_HERE = {outcome.value: words for outcome, words in _WORDS.items()} | {"fixed": "fixed on this call"}

@@ -12,7 +12,7 @@ from dtypedoctor.plugins import Correction
 from dtypedoctor.source_edits import AlreadyCorrectedError, TargetMismatchError, file_of, files_of, patched, release_of
 
 if TYPE_CHECKING:
-    from dtypedoctor.trials.remedies import Reach
+    from dtypedoctor.examination.fixes import Reach
 
 
 def about(reach: "Reach") -> str:
@@ -96,7 +96,7 @@ def patch_of(correction: Correction, folders: list[str]) -> str:
                 f"{correction.id} is not needed: {library} {release_of(library, file)}: {error}"
             ) from error
     if correction.test:
-        test = files("dtypedoctor.corrections.libraries").joinpath(correction.test).read_text(encoding="utf-8")
+        test = files("dtypedoctor.lab.corrections.libraries").joinpath(correction.test).read_text(encoding="utf-8")
         name = correction.id.replace("-", "_")
         diffs += _diff("", test, "/dev/null", f"b/tests/test_{name}.py")
     return "".join(diffs)

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 from dtypedoctor.diagnosis.rule import Advice, Excerpt, Finding
-from dtypedoctor.trials.results import Observer, Outcome, Parity, RunSummary, Trial
+from dtypedoctor.examination.results import Observer, Outcome, Parity, RunSummary, Trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,11 +2,11 @@
 
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.diagnosis.wording import own_frame, shown_line
+from dtypedoctor.examination.results import Treatment
 from dtypedoctor.text import one_line
 from dtypedoctor.trace.events import Metric, Raised, Sample, ScalerState
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import NonfiniteReached
-from dtypedoctor.trials.results import Treatment
 
 _SPELLED = {"nan": "NaN"}
 

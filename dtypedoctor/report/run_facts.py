@@ -1,10 +1,8 @@
 """Parts of a report in words: what ran, what was found, where, how sure; and the ranked list of facts that each length of a report takes from."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-from pydantic import ValidationError
 
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Link
 from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, indexed, module_name
@@ -18,7 +16,6 @@ from dtypedoctor.report.document import (
 from dtypedoctor.report.fixes import RemedyLine, call_fixes, cures, outcome_words, remedy_lines
 from dtypedoctor.report.model import Observer, Outcome, Report, Status
 from dtypedoctor.report.to_json import plain
-from dtypedoctor.scenario.model import Scenario, ScenarioStep
 from dtypedoctor.text import ABSENT, counted, one_line
 
 _PASSES = "the failing call passes with it"
@@ -224,38 +221,37 @@ def run_title(report: Report) -> str:
 
     Empty where the report does not carry a whole scenario (it was redacted, or is older than the present keys).
     """
+    ran = plain(report.scenario)
     try:
-        scenario = Scenario.model_validate(plain(report.scenario))
-    except ValidationError:
+        steps = ran["steps"]
+        told = [", ".join(_parts(step)) for step in steps[:_MOST_STEPS]]
+        jobs = ran.get("distributed")
+        ranks = f", in {counted(jobs.get('processes', 2), 'process', 'processes')}" if jobs is not None else ""
+    except (AttributeError, KeyError, TypeError):
         return ""
-    told = [_step(step) for step in scenario.steps[:_MOST_STEPS]]
-    more = len(scenario.steps) - len(told)
+    more = len(steps) - len(told)
     told += [f"{more} more"] if more else []
-    jobs = scenario.distributed
-    ranks = f", in {counted(jobs.processes, 'process', 'processes')}" if jobs is not None else ""
     device = str(report.environment.get("device", ""))
     return one_line("; then ".join(told) + (f"; on {device}" if device else "") + ranks, 400)
 
 
-def _step(step: ScenarioStep) -> str:
-    return ", ".join(_parts(step))
-
-
-def _parts(step: ScenarioStep) -> Iterator[str]:
-    model: Any = step.model
-    on = ""
+def _parts(step: Mapping[str, Any]) -> Iterator[str]:
+    """A step of a scenario in words; report.json leaves out what is as usual."""
+    model, on = step.get("model"), ""
     if model is not None:
-        own = model.name.startswith(_BUILTIN)
-        name = f"builtin model {model.name.removeprefix(_BUILTIN)}" if own else f"model {model.name}"
-        on = f" on {name}"
-    yield f"{step.workload.kind}{on}"
+        own = model["name"].startswith(_BUILTIN)
+        on = f" on builtin model {model['name'].removeprefix(_BUILTIN)}" if own else f" on model {model['name']}"
+    yield f"{step['workload']['kind']}{on}"
     if model is not None:
-        yield f"{model.dtype}" + (f" with {model.quantization.kind} weights" if model.quantization is not None else "")
-    if model is not None and model.lora is not None:
+        packed = model.get("quantization")
+        yield model.get("dtype", "float32") + (
+            f" with {packed.get('kind', 'nf4')} weights" if packed is not None else ""
+        )
+    if model is not None and model.get("lora") is not None:
         yield "LoRA"
-    if step.autocast is not None:
-        yield f"{step.autocast.dtype} autocast"
-    if step.compile is not None:
+    if step.get("autocast") is not None:
+        yield f"{step['autocast']['dtype']} autocast"
+    if step.get("compile") is not None:
         yield "compiled"
 
 

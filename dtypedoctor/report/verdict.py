@@ -14,6 +14,9 @@ from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.seen import ENOUGH
 from dtypedoctor.diagnosis.unsettled import doubt_in_words
 from dtypedoctor.diagnosis.wording import indexed
+from dtypedoctor.examination.capsules import is_replay
+from dtypedoctor.examination.processes import ranks_of
+from dtypedoctor.examination.results import Treatment
 from dtypedoctor.report.fixes import cured_sentence
 from dtypedoctor.report.model import Status
 from dtypedoctor.report.run_facts import MEASURED, NO_END, measured_share
@@ -40,9 +43,6 @@ from dtypedoctor.trace.events import (
 )
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import NonfiniteReached, OptimizerSteps
-from dtypedoctor.trials.capsules import is_replay
-from dtypedoctor.trials.results import Treatment
-from dtypedoctor.trials.runs import ranks_of
 
 _COUNTED_AS = {"output": "module_calls", "grad": "gradients", "loss": "losses"}
 """What stands for the counts in a trace without them: it is older, or the process left without ending it."""

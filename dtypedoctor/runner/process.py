@@ -25,7 +25,7 @@ from dtypedoctor.foreign_files import parse_json, read_file, working_directory, 
 from dtypedoctor.guardian import PROGRAM, end
 from dtypedoctor.interruptions import interrupt
 from dtypedoctor.redaction.redact import REQUEST, public_text
-from dtypedoctor.runner.command import HOME, JOB, command_of_program, hooked
+from dtypedoctor.runner.command import hooked
 from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.runner.run import (
     STDERR,
@@ -36,12 +36,11 @@ from dtypedoctor.runner.run import (
     deleted,
     led_by,
     nothing_recorded,
-    write_request,
 )
-from dtypedoctor.scenario.model import Request, Scenario, Script
 from dtypedoctor.trace.lines import EVENTS
 from dtypedoctor.trace.ranks import (
     FAILURES,
+    JOB,
     REPEATS,
     STATES,
     child_directories,
@@ -322,22 +321,26 @@ def _replaced(numbers: list[int], handler: Callable[[int, FrameType | None], Non
 
 
 def run_script(
-    request: Request,
+    command: Sequence[str],
+    request: Mapping[str, Any],
     directory: Path,
     *,
     live: bool,
+    time_limit: float,
     through: Sequence[str] = (),
     meanwhile: Callable[[], None] = lambda: None,
     guardian: Guardian | None = None,
 ) -> Run:
-    """Runs the script of ``request``; everything it leaves lies in ``directory``, which must not exist yet.
+    """Runs a user's program; everything it leaves lies in ``directory``, which must not exist yet.
 
     Args:
-        request: what is to be run and how it is to be recorded.
+        command: starts it.
+        request: what its processes are asked for, as the file in the folder of the run has it.
         directory: for its trace.
         live: it has this process's streams. Otherwise what it writes is only kept, and it reads standard input again from the beginning if that is a
             file; else it reads nothing.
-        through: program and arguments that stand before the command, and become it (:mod:`dtypedoctor.runner.view`).
+        time_limit: seconds.
+        through: program and arguments that stand before the command, and become it (:mod:`dtypedoctor.lab.runner.view`).
         meanwhile: see :func:`run_process`.
         guardian: see :func:`run_process`.
 
@@ -349,10 +352,10 @@ def run_script(
     """
     prepare(request, directory)
     ended = run_process(
-        [*through, *command_of(request.scenario)],
+        [*through, *command],
         directory,
         live=live,
-        time_limit=request.scenario.time_limit,
+        time_limit=time_limit,
         environment=hooked({JOB: str(directory.resolve())}),
         meanwhile=meanwhile,
         guardian=guardian,
@@ -362,7 +365,7 @@ def run_script(
     return collect_job(directory, ended)
 
 
-def prepare(request: Request, directory: Path) -> None:
+def prepare(request: Mapping[str, Any], directory: Path) -> None:
     """Makes the folder of a script's run, in which its processes find what is asked of them.
 
     A later run begins with the random states of the first one, and does not read what that has written.
@@ -371,44 +374,28 @@ def prepare(request: Request, directory: Path) -> None:
         UsageError: it exists, or cannot be created.
     """
     make_directory(directory)
-    request = request.model_copy(update={"member": place_in_job()})
-    write_file(directory / REQUEST, public_text(request.to_text()))
-    if request.repeatable:
+    write_file(directory / REQUEST, public_text(json.dumps({**request, "member": place_in_job()})))
+    if request.get("repeatable"):
         (directory / STATES).write_text("{}", encoding="ascii")
-    if request.repeats is not None:
-        first = directory.parent / request.repeats
+    if request.get("repeats") is not None:
+        first = directory.parent / request["repeats"]
         (directory / REPEATS).write_text(str(first.resolve()), encoding="utf-8")
         for states in first.glob(STATES.replace(".", "*.")):
             shutil.copy(states, directory)
-
-
-def command_of(scenario: Scenario) -> list[str]:
-    """The command that a scenario's script stands for, as a shell would start it."""
-    script = scenario.steps[0].workload
-    assert isinstance(script, Script)  # whoever asks for a command has one
-    program = command_of_program(script.path, script.module, script.code, script.args, script.command)
-    if scenario.distributed is None:
-        return program
-    return [*_torchrun(scenario.distributed.processes), *program[1:]]
-
-
-def _torchrun(count: int) -> list[str]:
-    """With this many processes; ``-P`` because Python would look for torch in the working directory first."""
-    return [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
 
 
 def collect_job(directory: Path, ended: WorkerExit) -> Run:
     """The run of the processes that have recorded themselves in ``directory``: of the rank that failed first or of the first one, with all others, or of
     its first process with those that this has started."""
     ranks = rank_directories(directory)
-    failures = _failures(directory)
+    failures = failures_in(directory)
     if ranks:
         started = sorted({*ranks, *failures})  # one that failed before it came to torch has no directory
         runs = [
             collect_rank(rank_directory(directory, rank), rank, exit_of_rank(rank, ended, failures), foreign=True)
             for rank in started
         ]
-        return led_by(tuple(runs), _first_failure(failures, default=min(ranks)))
+        return led_by(tuple(runs), first_failure(failures, default=min(ranks)))
     if not (directory / EVENTS).exists():
         nothing_recorded(directory, ended)
     own = collect(directory, ended, foreign=True)
@@ -416,7 +403,7 @@ def collect_job(directory: Path, ended: WorkerExit) -> Run:
     return replace(own, children={number: collect(place, ended, foreign=True) for number, place in spawned})
 
 
-def _first_failure(failures: dict[int, dict[str, Any]], *, default: int) -> int:
+def first_failure(failures: dict[int, dict[str, Any]], *, default: int) -> int:
     """The rank that failed first. Times are whole seconds, and whom torchrun ended by SIGTERM may share that of the rank that failed."""
 
     def order(rank: int) -> tuple[bool, float]:
@@ -424,48 +411,6 @@ def _first_failure(failures: dict[int, dict[str, Any]], *, default: int) -> int:
         return int(failure["code"]) == -signal.SIGTERM, float(failure["time"])
 
     return min(failures, key=order, default=default)
-
-
-RANK = "dtypedoctor.worker.rank"
-"""The module that torchrun starts for each rank of a scenario; it is imported there only."""
-
-
-def run_ranks(request: Request, directory: Path, *, progress: Callable[[Path], None] = lambda _: None) -> Run:
-    """Runs a scenario that is no script in as many processes as it says, on this machine.
-
-    Args:
-        request: what each of them is to do.
-        directory: holds afterwards a directory for each rank, and what torchrun itself printed; must not exist yet.
-        progress: called now and then, while they run, with the directory of rank 0.
-
-    Returns:
-        The run of the rank that failed first, or of rank 0; its ``ranks`` are those of all.
-
-    Raises:
-        UsageError: the directory cannot be written, or the scenario cannot be run at all.
-    """
-    assert request.scenario.distributed is not None  # whoever asks for ranks says how many
-    count = request.scenario.distributed.processes
-    make_directory(directory)
-    for rank in range(count):
-        place = rank_directory(directory, rank)
-        make_directory(place)
-        write_request(place, request)
-    ended = run_process(
-        [*_torchrun(count), "-m", RANK, str(directory.resolve())],
-        directory,
-        live=False,
-        time_limit=request.scenario.time_limit,
-        # torchrun's own process is recorded like any launcher; a rank of ours is not
-        environment=hooked({JOB: str(directory.resolve()), "PYTHONSAFEPATH": "1"}, HOME),
-        meanwhile=lambda: progress(rank_directory(directory, 0)),
-    )
-    failures = _failures(directory)
-    runs = [
-        collect_rank(rank_directory(directory, rank), rank, exit_of_rank(rank, ended, failures))
-        for rank in range(count)
-    ]
-    return led_by(tuple(runs), _first_failure(failures, default=0))
 
 
 def unless_interrupted(run: Run) -> Run:
@@ -480,7 +425,8 @@ def unless_interrupted(run: Run) -> Run:
     return run
 
 
-def _failures(directory: Path) -> dict[int, dict[str, Any]]:
+def failures_in(directory: Path) -> dict[int, dict[str, Any]]:
+    """What torchrun has written down of ranks that failed: code and time by rank."""
     try:
         found = parse_json(read_file(directory / FAILURES))
         return {int(rank): {"code": int(told["code"]), "time": float(told["time"])} for rank, told in found.items()}

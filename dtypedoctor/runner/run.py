@@ -10,9 +10,8 @@ from typing import Any
 from dtypedoctor.errors import EmptyTraceError, UsageError
 from dtypedoctor.foreign_files import is_real_directory, parse_json, read_file, read_tail, write_file
 from dtypedoctor.redaction.messages import elided
-from dtypedoctor.redaction.redact import REQUEST, forget_request, write_request_file
+from dtypedoctor.redaction.redact import REQUEST, forget_request
 from dtypedoctor.redaction.secrets import masked
-from dtypedoctor.scenario.model import Request
 from dtypedoctor.trace.events import NO_PYTHON, NO_TORCH, End, NotWatched, Refused, Stage
 from dtypedoctor.trace.lines import EVENTS
 from dtypedoctor.trace.model import Trace
@@ -20,22 +19,6 @@ from dtypedoctor.trace.ranks import BEFORE, BEGUN, REFUSED, header, lead, leadin
 from dtypedoctor.trace.reader import read_trace, steps_by_call
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import to_json
-
-__all__ = [
-    "BEFORE",
-    "EXIT",
-    "STDERR",
-    "STDOUT",
-    "Run",
-    "SavedRun",
-    "WorkerExit",
-    "collect",
-    "deleted",
-    "led_by",
-    "nothing_recorded",
-    "open_run",
-    "write_request",
-]
 
 STDOUT, STDERR = "stdout.txt", "stderr.txt"
 """Where a worker's streams go, in its directory."""
@@ -137,18 +120,6 @@ class Run:
             end = ""
         last = next((line.strip() for line in reversed(end.split("\n")) if line.strip()), "")
         return self.exit.describe() + (f": {masked(elided(last[:_LONGEST_LINE]))[:200]}" if last else "")
-
-
-def write_request(directory: Path, request: Request) -> None:
-    """Writes down what the worker of ``directory`` is to do.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
-    try:
-        write_request_file(directory, request.to_text())
-    except OSError as error:
-        raise UsageError(f"{directory}: cannot be written ({error.strerror})", "Give another --out.") from error
 
 
 def collect(directory: Path, ended: WorkerExit, *, foreign: bool = False) -> Run:

@@ -22,11 +22,11 @@ from dtypedoctor.instrument.live_call import AutocastState, LiveCall, Repeat, co
 from dtypedoctor.instrument.settings import RandomState
 from dtypedoctor.instrument.untouched import as_before
 from dtypedoctor.interruptions import contained
-from dtypedoctor.models.capsule import call_of, load_capsule
 from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.redaction.messages import message_of
 from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, read_capsule
 from dtypedoctor.unpatched import process_time, to_json
+from dtypedoctor.worker.capsule_call import call_of, load_capsule
 
 NOT_ALONE = "built again from what a capsule holds, the call does not fail as it did in the program"
 LONGEST = 3.0

@@ -52,7 +52,7 @@ def _is_ours(words: "list[str]") -> bool:
     """Whether dtypedoctor records this process already, or it is dtypedoctor."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
     return any(
-        word.startswith((package, "dtypedoctor.worker.")) or os.path.basename(word) == "dtypedoctor"
+        word.startswith((package, "dtypedoctor.worker.", "dtypedoctor.lab.")) or os.path.basename(word) == "dtypedoctor"
         for word in words[:4]
     )
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from math import isfinite
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,21 @@ from dtypedoctor.worker.environment import StepDigest, describe_environment, pea
 from dtypedoctor.worker.on_import import after_import
 from dtypedoctor.worker.recording import Totals, hide_own_frames
 
-if TYPE_CHECKING:
-    from dtypedoctor.worker.interventions import Conditions, OutsideCorrections
-
 GENERATION = "transformers.generation.utils"
 """Holds ``generate``, which calls the first module from inside."""
+
+
+class Changes(Protocol):
+    """What else than measuring a further run does to the program."""
+
+    def begin(self) -> None:
+        """Puts it in place."""
+
+    def offer(self, module: nn.Module) -> None:
+        """An outermost module is about to be called."""
+
+    def end(self) -> None:
+        """Records what it has done, and puts everything back."""
 
 
 class ProcessWatch:
@@ -46,8 +56,7 @@ class ProcessWatch:
         watch: False records no more than losses, steps and what ended the process.
         every: everything is measured in each ``every``-th step, see :class:`Instruments`.
         budget: says what is measured in each step; None for everything.
-        conditions: are in force meanwhile.
-        corrections: are installed in what the program builds.
+        changes: are in force meanwhile.
         digest: of what the program trains.
     """
 
@@ -58,13 +67,11 @@ class ProcessWatch:
         watch: bool = True,
         every: int = 1,
         budget: Budget | None = None,
-        conditions: "Conditions | None" = None,
-        corrections: "OutsideCorrections | None" = None,
+        changes: "Changes | None" = None,
         digest: StepDigest | None = None,
     ) -> None:
         self._writer = writer
-        self._conditions = conditions
-        self._corrections = corrections
+        self._changes = changes
         self._digest = digest
         self.instruments = Instruments(writer, watch=watch, every=every, budget=budget)
         self._compiler = CompileWatch()
@@ -82,12 +89,11 @@ class ProcessWatch:
     def start(self) -> None:
         """Begins to watch."""
         instruments = self.instruments
-        if self._corrections is not None:
-            instruments.modules.before_root.append(self._corrections.offer)
         if self._digest is not None:
             instruments.phases.after_step.append(self._digest.add)
-        if self._conditions is not None:
-            self._conditions.begin()  # before the instruments, which then see what they make of the program
+        if self._changes is not None:  # before the instruments, which then see what they make of the program
+            self._changes.begin()
+            instruments.modules.before_root.append(self._changes.offer)
         instruments.modules.before_root.append(self._describe)
         instruments.phases.before_backward.append(self._note_loss)
         instruments.phases.on_scaled.append(self._note_scaled)
@@ -130,10 +136,8 @@ class ProcessWatch:
                 self._writer.write(NotWatched(what=what, why=why))
         with keeping("what the compiler gave up on"):
             self._note_compiled()
-        if self._corrections is not None:
-            self._corrections.conclude()
-        if self._conditions is not None:
-            self._conditions.end()
+        if self._changes is not None:
+            self._changes.end()
         totals = Totals(
             steps=self.instruments.position.step - 1,
             device=self._device(),

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,6 @@ from dtypedoctor.worker.recording import Recording, move_when_this_process_ends
 
 if TYPE_CHECKING:
     from dtypedoctor.worker.process_watch import ProcessWatch
-    from dtypedoctor.worker.treated import EditedLibrary
 
 FIRST_CHILD, LAST_CHILD = 101, 132
 """Numbers of recorded processes that are neither ranks nor numbered by ``multiprocessing``."""
@@ -193,23 +192,17 @@ def _write_report(folder: Path, *, failed: bool) -> None:
 
 
 def request_of(argv: list[str], place: str) -> dict[str, object]:
-    """The request that ``exec`` would have made for this process, without pydantic, which would be imported for it."""
+    """The request that ``exec`` would have made for this process."""
     return {
         "scenario": {
             "name": "job",
             "summary": "A program, run unchanged.",
             "deterministic": False,
-            "watch_every": 1,
-            "overhead_budget": "off",
-            "corrections": [],
-            "conditions": [],
             "steps": [{"workload": {"kind": "script", "path": argv[0] or "-", "args": argv[1:]}}],
         },
         "watch": True,
         "replay": True,
         "capsule_limit": 64 << 20,
-        "repeats": None,
-        "witness": False,
         "member": place,
     }
 
@@ -228,17 +221,13 @@ class ScriptRecording:
     def __init__(self, request: Mapping[str, Any], directory: Path) -> None:
         self._request = request
         self._recording = Recording(directory, watched=request["watch"])
-        self._edited: list[EditedLibrary] = []
 
     def begin(self) -> None:
         """Starts the instruments that the request asks for."""
         writer = self._recording.writer
         self._recording.follow_program("script")
-        self._edited = edited_libraries(self._request, writer)
-        for library in self._edited:
-            library.begin()
         with no_collection(), contained() as ours:  # a defect of ours must not end the program
-            watch = _watch(writer, self._request, {library.name for library in self._edited})
+            watch = _watch(writer, self._request)
             self._recording.torch_is_there(watch)
             watch.start()
             if self._request["replay"]:
@@ -250,49 +239,25 @@ class ScriptRecording:
         """The program has come to its end, with ``error`` if it is one; in a child that it has forked that means nothing."""
         if not self._recording.active:
             return
-        for library in self._edited:
-            library.record(self._recording.writer)
         self._recording.end(error)
 
 
-def edited_libraries(request: Mapping[str, Any], writer: TraceWriter) -> list["EditedLibrary"]:
-    """The corrections of a request that edit a library; each records itself when it is in place, or cannot be."""
-    if not request["scenario"]["corrections"]:
-        return []
-    from dtypedoctor.plugins import Correction, registered
-    from dtypedoctor.worker.treated import EditedLibrary
-
-    wanted = [registered(Correction).get(spec["id"]) for spec in request["scenario"]["corrections"]]
-    return [
-        EditedLibrary(one.id, one.library, one.edits, counted=True, changed=lambda edited: edited.record(writer))
-        for one in wanted
-        if one is not None and one.edits
-    ]
-
-
-def _watch(writer: TraceWriter, request: Mapping[str, Any], edited: Collection[str]) -> "ProcessWatch":
-    """The watch that a request asks for, without the corrections that are ``edited`` already; torch is there."""
+def _watch(writer: TraceWriter, request: Mapping[str, Any]) -> "ProcessWatch":
+    """The watch that a request asks for; torch is there."""
     from dtypedoctor.instrument.budget import budget_of
     from dtypedoctor.worker.environment import StepDigest
     from dtypedoctor.worker.process_watch import ProcessWatch
 
-    scenario = request["scenario"]
-    conditions = corrections = None
-    if scenario["conditions"]:
-        from dtypedoctor.worker.interventions import Conditions
+    scenario, changes = request["scenario"], None
+    if request.get("changes"):  # whoever asks for them says what makes them
+        from dtypedoctor.plugins import resolve
 
-        conditions = Conditions(writer, scenario["conditions"])
-    in_models = [spec for spec in scenario["corrections"] if spec["id"] not in edited]
-    if in_models:
-        from dtypedoctor.worker.interventions import OutsideCorrections
-
-        corrections = OutsideCorrections(writer, in_models)
+        changes = resolve(request["changes"])(writer, scenario)
     return ProcessWatch(
         writer,
         watch=request["watch"],
-        every=scenario["watch_every"],
-        budget=budget_of(scenario["overhead_budget"]),
-        conditions=conditions,
-        corrections=corrections,
-        digest=StepDigest() if request["witness"] else None,
+        every=scenario.get("watch_every", 1),
+        budget=budget_of(scenario.get("overhead_budget", "off")),
+        changes=changes,
+        digest=StepDigest() if request.get("witness") else None,
     )

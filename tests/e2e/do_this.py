@@ -18,8 +18,8 @@ from nursery import preload
 from script_corpus import Case, cases
 
 from dtypedoctor.diagnosis.rule import Edit
+from dtypedoctor.lab.trials.treatment import Plan
 from dtypedoctor.report.build import build_report
-from dtypedoctor.trials.treatment import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

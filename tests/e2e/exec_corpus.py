@@ -24,17 +24,18 @@ from snapshot import Entry, entry
 
 from dtypedoctor.cli.reported import exit_code
 from dtypedoctor.diagnosis.rule import Finding, Severity
+from dtypedoctor.examination.results import Treatment
 from dtypedoctor.instrument.instruments import HOW_TO_REPLAY
+from dtypedoctor.lab.runner.launch import asked_of
+from dtypedoctor.lab.scenarios.model import Request, Scenario, ScenarioStep, Script
+from dtypedoctor.lab.trials.treatment import Plan, treat
 from dtypedoctor.redaction.redact import REQUEST
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.to_json import render_json
 from dtypedoctor.runner.process import prepare
 from dtypedoctor.runner.run import Run, WorkerExit, collect
-from dtypedoctor.scenario.model import Request, Scenario, ScenarioStep, Script
 from dtypedoctor.trace.ranks import STATES
-from dtypedoctor.trials.results import Treatment
-from dtypedoctor.trials.treatment import Plan, treat
 
 IN_PLACE = "DTYPEDOCTOR_REPLAY_IN_PLACE"
 """Variable of tests that has each call, or each that fails, made again in the process."""
@@ -123,7 +124,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 def run_forked(request: Request, directory: Path, work: Path, replay: str = "") -> Run:
     """The request in a child that has the heavy libraries imported."""
-    prepare(request, directory)
+    prepare(asked_of(request), directory)
     began = time.monotonic()
     code = fork(live, directory, work, replay).wait()
     ended = WorkerExit(code=code, timed_out=False, seconds=time.monotonic() - began)

@@ -12,8 +12,8 @@ from patience import becomes
 from torch import Tensor, nn
 from transformers.models.gemma4 import modeling_gemma4
 
-from dtypedoctor.models.builtin import llama_tiny
-from dtypedoctor.tickets.gemma4.corrections import gemma4_tiny
+from dtypedoctor.lab.models.build import llama_tiny
+from dtypedoctor.lab.tickets.gemma4 import gemma4_tiny
 
 
 class RenamedInput(modeling_gemma4.Gemma4TextMLP):

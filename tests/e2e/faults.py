@@ -21,13 +21,13 @@ from forked_script import redirect
 from nursery import Child, fork
 from patience import becomes
 
+from dtypedoctor.examination.examine import examine
+from dtypedoctor.lab.runner.launch import run_script_of
+from dtypedoctor.lab.scenarios.model import Request, Scenario, ScenarioStep, Script
 from dtypedoctor.redaction.redact import REQUEST
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.model import Report
-from dtypedoctor.runner.process import run_script
 from dtypedoctor.runner.run import Run, WorkerExit, collect
-from dtypedoctor.scenario.model import Request, Scenario, ScenarioStep, Script
-from dtypedoctor.trials.treatment import examine
 
 SCRIPT = Path(__file__).with_name("doomed_training.py")
 FROM_INSIDE = ("exception", "os._exit", "abort", "null pointer", "SIGSEGV", "SIGKILL", "out of memory", "hang")
@@ -131,14 +131,14 @@ def end(plan: Plan, folder: Path) -> Ended:
     )
     start = _forked if plan.device == "cpu" else _fresh
     run = start(plan, Request(scenario=scenario), work, directory)
-    report = build_report(examine(scenario, run), command="", files={}, next_command="")
+    report = build_report(examine(scenario.model_dump(mode="json"), run), command="", files={}, next_command="")
     return Ended(plan=plan, truth=read_truth(work), run=run, report=report)
 
 
 def _fresh(_: Plan, request: Request, work: Path, directory: Path) -> Run:
     """In an interpreter of its own, as `dtypedoctor exec` does: what a library does to CUDA does not survive a fork."""
     with chdir(work):
-        return run_script(request, directory, live=False)
+        return run_script_of(request, directory, live=False)
 
 
 def _forked(plan: Plan, request: Request, work: Path, directory: Path) -> Run:

@@ -12,10 +12,10 @@ from exec_corpus import treat_forked
 from patience import PATIENCE
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.lab.bisect.measurements import run_clean
+from dtypedoctor.lab.trials.treatment import Plan
 from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, Capsule, NoCapsule, read_capsule
 from dtypedoctor.replay.script import capsule_script
-from dtypedoctor.trials.bisection.reproduction import run_clean
-from dtypedoctor.trials.treatment import Plan
 
 ONE_RUN = Plan(certify=False, only=frozenset())
 

@@ -14,11 +14,11 @@ import pytest
 from command import Finished, dtypedoctor, forked, in_this_process, report_of
 from patience import PATIENCE, becomes
 
+from dtypedoctor.lab.bisect.probe_runner import JOURNAL
 from dtypedoctor.runner.run import NO_END
 from dtypedoctor.trace.events import Header, Site
 from dtypedoctor.trace.lines import EVENTS
 from dtypedoctor.trace.writer import TraceWriter
-from dtypedoctor.trials.bisection.probe_runner import JOURNAL
 
 TRAINING = """
 import torch

@@ -13,14 +13,14 @@ import typer
 from command import in_this_process, python
 from documented import ROOT, Command, documented_commands, marked_examples
 
-from dtypedoctor.cli.main import app
+from dtypedoctor.cli.main import with_verb
 from dtypedoctor.diagnosis.registry import finding_ids
+from dtypedoctor.examination.fixes import remedies
+from dtypedoctor.lab.scenarios.loading import available
 from dtypedoctor.report.files import read_report
 from dtypedoctor.report.matrix import render_matrix_json, row_of
-from dtypedoctor.scenario.loading import available
-from dtypedoctor.trials.remedies import remedies
 
-PARSER = typer.main.get_command(app)
+PARSER = typer.main.get_command(with_verb(""))
 COMMANDS = documented_commands()
 OURS = [command for command in COMMANDS if command.words[0] == "dtypedoctor" and "tinylab" not in str(command)]
 """Those of this program; what the package of docs/extending.md adds is typed by test_extension.py, which installs it."""

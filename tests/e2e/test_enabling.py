@@ -12,7 +12,7 @@ from patience import becomes
 
 from dtypedoctor.cli import enabling
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.model import Request
+from dtypedoctor.lab.scenarios.model import Request
 from dtypedoctor.worker.script import request_of
 
 TRAINING = """

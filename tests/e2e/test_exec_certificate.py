@@ -7,8 +7,8 @@ import pytest
 from exec_corpus import treat_forked
 from nursery import preload
 
-from dtypedoctor.trials.results import Observer
-from dtypedoctor.trials.treatment import Plan
+from dtypedoctor.examination.results import Observer
+from dtypedoctor.lab.trials.treatment import Plan
 
 MODELS = {
     "dense": "net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))",

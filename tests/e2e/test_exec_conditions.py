@@ -7,8 +7,8 @@ import pytest
 from exec_corpus import treat_forked
 from nursery import preload
 
-from dtypedoctor.trials.results import Bearing, Outcome, Treatment, Trial
-from dtypedoctor.trials.treatment import Plan
+from dtypedoctor.examination.results import Bearing, Outcome, Treatment, Trial
+from dtypedoctor.lab.trials.treatment import Plan
 
 OVERFLOW = """
     import torch

@@ -7,10 +7,10 @@ import pytest
 from exec_corpus import treat_forked
 from nursery import preload
 
+from dtypedoctor.examination.results import Outcome, Trial
+from dtypedoctor.lab.trials.treatment import Plan
 from dtypedoctor.trace.events import Correction
 from dtypedoctor.trace.reader import read_trace
-from dtypedoctor.trials.results import Outcome, Trial
-from dtypedoctor.trials.treatment import Plan
 
 SQUARING = """
     import torch

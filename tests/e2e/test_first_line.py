@@ -10,16 +10,16 @@ import pytest
 import typer
 from patience import PATIENCE, read_to_end
 
-from dtypedoctor.cli.main import app
+from dtypedoctor.cli.main import with_verb
 
 HEAVY = (
     "torch",
     "transformers",
-    "dtypedoctor.scenario.model",
+    "dtypedoctor.lab.scenarios.model",
     "rich.markdown",
     "yaml",
     "dtypedoctor.diagnosis",
-    "dtypedoctor.trials.treatment",
+    "dtypedoctor.lab.trials.treatment",
 )
 """What takes a tenth of a second and more; each is needed by some verb. (typer imports pydantic itself.)"""
 COMMANDS = {
@@ -77,4 +77,4 @@ def test_a_verb_says_what_it_does_before_it_imports_what_it_needs_for_that(verb:
 
 def test_every_verb_is_listed_as_quick_or_says_at_once_what_it_does() -> None:
     """A new one has to say at once what it does, or to be quick."""
-    assert {*COMMANDS, *AT_ONCE} == set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    assert {*COMMANDS, *AT_ONCE} == set(typer.main.get_command(with_verb("")).commands)  # type: ignore[attr-defined]

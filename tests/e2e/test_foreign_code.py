@@ -10,12 +10,12 @@ import pytest
 from command import in_this_process
 from patience import read_to_end
 
-from dtypedoctor.cli import scenario_files
-from dtypedoctor.cli.bisecting import Options, resumed_case
-from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.loading import available, resolve
-from dtypedoctor.trials.bisection.probe_runner import Asked, Journal
+from dtypedoctor.lab.bisect.probe_runner import Asked, Journal
+from dtypedoctor.lab.cli import scenario_files
+from dtypedoctor.lab.cli.bisecting import Options, resumed_case
+from dtypedoctor.lab.cli.scenario_files import load_checked
+from dtypedoctor.lab.scenarios.loading import available, resolve
 
 FACTORY = """\
 name: foreign
@@ -114,7 +114,7 @@ def test_a_person_at_a_terminal_is_asked(answer: str, asked_again: bool, tmp_pat
     """What would run is named, and only a yes lets it; what reorders the line is spelt out."""
     path = foreign(tmp_path / "downloads", FACTORY.replace("subprocess:", "sub\\u202eprocess:"))
     program = (
-        "from pathlib import Path; from dtypedoctor.cli.scenario_files import load_checked; import sys\n"
+        "from pathlib import Path; from dtypedoctor.lab.cli.scenario_files import load_checked; import sys\n"
         f"load_checked(Path({str(path)!r}), allow_code=False); print('went on')"
     )
     ours, theirs = pty.openpty()

@@ -7,8 +7,9 @@ import pytest
 from command import in_this_process, report_of
 
 from dtypedoctor.diagnosis.checkpoint import read_entries
-from dtypedoctor.scenario.loading import load_scenario
-from dtypedoctor.trials.treatment import check_checkpoints
+from dtypedoctor.examination.examine import stand_out
+from dtypedoctor.lab.scenarios.loading import load_scenario
+from dtypedoctor.lab.trials.treatment import checkpoints_of
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors")
@@ -28,7 +29,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama that transformers quantised and saved in float16, with nested statistics."""
     from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
-    from dtypedoctor.models.builtin import byte_tokenizer, llama_tiny
+    from dtypedoctor.lab.models.build import byte_tokenizer, llama_tiny
 
     dense, folder = tmp_path_factory.mktemp("dense"), tmp_path_factory.mktemp("nf4")
     llama_tiny().half().save_pretrained(dense)
@@ -75,7 +76,7 @@ def test_the_states_are_named_where_no_weight_can_be_read(without_weights: Path,
     assert "cut short" in str(document["coverage"])
     assert document["findings"][0]["id"] == "quant-state-dtype"
     assert "quant_state.dtype: float16 in 14 weight(s)." in json.dumps(document["findings"][0])
-    [found] = check_checkpoints(load_scenario(scenario(tmp_path / "float16_states.yaml", without_weights)))
+    [found] = stand_out(checkpoints_of(load_scenario(scenario(tmp_path / "float16_states.yaml", without_weights))))
     assert (found.id, found.phase) == ("quant-state-dtype", "static")
 
 

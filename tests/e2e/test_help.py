@@ -12,9 +12,9 @@ import typer
 from command import dtypedoctor
 
 from dtypedoctor import __version__
-from dtypedoctor.cli.main import app
+from dtypedoctor.cli.main import with_verb
 
-COMMAND = typer.main.get_command(app)
+COMMAND = typer.main.get_command(with_verb(""))
 VERBS = sorted(COMMAND.commands)  # type: ignore[attr-defined]
 PROGRAM = Path(sys.executable).with_name("dtypedoctor")
 

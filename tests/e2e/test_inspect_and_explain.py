@@ -111,8 +111,8 @@ def test_explain_refuses_an_unknown_finding_and_names_the_one_that_may_be_meant(
 def test_help_imports_nothing_heavy() -> None:
     """Neither torch nor pydantic is loaded for it."""
     code = (
-        "import sys\nfrom dtypedoctor.cli.main import app\n"
-        "try:\n    app(['--help'], standalone_mode=False)\nexcept SystemExit:\n    pass\n"
+        "import sys\nfrom dtypedoctor.cli.main import with_verb\n"
+        "try:\n    with_verb('')(['--help'], standalone_mode=False)\nexcept SystemExit:\n    pass\n"
         "print([name for name in ('torch', 'pydantic', 'transformers', 'numpy') if name in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=PATIENCE)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from script_corpus import cases
 
-from dtypedoctor.scenario.loading import load_scenario, resolve
+from dtypedoctor.lab.scenarios.loading import load_scenario, resolve
 
 PAGE = (Path(__file__).parents[2] / "docs" / "known-failures.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| .+ \| `([a-z0-9-]+)` \| (.+) \|$", PAGE, re.MULTILINE)

@@ -11,10 +11,10 @@ from replay_programs import source_of
 from script_corpus import Case, cases
 
 from dtypedoctor.diagnosis.rule import Confidence
+from dtypedoctor.lab.trials.summary import compare_unwatched
+from dtypedoctor.lab.trials.treatment import Plan
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Op
-from dtypedoctor.trials.summary import compare_unwatched
-from dtypedoctor.trials.treatment import Plan
 
 ONE_RUN = Plan(certify=False, only=frozenset())
 OUTPUT = "output.txt"

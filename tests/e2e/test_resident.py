@@ -71,10 +71,10 @@ def program(tmp_path: Path, folder: Path, text: str) -> None:
 HEAD = """
 import os, signal, sys
 from pathlib import Path
-from dtypedoctor.runner.launch import Launcher, Resident
-from dtypedoctor.scenario.loading import load_scenario
-from dtypedoctor.scenario.model import Request
-from dtypedoctor.trials.bisection.probes import perturbed, reference, with_kept
+from dtypedoctor.lab.runner.launch import Launcher, Resident
+from dtypedoctor.lab.scenarios.loading import load_scenario
+from dtypedoctor.lab.scenarios.model import Request
+from dtypedoctor.lab.bisect.probes import perturbed, reference, with_kept
 
 def main():
     place = Path(sys.argv[2])
@@ -111,9 +111,9 @@ CHANGED = """
 import os, sys
 sys.path.insert(0, {root!r})
 import torch
-from dtypedoctor.models.build import Built
-from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.worker.stock import NotRestoredError, Stock
+from dtypedoctor.lab.models.build import Built
+from dtypedoctor.lab.scenarios.model import Scenario
+from dtypedoctor.lab.worker.stock import NotRestoredError, Stock
 scenario = Scenario.model_validate({scenario!r})
 stock = Stock()
 device = torch.device("cpu")
@@ -130,7 +130,7 @@ stock.put_back()
 again = stock.take(spec, device, scenario.seed).model
 assert again is model
 assert model.lm_head.weight.requires_grad and model.model.embed_tokens.weight.grad is None
-from dtypedoctor.models.build import build
+from dtypedoctor.lab.models.build import build
 new = build(spec, device, scenario.seed).model
 assert new.training == model.training
 for (name, one), (_, other) in zip(model.state_dict().items(), new.state_dict().items()):

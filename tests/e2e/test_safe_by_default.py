@@ -13,7 +13,7 @@ from command import dtypedoctor
 
 import dtypedoctor as package
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.loading import load_scenario
+from dtypedoctor.lab.scenarios.loading import load_scenario
 
 AUDITING = Path(__file__).with_name("auditing")
 SCENARIO = """\

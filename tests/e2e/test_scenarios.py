@@ -16,14 +16,14 @@ from command import Finished, dtypedoctor, forked, in_this_process, report_of
 from rich.console import Console
 from snapshot import check_against_snapshot, entry, forget_others, read_snapshot
 
+from dtypedoctor.lab.scenarios.loading import load_scenario
+from dtypedoctor.lab.scenarios.model import Scenario
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.report.files import read_report, with_pictures
 from dtypedoctor.report.formats import FORMATS, format_named
 from dtypedoctor.report.run_document import public_run, run_document
 from dtypedoctor.report.to_json import json_schema
 from dtypedoctor.report.to_terminal import print_document
-from dtypedoctor.scenario.loading import load_scenario
-from dtypedoctor.scenario.model import Scenario
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 ALL = {path.stem: load_scenario(path) for path in sorted(SCENARIOS.glob("*.yaml"))}

@@ -9,7 +9,7 @@ import pytest
 from patience import PATIENCE
 from shadows import hostile_folder, imported
 
-from dtypedoctor.trials.bisection.reproduction import run_clean
+from dtypedoctor.lab.bisect.measurements import run_clean
 
 COMMAND = "from dtypedoctor.__main__ import main\nif __name__ == '__main__':\n    main()\n"
 """What pip installs as ``bin/dtypedoctor``."""
@@ -74,10 +74,10 @@ def test_the_doctor_imports_nothing_from_the_working_directory(place: Path, argu
 
 LAUNCHES = """
 from pathlib import Path
-from dtypedoctor.runner.launch import Launcher
-from dtypedoctor.scenario.loading import resolve
-from dtypedoctor.scenario.loading import load_scenario
-from dtypedoctor.scenario.model import Request
+from dtypedoctor.lab.runner.launch import Launcher
+from dtypedoctor.lab.scenarios.loading import resolve
+from dtypedoctor.lab.scenarios.loading import load_scenario
+from dtypedoctor.lab.scenarios.model import Request
 if __name__ == "__main__":
     with Launcher(Path("../server.log")) as launcher:
         scenario = load_scenario(resolve("nf4_dequant_compile_corrected"))

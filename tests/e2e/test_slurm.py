@@ -136,7 +136,7 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
 
 NETWORK = """
 import os, time
-from dtypedoctor.models.builtin import llama_tiny
+from dtypedoctor.lab.models.builtin import llama_tiny
 
 def make():
     if os.environ["SLURMD_NODENAME"] == "n2":

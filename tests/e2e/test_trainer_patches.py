@@ -27,7 +27,7 @@ CASES = {
 
 def proposed_tests(correction: Correction) -> dict[str, Any]:
     """The test file that goes with a patch, executed."""
-    text = files("dtypedoctor.corrections.libraries").joinpath(correction.test).read_text(encoding="utf-8")
+    text = files("dtypedoctor.lab.corrections.libraries").joinpath(correction.test).read_text(encoding="utf-8")
     names: dict[str, Any] = {}
     exec(compile(text, correction.test, "exec"), names)  # noqa: S102
     return names

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from command import forked, report_of
 
-from dtypedoctor.scenario.loading import load_scenario
+from dtypedoctor.lab.scenarios.loading import load_scenario
 
 pytestmark = pytest.mark.release
 

@@ -180,9 +180,9 @@ OTHERS = """
 import os, subprocess, sys
 root = dict(os.environ)
 print("own", subprocess.run([sys.executable, "-c", ""], env=root, capture_output=True, text=True).stdout)
-del root["DTYPEDOCTOR_TREATED"]
+del root["DTYPEDOCTOR_TREATED"], root["DTYPEDOCTOR_BEGIN"]
 print("cleaned", subprocess.run([sys.executable, "-c", ""], env=root, capture_output=True, text=True).stdout)
-other = subprocess.run([sys.argv[1], "-c", "import sys; print('dtypedoctor.worker.treated' in sys.modules)"], capture_output=True, text=True)
+other = subprocess.run([sys.argv[1], "-c", "import sys; print('dtypedoctor.lab.corrections.treated' in sys.modules)"], capture_output=True, text=True)
 print("other", other.stdout, other.stderr)
 """
 

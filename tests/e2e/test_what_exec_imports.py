@@ -41,16 +41,16 @@ NOT_FOR_A_SCRIPT = {
     "yaml",
     "multiprocessing.forkserver",
     "rich.live",
-    "dtypedoctor.cli.live",
-    "dtypedoctor.cli.running",
-    "dtypedoctor.report.bisection",
+    "dtypedoctor.lab.cli.live",
+    "dtypedoctor.lab.cli.running",
+    "dtypedoctor.lab.bisect.report",
     "dtypedoctor.report.matrix",
     "dtypedoctor.report.pictures",
     "dtypedoctor.report.to_html",
-    "dtypedoctor.runner.launch",
-    "dtypedoctor.runner.view",
-    "dtypedoctor.scenario.loading",
-    "dtypedoctor.trials.bisection",
+    "dtypedoctor.lab.runner.launch",
+    "dtypedoctor.lab.runner.view",
+    "dtypedoctor.lab.scenarios",
+    "dtypedoctor.lab.trials",
     "torch",
 }
 ONLY_AFTER_THE_START = {
@@ -58,7 +58,7 @@ ONLY_AFTER_THE_START = {
     "dtypedoctor.diagnosis",
     "dtypedoctor.report.build",
     "dtypedoctor.rules",
-    "dtypedoctor.trials.treatment",
+    "dtypedoctor.lab.trials.treatment",
     "rich.console",
 }
 MOST_BEFORE_THE_START = 340
@@ -152,6 +152,6 @@ def test_the_command_ends_without_taking_its_objects_apart() -> None:
 @pytest.mark.release
 def test_workers_collect_garbage_although_their_server_imports_without() -> None:
     """What the server has imported is never looked through again; what a training leaves is."""
-    said = "import dtypedoctor.worker.preload, gc; print(gc.isenabled(), gc.get_freeze_count() > 100_000)"
+    said = "import dtypedoctor.lab.worker.preload, gc; print(gc.isenabled(), gc.get_freeze_count() > 100_000)"
     finished = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
     assert finished.stdout.split() == ["True", "True"]

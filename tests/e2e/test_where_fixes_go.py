@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from command import in_this_process
 
+from dtypedoctor.examination.fixes import Reach, reaches
 from dtypedoctor.plugins import Correction, registered
-from dtypedoctor.trials.remedies import Reach, reaches
 
 PACKAGE = Path(__file__).parents[2] / "dtypedoctor"
 REACHES = {one.remedy.id: one for one in reaches()}
@@ -57,8 +57,8 @@ def test_no_module_of_the_core_knows_a_corrected_library_by_name() -> None:
     names = [library for library in {one.library for one in registered(Correction).values()} if library]
     names = [name for name in names if name not in ("transformers", "trl", "peft")]  # those that trainers are made of
     outside = (
-        "corrections/libraries",
-        "tickets",
+        "lab/corrections/libraries",
+        "lab/tickets",
         "instrument/silent/patches.py",
         "worker/environment.py",
         "redaction/secrets.py",

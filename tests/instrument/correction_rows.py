@@ -12,11 +12,11 @@ import torch
 from fused_llama import DTYPES, nf4_llama, normal, packed, relative_error
 from torch import Tensor, nn
 
-from dtypedoctor.models.build import widen
-from dtypedoctor.tickets.custom_moe.model import CustomMoeConfig, build_custom_moe
-from dtypedoctor.tickets.fused_llama import dequantize
-from dtypedoctor.tickets.gemma4.corrections import gemma4_tiny
-from dtypedoctor.tickets.nf4_compiled.model import Nf4CompiledConfig, build_nf4_compiled
+from dtypedoctor.lab.models.build import widen
+from dtypedoctor.lab.tickets import dequantize
+from dtypedoctor.lab.tickets.custom_moe import CustomMoeConfig, build_custom_moe
+from dtypedoctor.lab.tickets.gemma4 import gemma4_tiny
+from dtypedoctor.lab.tickets.nf4_compiled import Nf4CompiledConfig, build_nf4_compiled
 
 LLAMA_MLP = "base_model.model.model.layers.0.mlp"
 

@@ -10,11 +10,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from dtypedoctor.corrections.contract import Installed, put_in
-from dtypedoctor.models.build import quantize_linears
-from dtypedoctor.models.builtin import llama_tiny
-from dtypedoctor.scenario.model import Quantization
-from dtypedoctor.tickets.fused_llama.fused_lora import Base
-from dtypedoctor.tickets.fused_llama.model import fuse
+from dtypedoctor.lab.models.build import llama_tiny, quantize_linears
+from dtypedoctor.lab.scenarios.model import Quantization
+from dtypedoctor.lab.tickets.fused_llama import fuse
+from dtypedoctor.lab.tickets.fused_lora import Base
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}

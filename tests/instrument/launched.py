@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from dtypedoctor.runner.launch import Launcher
+from dtypedoctor.lab.runner.launch import Launcher
+from dtypedoctor.lab.scenarios.model import Request, Scenario
 from dtypedoctor.runner.run import Run
-from dtypedoctor.scenario.model import Request, Scenario
 
 LORA = {"r": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}
 

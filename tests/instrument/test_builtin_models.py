@@ -16,11 +16,11 @@ from watched import watched
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.models.build import build, perturb
-from dtypedoctor.scenario.model import Model, Perturbation, Scenario
-from dtypedoctor.tickets.fused_llama.model import is_fused
-from dtypedoctor.workloads.context import Context, Holder, random_tokens, token_log_probabilities
-from dtypedoctor.workloads.loops import run_unload
+from dtypedoctor.lab.models.build import build, perturb
+from dtypedoctor.lab.scenarios.model import Model, Perturbation, Scenario
+from dtypedoctor.lab.tickets.fused_llama import is_fused
+from dtypedoctor.lab.workloads.context import Context, Holder, random_tokens, token_log_probabilities
+from dtypedoctor.lab.workloads.loops import run_unload
 
 CPU = torch.device("cpu")
 LORA = {"r": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]}

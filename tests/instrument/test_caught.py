@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from watched import watched
 
+from dtypedoctor.examination.examine import examine
 from dtypedoctor.instrument import whereabouts
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.model import Report
+from dtypedoctor.runner.command import Program
 from dtypedoctor.runner.run import Run, WorkerExit
-from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.trace.events import Caught
-from dtypedoctor.trials.treatment import examine
 from dtypedoctor.worker.process_watch import follow_threads
 
 
@@ -31,12 +31,7 @@ def _not_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whereabouts, "_RUNNERS", ("no such file",))
 
 
-SCENARIO = Scenario(
-    name="case",
-    summary="A program.",
-    deterministic=False,
-    steps=[ScenarioStep(workload=Script(kind="script", path="train.py"))],
-)
+SCENARIO = Program(name="case", summary="A program.", path="train.py").described()
 
 
 def report_on(directory: Path, work: Callable[[Instruments], Any], code: int = 0) -> Report:

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 import dtypedoctor
 from dtypedoctor.instrument.compile_events import CompileReport, CompileWatch, observations
-from dtypedoctor.tickets.nf4_compiled.model import Nf4CompiledConfig, build_nf4_compiled, install_custom_op
+from dtypedoctor.lab.tickets.nf4_compiled import Nf4CompiledConfig, build_nf4_compiled, install_custom_op
 from dtypedoctor.trace.records.execution import CompileCounts, Recompiled, RecompileLimit
 
 pytestmark = pytest.mark.slow

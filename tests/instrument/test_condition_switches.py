@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dtypedoctor.scenario.model import ConditionName
-from dtypedoctor.worker.interventions import CONDITIONS
+from dtypedoctor.lab.corrections.interventions import CONDITIONS
+from dtypedoctor.lab.scenarios.model import ConditionName
 
 
 @contextmanager

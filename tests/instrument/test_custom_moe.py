@@ -9,15 +9,17 @@ import torch
 from torch import Tensor, nn
 from watched import watched
 
-from dtypedoctor.corrections.casts import install_norm_output_cast
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.models.builtin import llama_tiny
-from dtypedoctor.tickets.custom_moe.layers import CastingRMSNorm, PromotingRMSNorm, install_cast_at_lora_input
-from dtypedoctor.tickets.custom_moe.model import (
+from dtypedoctor.lab.corrections.casts import install_norm_output_cast
+from dtypedoctor.lab.models.build import llama_tiny
+from dtypedoctor.lab.tickets.custom_moe import (
+    CastingRMSNorm,
     CustomMoeConfig,
     CustomMoeForCausalLM,
+    PromotingRMSNorm,
     build_custom_moe,
+    install_cast_at_lora_input,
     load_weights,
 )
 from dtypedoctor.trace.events import Flow, ParameterNote, Raised

@@ -8,12 +8,12 @@ import pytest
 
 from dtypedoctor.diagnosis.registry import rules
 from dtypedoctor.diagnosis.rule import Finding, Rule
+from dtypedoctor.lab.runner.launch import Launcher
+from dtypedoctor.lab.scenarios.model import Request, Scenario
+from dtypedoctor.lab.trials.treatment import Plan, treat
 from dtypedoctor.report.build import build_report
-from dtypedoctor.runner.launch import Launcher
 from dtypedoctor.runner.run import Run
-from dtypedoctor.scenario.model import Request, Scenario
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trials.treatment import Plan, treat
 
 pytestmark = pytest.mark.slow
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.models.builtin import llama_tiny
-from dtypedoctor.tickets.fused_llama import dequantize, fused_lora
-from dtypedoctor.tickets.fused_llama.model import fuse, is_fused
+from dtypedoctor.lab.models.build import llama_tiny
+from dtypedoctor.lab.tickets import dequantize, fused_lora
+from dtypedoctor.lab.tickets.fused_llama import fuse, is_fused
 
 pytestmark = pytest.mark.slow
 

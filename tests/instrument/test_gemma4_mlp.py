@@ -9,8 +9,8 @@ from torch import nn
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextMLP
 
 from dtypedoctor.corrections.contract import TargetMismatchError, install_edits
+from dtypedoctor.lab.tickets.gemma4 import SAFE_LIMIT, gemma4_tiny, install_mlp_float32_product
 from dtypedoctor.plugins import Correction, registered
-from dtypedoctor.tickets.gemma4.corrections import SAFE_LIMIT, gemma4_tiny, install_mlp_float32_product
 
 
 def mlp(scale: float = 1.0) -> tuple[nn.Module, Gemma4TextMLP]:
@@ -78,7 +78,7 @@ def test_another_signature_is_refused_with_the_difference(monkeypatch: pytest.Mo
 def test_the_edit_of_transformers_makes_the_test_pass_that_it_proposes() -> None:
     """Without it the product is inf; a product within the range is what it was, in every dtype."""
     correction = registered(Correction)["transformers-gemma4-mlp-product"]
-    text = files("dtypedoctor.corrections.libraries").joinpath(correction.test).read_text(encoding="utf-8")
+    text = files("dtypedoctor.lab.corrections.libraries").joinpath(correction.test).read_text(encoding="utf-8")
     proposed: dict[str, Any] = {}
     exec(compile(text, correction.test, "exec"), proposed)  # noqa: S102
     beyond = proposed["test_a_product_beyond_float16_is_finite_forward_and_backward"]

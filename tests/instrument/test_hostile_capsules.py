@@ -26,11 +26,10 @@ from dtypedoctor.instrument.capsule import _described
 from dtypedoctor.instrument.capture import Tensors
 from dtypedoctor.instrument.live_call import LiveCall
 from dtypedoctor.instrument.sources import Sources
-from dtypedoctor.models.capsule import call_of, load_capsule
-from dtypedoctor.models.named import _computes
 from dtypedoctor.replay.allowed import Named, why_not
 from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, read_capsule
 from dtypedoctor.replay.script import CannotBeWrittenError, capsule_script
+from dtypedoctor.worker.capsule_call import _computes, call_of, load_capsule
 
 CANARY = "DTYPEDOCTOR_CANARY"
 COMMAND = f"touch {CANARY}"

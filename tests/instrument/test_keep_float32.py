@@ -11,10 +11,10 @@ from accelerate import cpu_offload
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from dtypedoctor.corrections.casts import install_bfloat16_weights
 from dtypedoctor.corrections.contract import TargetMismatchError
-from dtypedoctor.corrections.keep_float32 import install_keep_float32
-from dtypedoctor.models.build import widen
+from dtypedoctor.lab.corrections.casts import install_bfloat16_weights
+from dtypedoctor.lab.corrections.keep_float32 import install_keep_float32
+from dtypedoctor.lab.models.build import widen
 
 WIDTH, HIDDEN = 32, 64
 HALF = (torch.float16, torch.bfloat16)

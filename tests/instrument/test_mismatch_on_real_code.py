@@ -13,8 +13,8 @@ from watched import watched
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.models.build import quantize_linears
-from dtypedoctor.scenario.model import Quantization
+from dtypedoctor.lab.models.build import quantize_linears
+from dtypedoctor.lab.scenarios.model import Quantization
 
 Work = Callable[[Instruments], Any]
 TINY: dict[str, Any] = {

@@ -8,13 +8,9 @@ from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 from torch import Tensor
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.tickets.nf4_compiled import nf4_ctypes
-from dtypedoctor.tickets.nf4_compiled.model import (
-    Nf4CompiledConfig,
-    build_nf4_compiled,
-    install_stream_per_call,
-)
-from dtypedoctor.worker.stage import StreamWatch
+from dtypedoctor.lab.tickets import nf4_ctypes
+from dtypedoctor.lab.tickets.nf4_compiled import Nf4CompiledConfig, build_nf4_compiled, install_stream_per_call
+from dtypedoctor.lab.worker.stage import StreamWatch
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

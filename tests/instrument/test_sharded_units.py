@@ -12,9 +12,9 @@ from torch import distributed as dist
 from dtypedoctor._torch_private import leave_forward
 from dtypedoctor.instrument.capture import Capture
 from dtypedoctor.instrument.session import Position
-from dtypedoctor.models.build import build
-from dtypedoctor.scenario.model import Distributed, Model
-from dtypedoctor.worker.stage import shard
+from dtypedoctor.lab.models.build import build
+from dtypedoctor.lab.scenarios.model import Distributed, Model
+from dtypedoctor.lab.worker.stage import shard
 
 pytestmark = pytest.mark.slow
 

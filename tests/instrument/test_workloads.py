@@ -8,7 +8,8 @@ from launched import launched, llama
 
 from dtypedoctor._torch_private import MODES_CAN_IGNORE_COMPILED
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.lab.scenarios.model import Scenario
+from dtypedoctor.lab.workloads import WORKLOADS
 from dtypedoctor.trace.events import (
     End,
     Metric,
@@ -20,7 +21,6 @@ from dtypedoctor.trace.events import (
     Stage,
 )
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.workloads import WORKLOADS
 
 pytestmark = pytest.mark.slow
 

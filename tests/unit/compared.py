@@ -5,10 +5,10 @@ from typing import Any
 
 from traces import TraceBuilder
 
+from dtypedoctor.lab.compare.compare import compare_runs
+from dtypedoctor.lab.compare.comparison import TraceComparison
 from dtypedoctor.runner.run import Run, SavedRun, WorkerExit
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trials.compare import compare_runs
-from dtypedoctor.trials.comparison import TraceComparison
 
 OK = WorkerExit(code=0, timed_out=False, seconds=1.0)
 

@@ -16,14 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dtypedoctor.examination.capsules import CAPSULE_LIMIT
+from dtypedoctor.examination.examine import examine
+from dtypedoctor.examination.processes import Leading
+from dtypedoctor.examination.results import Treatment
+from dtypedoctor.lab.scenarios.model import Request
+from dtypedoctor.lab.trials.changes import is_script
+from dtypedoctor.lab.trials.summary import summarise_against
+from dtypedoctor.lab.trials.treatment import Plan, treat
 from dtypedoctor.redaction.redact import REQUEST
 from dtypedoctor.runner.run import EXIT, Run, WorkerExit, collect
-from dtypedoctor.scenario.model import Request
 from dtypedoctor.trace.lines import EVENTS
-from dtypedoctor.trials.remedies import is_script
-from dtypedoctor.trials.results import Treatment
-from dtypedoctor.trials.summary import summarise
-from dtypedoctor.trials.treatment import Plan, treat
 
 FOLDER = Path(__file__).parent / "recorded"
 NAMES = sorted(path.name.removesuffix(".tar.xz") for path in FOLDER.glob("*.tar.xz"))
@@ -68,11 +71,15 @@ def play(name: str, directory: Path) -> Treatment:
         archive.extractall(directory, filter="data")
     first = _request(directory / "before")
     script = is_script(first.scenario)
-    plan = Plan(certify=False, only=frozenset()) if script else Plan()
-    treatment = treat(first.scenario, partial(_recorded_run, directory, script), plan)
+    run = partial(_recorded_run, directory, script)
+    if script:  # as exec does
+        ran = first.scenario.model_dump(mode="json", exclude_defaults=True)
+        treatment = examine(ran, Leading()(run("before", first)), capsule_limit=CAPSULE_LIMIT, rerun="--rerun")
+    else:
+        treatment = treat(first.scenario, run, Plan())
     watched, twin = _collected(directory / "before", script), directory / "float32-twin"
     exact = _collected(twin, script).trace if twin.is_dir() else None
-    return replace(treatment, before_summary=summarise("before", watched, first.scenario, exact))
+    return replace(treatment, before_summary=summarise_against("before", watched, first.scenario, exact))
 
 
 def _request(directory: Path) -> Request:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dtypedoctor.errors import ExitCode, UsageError
-from dtypedoctor.scenario.loading import load_scenario
+from dtypedoctor.lab.scenarios.loading import load_scenario
 
 HEALTHY = """\
 name: example

@@ -8,15 +8,15 @@ import pytest
 from report_builders import healthy
 from scenario_files import HEALTHY, written
 
-from dtypedoctor.cli import many
 from dtypedoctor.errors import DoctorError, UsageError
+from dtypedoctor.lab.cli import many
+from dtypedoctor.lab.runner.executors import Ended, Job, Where
+from dtypedoctor.lab.scenarios.loading import load_scenario
+from dtypedoctor.lab.scenarios.model import Scenario
 from dtypedoctor.report.build import REPORT_JSON
 from dtypedoctor.report.files import MATRIX_JSON
 from dtypedoctor.report.matrix import render_matrix_json, row_of
 from dtypedoctor.report.to_json import render_json
-from dtypedoctor.runner.executors import Ended, Job, Where
-from dtypedoctor.scenario.loading import load_scenario
-from dtypedoctor.scenario.model import Scenario
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@
 import pytest
 from traces import TraceBuilder
 
-from dtypedoctor.trials.bisection.probes import Layers
-from dtypedoctor.trials.bisection.questions import called_modules, layers_in, plant, suspicion
-from dtypedoctor.trials.bisection.results import OWN
+from dtypedoctor.lab.bisect.probes import Layers
+from dtypedoctor.lab.bisect.questions import called_modules, layers_in, plant, suspicion
+from dtypedoctor.lab.bisect.results import OWN
 
 CALLED = ("model", "model.layers.0", "model.layers.0.mlp", "model.layers.10", "model.layers.2", "head")
 

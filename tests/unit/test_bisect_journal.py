@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.loading import case_of
-from dtypedoctor.trials.bisection.probe_runner import JOURNAL, Asked, Journal
+from dtypedoctor.lab.bisect.probe_runner import JOURNAL, Asked, Journal
+from dtypedoctor.lab.scenarios.loading import case_of
 
 
 def test_what_was_asked_for_is_read_back(tmp_path: Path) -> None:

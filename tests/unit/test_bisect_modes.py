@@ -4,15 +4,9 @@ from typing import Any
 
 import pytest
 
-from dtypedoctor.scenario.loading import case_of
-from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.trials.bisection.probes import (
-    Layers,
-    Mode,
-    cheaper,
-    modes,
-    reference,
-)
+from dtypedoctor.lab.bisect.probes import Layers, Mode, cheaper, modes, reference
+from dtypedoctor.lab.scenarios.loading import case_of
+from dtypedoctor.lab.scenarios.model import Scenario
 
 CULPRIT = "model.layers.0.mlp::self"
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from dtypedoctor.scenario.loading import case_of
-from dtypedoctor.trials.bisection import reproduction
-from dtypedoctor.trials.bisection.results import Kind, Symptom
+from dtypedoctor.lab.bisect import measurements as reproduction
+from dtypedoctor.lab.bisect.results import Kind, Symptom
+from dtypedoctor.lab.scenarios.loading import case_of
 
 
 @pytest.mark.parametrize(

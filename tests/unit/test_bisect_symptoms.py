@@ -2,9 +2,9 @@
 
 import pytest
 
-from dtypedoctor.trials.bisection.results import Kind, Symptom
-from dtypedoctor.trials.bisection.symptoms import part_in_words, refused
-from dtypedoctor.trials.reduction import Outcome
+from dtypedoctor.lab.bisect.results import Kind, Symptom
+from dtypedoctor.lab.bisect.symptoms import part_in_words, refused
+from dtypedoctor.lab.trials.reduction import Outcome
 
 NAN = Symptom(kind=Kind.NOT_FINITE, reason="inf or NaN")
 DTYPE = Symptom(kind=Kind.DTYPE_ERROR, reason="RuntimeError", detail="RuntimeError")

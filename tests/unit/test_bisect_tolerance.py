@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from traces import TraceBuilder
 
+from dtypedoctor.lab.bisect.results import Kind
+from dtypedoctor.lab.bisect.symptoms import Tolerance, derive, symptom_of
 from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.trace.events import Correction, Header, Metric, ProbeLogProbs, Raised
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trials.bisection.results import Kind
-from dtypedoctor.trials.bisection.symptoms import Tolerance, derive, symptom_of
 
 
 def outputs(*values: float | None, losses: tuple[float, ...] = (), step: int = 0) -> Trace:

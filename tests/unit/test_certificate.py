@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from traces import TraceBuilder
 
+from dtypedoctor.examination.results import Observer
+from dtypedoctor.lab.trials.summary import compare_unwatched
 from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.trace.events import Header, Metric, Raised, Resources
-from dtypedoctor.trials.results import Observer
-from dtypedoctor.trials.summary import compare_unwatched
 
 STEPS = ({"loss": 2.0, "grad_norm": 0.5}, {"loss": 1.5, "grad_norm": 0.25})
 

@@ -12,12 +12,12 @@ from rich.cells import cell_len
 from rich.console import Console
 from traces import TraceBuilder
 
+from dtypedoctor.lab.compare.comparison import TraceComparison
+from dtypedoctor.lab.compare.document import comparison_document, headline, reasons
 from dtypedoctor.redaction.redact import redact
-from dtypedoctor.report.comparison_document import comparison_document, headline, reasons
 from dtypedoctor.report.formats import FORMATS, format_named
 from dtypedoctor.report.to_terminal import print_document
 from dtypedoctor.trace.events import Environment, Header, Metric, ProbeLogProbs, Raised
-from dtypedoctor.trials.comparison import TraceComparison
 
 
 def shown(found: TraceComparison, width: int = 80) -> str:

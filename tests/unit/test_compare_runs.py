@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import TraceBuilder
 
+from dtypedoctor.lab.compare.comparison import Difference, Verdict
 from dtypedoctor.trace.events import Environment, Header, Metric, Observed, ProbeLogProbs, Raised, Resources
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import ParameterEnds
-from dtypedoctor.trials.comparison import Difference, Verdict
 
 
 def test_a_run_is_equal_to_itself_at_tolerance_zero() -> None:

@@ -11,13 +11,14 @@ from traces import TraceBuilder
 from dtypedoctor.diagnosis import TIE_BREAKERS, diagnose, with_tie_breakers
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
+from dtypedoctor.examination.fixes import ABLATIONS, remedies
+from dtypedoctor.examination.results import Bearing, Diagnostic, Outcome, Trial, not_tried
+from dtypedoctor.lab.scenarios.model import ConditionName, Scenario
+from dtypedoctor.lab.trials.changes import change_of
+from dtypedoctor.lab.trials.judge import apply_ablations, diagnostic, without_effect
 from dtypedoctor.report.fixes import cured_sentence, cures, remedy_lines
 from dtypedoctor.report.model import Report, Status
-from dtypedoctor.scenario.model import ConditionName, Scenario
 from dtypedoctor.trace.events import Condition, Observation, Raised, ScalerState
-from dtypedoctor.trials.judge import apply_ablations, diagnostic, not_tried, without_effect
-from dtypedoctor.trials.remedies import ABLATIONS, remedies
-from dtypedoctor.trials.results import Bearing, Diagnostic, Outcome, Trial
 
 SCRIPT = Scenario.model_validate(
     {"name": "case", "summary": "A case.", "steps": [{"workload": {"kind": "script", "path": "train.py"}}]}
@@ -38,7 +39,7 @@ def test_a_condition_has_one_id_everywhere() -> None:
     """In a scenario, behind --ablate, and where it is proposed."""
     names = get_args(ConditionName)
     assert set(names) == set(TIE_BREAKERS)
-    assert [remedies()[name].change(SCRIPT).conditions for name in names] == [[name] for name in names]
+    assert [change_of(remedies()[name])(SCRIPT).conditions for name in names] == [[name] for name in names]
     assert sorted(ABLATIONS.values()) == sorted(names)
     specs = [spec_of(finding) for finding in finding_ids()]
     assert {name for spec in specs for name in spec.ablations} == set(names)
@@ -52,7 +53,7 @@ def test_a_scenario_without_a_script_closes_its_own_regions() -> None:
     scenario = Scenario.model_validate(
         {"name": "case", "summary": "A case.", "steps": [own | {"autocast": {"dtype": "float16"}}]}
     )
-    changed = remedies()["autocast-off"].change(scenario)
+    changed = change_of(remedies()["autocast-off"])(scenario)
     assert (changed.conditions, changed.steps[0].autocast) == ([], None)
 
 
@@ -113,7 +114,7 @@ def state(effects: int, reason: str = "") -> Condition:
 
 def test_a_condition_that_made_no_difference_was_not_tried() -> None:
     """It says why; a process that died before is another matter; a run that was not to have it is none."""
-    off = remedies()["autocast-off"].change(SCRIPT)
+    off = change_of(remedies()["autocast-off"])(SCRIPT)
     assert (
         without_effect("autocast-off", off, under(state(0, "no region")).build()) == "it never took effect: no region"
     )
@@ -124,7 +125,7 @@ def test_a_condition_that_made_no_difference_was_not_tried() -> None:
 
 def test_what_the_run_says_is_read_from_where_it_fails() -> None:
     """Nowhere, at the same place, or at another; nothing where the untreated run did not fail."""
-    off = remedies()["autocast-off"].change(SCRIPT)
+    off = change_of(remedies()["autocast-off"])(SCRIPT)
     before = overflow().build()
     error = Raised(
         n=9001,

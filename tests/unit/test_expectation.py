@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
-from dtypedoctor.scenario.model import Expectation
-from dtypedoctor.trials.judge import expectation_on, is_met, unseen_release
-from dtypedoctor.trials.results import Outcome, Trial
+from dtypedoctor.examination.results import Outcome, Trial
+from dtypedoctor.lab.scenarios.model import Expectation
+from dtypedoctor.lab.trials.judge import expectation_on, is_met, unseen_release
 
 EXPECTED = Expectation(findings=["root", "consequence"], cured_by=["cure"], not_cured_by=["cast"])
 

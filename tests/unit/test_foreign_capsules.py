@@ -12,8 +12,8 @@ import pytest
 from test_foreign_directories import ESCAPES, NESTED, harmless, probed
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.examination.capsules import _description
 from dtypedoctor.replay.capsule import read_capsule
-from dtypedoctor.trials.capsules import _description
 
 RECIPE = {"class": "torch.nn.modules.linear:Linear", "attributes": {"in_features": {"value": 1}}, "parameters": {"weight": "weight.weight", "bias": None},
           "buffers": {}, "children": {}}  # fmt: skip

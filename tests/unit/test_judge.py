@@ -12,15 +12,16 @@ from traces import TraceBuilder
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
+from dtypedoctor.examination.fixes import remedies
+from dtypedoctor.examination.results import Outcome, RunSummary, Trial, not_tried
+from dtypedoctor.lab.scenarios.model import Scenario, ScenarioStep, Script
+from dtypedoctor.lab.trials.judge import Baselines, judge
+from dtypedoctor.lab.trials.summary import summarise_against
+from dtypedoctor.plugins import Remedy
 from dtypedoctor.report.fixes import cured_sentence
 from dtypedoctor.runner.run import Run, WorkerExit
-from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.trace.events import Correction, End, Metric, ProbeLogProbs, Raised, Resources
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trials.judge import Baselines, judge, not_tried
-from dtypedoctor.trials.remedies import Remedy, remedies
-from dtypedoctor.trials.results import Outcome, RunSummary, Trial
-from dtypedoctor.trials.summary import summarise
 
 CURE, STRICT = remedies()["bfloat16"], remedies()["strict"]
 SCENARIO = Scenario.model_validate(
@@ -266,7 +267,7 @@ def test_costs_are_compared_with_the_reference_where_the_untreated_run_was_too_s
     """Its first step warms up, so one or two steps say nothing; without a reference there is no ratio."""
     short = RunSummary(label="before", steps_completed=2, steps_planned=3, step_time=9.0)
     healthy = run(trained(step_time=0.25))
-    reference = (summarise("reference", healthy, SCENARIO), healthy.trace)
+    reference = (summarise_against("reference", healthy, SCENARIO, None), healthy.trace)
     trial = tried(trained(), before=short, reference=reference)
     assert (trial.step_time_ratio, trial.ratio_base) == (4.0, "reference")
     alone = tried(trained(), before=short)

@@ -8,9 +8,9 @@ import pytest
 from patience import PATIENCE
 from scenario_files import HEALTHY, written
 
-from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.loading import available
+from dtypedoctor.lab.cli.scenario_files import load_checked
+from dtypedoctor.lab.scenarios.loading import available
 
 UNKNOWN = HEALTHY + (
     "expect: {findings: [float16-overflw], cured_by: [bfloat61], not_cured_by: [stirct]}\n"

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from scenario_files import HEALTHY, written
 
-from dtypedoctor.cli.run import run
 from dtypedoctor.errors import ExitCode, NodeLostError, UsageError
-from dtypedoctor.runner import executors
-from dtypedoctor.runner.executors import (
+from dtypedoctor.lab.cli.run import run
+from dtypedoctor.lab.runner import executors
+from dtypedoctor.lab.runner.executors import (
     MOST_SUBMITTED,
     Ended,
     Job,
@@ -137,7 +137,7 @@ def test_jobs_of_one_scenario_are_refused(tmp_path: Path) -> None:
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence, and what to type."""
-    monkeypatch.setattr("dtypedoctor.runner.executors.is_installed", lambda package: False)
+    monkeypatch.setattr("dtypedoctor.lab.runner.executors.is_installed", lambda package: False)
     for executor, package, extra in (("ray", "ray", "ray"), ("slurm", "submitit", "slurm")):
         with pytest.raises(UsageError, match=f"needs {package}, which is not installed") as refused:
             require_executor(Where(executor=executor))

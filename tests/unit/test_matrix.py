@@ -11,7 +11,10 @@ from report_builders import healthy, overflow
 from rich.console import Console
 from scenario_files import HEALTHY, written
 
-from dtypedoctor.cli import many
+from dtypedoctor.lab.cli import many
+from dtypedoctor.lab.runner.executors import Where
+from dtypedoctor.lab.scenarios.loading import load_scenario
+from dtypedoctor.lab.scenarios.model import Scenario
 from dtypedoctor.report.matrix import (
     MatrixRow,
     in_one_line,
@@ -24,9 +27,6 @@ from dtypedoctor.report.matrix import (
 )
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.to_terminal import print_document
-from dtypedoctor.runner.executors import Where
-from dtypedoctor.scenario.loading import load_scenario
-from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.text import counted
 
 

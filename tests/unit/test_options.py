@@ -3,11 +3,11 @@
 import pytest
 from typer.main import get_command
 
-from dtypedoctor.cli.main import app
+from dtypedoctor.cli.main import with_verb
 from dtypedoctor.errors import UsageError
-from dtypedoctor.trials.remedies import asked_for
+from dtypedoctor.examination.fixes import asked_for
 
-COMMAND = get_command(app)
+COMMAND = get_command(with_verb(""))
 
 
 def values_of(verb: str, *words: str) -> dict[str, object]:

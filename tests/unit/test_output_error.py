@@ -3,9 +3,9 @@
 import pytest
 from traces import TraceBuilder
 
+from dtypedoctor.lab.trials.summary import output_error
 from dtypedoctor.trace.events import ProbeLogProbs
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trials.summary import output_error
 
 EXACT = [-1.0, -3.0, -5.0, -3.0]  # mean -3, root of the summed squared deviations √8
 

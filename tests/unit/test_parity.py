@@ -5,9 +5,9 @@ import math
 import pytest
 from traces import TraceBuilder
 
+from dtypedoctor.lab.trials.summary import parity
 from dtypedoctor.trace.events import Metric, ProbeLogProbs
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trials.summary import parity
 
 
 def run(*steps: list[float | None], rewards: tuple[float, ...] = ()) -> Trace:

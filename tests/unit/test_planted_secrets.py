@@ -15,6 +15,8 @@ from planted_secrets import NAMED, SHAPES, planted
 from rich.console import Console
 from test_saved_runs import left
 
+from dtypedoctor.lab.compare.compare import compare_runs
+from dtypedoctor.lab.compare.document import comparison_document
 from dtypedoctor.redaction.redact import (
     PRIVATE_REQUEST,
     forget_request,
@@ -24,7 +26,6 @@ from dtypedoctor.redaction.redact import (
     write_request_file,
 )
 from dtypedoctor.redaction.secrets import Literals, names_a_secret, without_secrets
-from dtypedoctor.report.comparison_document import comparison_document
 from dtypedoctor.report.document import Document
 from dtypedoctor.report.files import report_of, with_pictures
 from dtypedoctor.report.formats import FORMATS, format_named
@@ -34,7 +35,6 @@ from dtypedoctor.report.surveys import environment_document
 from dtypedoctor.report.to_terminal import print_document
 from dtypedoctor.runner.run import open_run
 from dtypedoctor.trace.reader import read_trace
-from dtypedoctor.trials.compare import compare_runs
 
 PLANTED = list(planted())
 NEEDLES = tuple(needle for _, needle in PLANTED)

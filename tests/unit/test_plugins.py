@@ -99,7 +99,7 @@ DIAGNOSED = (
     "from nonfinite_examples import overflow\n"
     "from dtypedoctor.diagnosis import diagnose\n"
     "from dtypedoctor.plugins import left_out, remarks\n"
-    "from dtypedoctor.trials.remedies import remedies\n"
+    "from dtypedoctor.examination.fixes import remedies\n"
     "print([found.id for found in diagnose(overflow().build())])\n"
     "remedies(), remedies()\n"
     "print(*(f'{one.what}: {one.why}' for one in left_out()))\n"
@@ -246,7 +246,7 @@ def test_an_unknown_name_says_that_plugins_are_off(tmp_path: Path) -> None:
     )
     code = (
         "from pathlib import Path\n"
-        "from dtypedoctor.cli.scenario_files import load_checked\n"
+        "from dtypedoctor.lab.cli.scenario_files import load_checked\n"
         "from dtypedoctor.errors import UsageError\n"
         "from dtypedoctor.diagnosis.registry import page\n"
         "from dtypedoctor.report.formats import format_named\n"

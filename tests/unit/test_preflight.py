@@ -7,8 +7,9 @@ from checkpoints import write_checkpoint
 
 from dtypedoctor.diagnosis.checkpoint import cached
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
-from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.trials.treatment import check_checkpoints, joined
+from dtypedoctor.examination.examine import joined, stand_out
+from dtypedoctor.lab.scenarios.model import Scenario
+from dtypedoctor.lab.trials.treatment import checkpoints_of
 
 
 def scenario(step: dict[str, object]) -> Scenario:
@@ -25,7 +26,7 @@ def test_a_local_model_is_checked_as_it_will_be_loaded(tmp_path: Path) -> None:
     """The scenario's dtype counts, and its gradient scaler."""
     folder = write_checkpoint(tmp_path / "model", "BF16")
     step = {"model": {"name": str(folder), "dtype": "float16"}, "workload": {"kind": "train"}, "grad_scaler": True}
-    ids = [f.id for f in check_checkpoints(scenario(step))]
+    ids = [f.id for f in stand_out(checkpoints_of(scenario(step)))]
     assert ids == ["unscale-float16-gradients", "checkpoint-dtype-mismatch"]
 
 
@@ -35,16 +36,21 @@ def test_a_scripts_arguments_are_searched_for_checkpoints(tmp_path: Path) -> Non
     fine = write_checkpoint(tmp_path / "fine", "BF16", config={"text_config": {"dtype": "float32"}})
     for arguments in (["--model", str(odd)], [f"--model={odd}"]):
         workload = {"kind": "script", "path": "train.py", "args": arguments}
-        assert [f.id for f in check_checkpoints(scenario({"workload": workload}))] == ["checkpoint-dtype-mismatch"]
+        assert [f.id for f in stand_out(checkpoints_of(scenario({"workload": workload})))] == [
+            "checkpoint-dtype-mismatch"
+        ]
     workload = {"kind": "script", "path": "train.py", "args": [str(fine), "3", "", "a" * 5000, "\0"]}
-    assert check_checkpoints(scenario({"workload": workload})) == ()
+    assert stand_out(checkpoints_of(scenario({"workload": workload}))) == ()
 
 
 def test_a_checkpoint_that_cannot_be_read_is_left_to_the_run(tmp_path: Path) -> None:
     """The run itself will say what is wrong with it."""
     folder = write_checkpoint(tmp_path / "model")
     (folder / "model.safetensors").write_bytes(b"cut")
-    assert check_checkpoints(scenario({"workload": {"kind": "script", "path": "x.py", "args": [str(folder)]}})) == ()
+    assert (
+        stand_out(checkpoints_of(scenario({"workload": {"kind": "script", "path": "x.py", "args": [str(folder)]}})))
+        == ()
+    )
 
 
 def test_what_a_run_showed_stands_before_what_its_files_say() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtypedoctor.trials.reduction import (
+from dtypedoctor.lab.trials.reduction import (
     BaselineError,
     Node,
     Options,

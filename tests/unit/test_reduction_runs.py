@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.trials.reduction import Interrupted, Node, Options, Outcome, Probe, reduce
+from dtypedoctor.lab.trials.reduction import Interrupted, Node, Options, Outcome, Probe, reduce
 
 NAMES = [f"m{index}" for index in range(64)]
 BLOCKS = tuple(

@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 
 from dtypedoctor.errors import DoctorError, UsageError, WorkerDiedError
+from dtypedoctor.lab.scenarios.model import Request, Scenario
+from dtypedoctor.lab.trials.treatment import Plan, treat
 from dtypedoctor.report.build import build_report
 from dtypedoctor.runner.directories import clear, remove_unused
 from dtypedoctor.runner.run import Run, WorkerExit
-from dtypedoctor.scenario.model import Request, Scenario
 from dtypedoctor.trace.events import Header, Refused
 from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trace.writer import TraceWriter
-from dtypedoctor.trials.plan import Plan
-from dtypedoctor.trials.treatment import treat
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from run_directories import failing_run

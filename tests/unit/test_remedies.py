@@ -10,23 +10,23 @@ from report_builders import overflow
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.wording import class_of_named
-from dtypedoctor.report.files import with_pictures
-from dtypedoctor.scenario.loading import available, load_scenario
-from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.trace.events import End, Header, Site
-from dtypedoctor.trace.writer import TraceWriter
-from dtypedoctor.trials.remedies import (
+from dtypedoctor.examination.fixes import remedies, remedy_named
+from dtypedoctor.examination.results import Outcome, RunSummary, run_of_fix
+from dtypedoctor.lab.scenarios.loading import available, load_scenario
+from dtypedoctor.lab.scenarios.model import Scenario
+from dtypedoctor.lab.trials.changes import (
     all_of,
     autocast_of_model,
+    change_of,
     float32_twin,
     fresh_process,
     healthy_reference,
-    remedies,
-    remedy_named,
     with_autocast,
     with_corrections,
 )
-from dtypedoctor.trials.results import Outcome, RunSummary, run_of_fix
+from dtypedoctor.report.files import with_pictures
+from dtypedoctor.trace.events import End, Header, Site
+from dtypedoctor.trace.writer import TraceWriter
 
 LLAMA: dict[str, Any] = {
     "name": "builtin:llama-nf4-fused",
@@ -61,8 +61,8 @@ def test_kernels_of_the_doctors_own_are_not_corrected_in_a_script(remedy: str) -
     script = Scenario.model_validate(
         {"name": "case", "summary": "A case.", "steps": [{"workload": {"kind": "script", "path": "train.py"}}]}
     )
-    assert remedies()[remedy].change(script) == script
-    assert remedies()[remedy].change(scenario({"model": LLAMA})).corrections
+    assert change_of(remedies()[remedy])(script) == script
+    assert change_of(remedies()[remedy])(scenario({"model": LLAMA})).corrections
 
 
 def test_an_autocast_region_gets_the_dtype_of_the_model_inside_it() -> None:
@@ -106,7 +106,7 @@ def test_a_fresh_process_keeps_the_last_model_and_what_is_done_with_it() -> None
 
 def test_options_of_the_custom_model_are_changed_in_no_other_model() -> None:
     """A library's model does not take them."""
-    changed = remedies()["drop-keep-in-fp32"].change(scenario({"model": LLAMA}, {}, {"model": MOE}))
+    changed = change_of(remedies()["drop-keep-in-fp32"])(scenario({"model": LLAMA}, {}, {"model": MOE}))
     options = [step.model.options for step in changed.steps if step.model]
     assert options == [{}, {"norm": "promoting", "keep_in_fp32": []}]
 
@@ -115,7 +115,7 @@ def test_changes_one_after_the_other() -> None:
     """A remedy may consist of several."""
     given = scenario({"model": LLAMA, "autocast": {"dtype": "float16"}})
     both = all_of(autocast_of_model, with_corrections("quant-state-dtype"))(given)
-    assert both == remedies()["autocast-and-quant-state-dtype"].change(given)
+    assert both == change_of(remedies()["autocast-and-quant-state-dtype"])(given)
     assert both.steps[0].autocast is not None
     assert (both.steps[0].autocast.dtype, both.corrections[0].id) == ("bfloat16", "quant-state-dtype")
 

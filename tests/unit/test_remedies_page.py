@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from dtypedoctor.trials.remedies import remedies
+from dtypedoctor.examination.fixes import remedies
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -8,6 +8,7 @@ from report_builders import facts_of, hostile, mismatch, overflow, plain_text
 
 from dtypedoctor.cli.reported import _next_of_script
 from dtypedoctor.diagnosis.rule import Advice, Edit
+from dtypedoctor.examination.fixes import remedies
 from dtypedoctor.report.before_after import before_after
 from dtypedoctor.report.document import Fold, Paragraph, Table, parts_of
 from dtypedoctor.report.fixes import cured_sentence, cures, remedy_lines, which_one
@@ -16,7 +17,6 @@ from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.run_facts import ended_with, ranked_facts, raw_sentence
 from dtypedoctor.report.surveys import environment_rows
 from dtypedoctor.report.to_md import render_markdown
-from dtypedoctor.trials.remedies import remedies
 
 
 def with_a_failed_first_trial() -> Report:

@@ -10,8 +10,9 @@ from report_builders import mismatch, overflow
 
 from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.errors import UsageError
+from dtypedoctor.examination.capsules import _without_secrets, is_replay, same_verdict
+from dtypedoctor.lab.cli.replay import scenario_of
 from dtypedoctor.replay.capsule import Capsule
-from dtypedoctor.trials.capsules import _without_secrets, is_replay, same_verdict, scenario_of
 
 
 def capsule(finding: str = "float16-overflow", op: str | None = "aten.mul.Tensor", **more: Any) -> Capsule:
@@ -34,7 +35,7 @@ def test_a_replay_is_a_scenario_of_one_call_in_the_same_region(tmp_path: Path) -
     kept = replace(capsule(), directory=tmp_path)
     scenario = scenario_of(kept, ["bfloat16", "float32"])
     step = scenario.steps[0]
-    assert is_replay(scenario)
+    assert is_replay(scenario.model_dump())
     assert step.model is not None
     assert (step.model.name, step.model.dtype) == (f"capsule:{tmp_path}", "float16")
     assert step.autocast is not None

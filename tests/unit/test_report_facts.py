@@ -67,8 +67,8 @@ def test_a_dtype_is_labelled_by_what_it_is_of() -> None:
 
 def test_a_line_of_the_program_itself_is_said_to_be_the_workload_of_the_scenario() -> None:
     """It must not look as if the diagnosing program had the fault."""
-    own = replace(mismatch().findings[0], source="dtypedoctor/workloads/trainers.py:31")
-    assert dict(place(own))["source"] == "dtypedoctor/workloads/trainers.py:31 (the scenario's workload)"
+    own = replace(mismatch().findings[0], source="dtypedoctor/lab/workloads/trainers.py:31")
+    assert dict(place(own))["source"] == "dtypedoctor/lab/workloads/trainers.py:31 (the scenario's workload)"
 
 
 def test_a_chain_that_ends_at_the_failing_op_tells_it_once() -> None:

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from dtypedoctor.cli.nodes import Nodes, nodes_of
+from dtypedoctor.cli import nodes
+from dtypedoctor.cli.nodes import SECONDS, Nodes, enter, leave, nodes_of, wait_for_others
 from dtypedoctor.errors import UsageError
-from dtypedoctor.runner import nodes
-from dtypedoctor.runner.nodes import SECONDS, enter, leave, wait_for_others
+from dtypedoctor.examination.processes import TOGETHER, open_job
 from dtypedoctor.trace.events import End, Header
 from dtypedoctor.trace.ranks import rank_directory
 from dtypedoctor.trace.writer import TraceWriter
-from dtypedoctor.trials.runs import TOGETHER, open_job
 
 JOB = {"nodes": 2, "meeting": ":29500", "program": ["train.py"]}
 

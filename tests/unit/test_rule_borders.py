@@ -14,13 +14,12 @@ from dtypedoctor.diagnosis.incidents import cannot_settle
 from dtypedoctor.diagnosis.rule import Confidence
 from dtypedoctor.diagnosis.wording import named_in
 from dtypedoctor.errors import UsageError
+from dtypedoctor.examination.examine import rerun_advice
+from dtypedoctor.examination.results import NOT_REQUESTED, Outcome, Trial
 from dtypedoctor.rules.mismatch.census import _adapts
 from dtypedoctor.rules.nonfinite.undefined import _what_rounds
 from dtypedoctor.trace.events import ParameterNote, ScalerState
 from dtypedoctor.trace.records.execution import RoundedBefore
-from dtypedoctor.trials.plan import Plan
-from dtypedoctor.trials.results import Outcome, Trial
-from dtypedoctor.trials.treatment import NOT_REQUESTED, _rerun_advice
 
 
 def test_a_damaged_trace_proves_no_finding() -> None:
@@ -136,8 +135,7 @@ def test_another_run_is_advised_with_the_option_that_would_tell_most() -> None:
     likely = (replace(proven[0], confidence=Confidence.LIKELY),)
     fix, ablation = trial("bfloat16", "--try"), trial("autocast-off", "--ablate")
     fixed = replace(fix, outcome=Outcome.FIXED)
-    assert _rerun_advice(likely, (ablation, fix), Plan()).startswith("--rerun --try bfloat16: ")
-    assert _rerun_advice(likely, (ablation,), Plan()).startswith("--rerun: runs without autocast show")
-    assert _rerun_advice(likely, (ablation,), Plan(ablations=True)) == ""
-    assert _rerun_advice(proven, (ablation,), Plan()) == ""
-    assert _rerun_advice(likely, (fixed, ablation), Plan()) == ""
+    assert rerun_advice(likely, (ablation, fix), "--rerun").startswith("--rerun --try bfloat16: ")
+    assert rerun_advice(likely, (ablation,), "--rerun").startswith("--rerun: runs without autocast show")
+    assert rerun_advice(proven, (ablation,), "--rerun") == ""
+    assert rerun_advice(likely, (fixed, ablation), "--rerun") == ""

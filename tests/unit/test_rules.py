@@ -6,14 +6,14 @@ import pytest
 from detector_examples import DETECTOR_EXAMPLES
 from scenario_files import HEALTHY, written
 
-from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.registry import canonical, finding_ids, in_order, page, rules, spec_of, typed_ids
 from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
+from dtypedoctor.examination.fixes import remedies
+from dtypedoctor.lab.cli.scenario_files import load_checked
+from dtypedoctor.lab.scenarios.model import Expectation
+from dtypedoctor.lab.trials.judge import is_met
 from dtypedoctor.plugins import Correction, registered
-from dtypedoctor.scenario.model import Expectation
-from dtypedoctor.trials.judge import is_met
-from dtypedoctor.trials.remedies import remedies
 
 ALIASES = {
     "scatter-dtype-mismatch": "merge-dtype-mismatch",

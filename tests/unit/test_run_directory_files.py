@@ -11,27 +11,38 @@ import pytest
 from dtypedoctor.foreign_files import append_file, open_file, read_tail, write_file
 
 PACKAGE = Path(__file__).resolve().parents[2] / "dtypedoctor"
-PACKAGES = ("report", "cli", "trials", "trace", "runner", "redaction")
+PACKAGES = (
+    "report",
+    "cli",
+    "examination",
+    "trace",
+    "runner",
+    "redaction",
+    "lab/cli",
+    "lab/trials",
+    "lab/bisect",
+    "lab/runner",
+)
 OPENS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "copyfile", "FileIO", "NamedTemporaryFile"}
 ELSEWHERE = {
     "cli/enabling.py": {"place.write_text", "place.read_text"},  # the user's site-packages
     "cli/output.py": {"os.open", "webbrowser.open"},  # the null device
-    "cli/scenario_files.py": {"Path(folder, 'version.py').read_text"},  # of torch
+    "lab/cli/scenario_files.py": {"Path(folder, 'version.py').read_text"},  # of torch
     "redaction/redact.py": {"os.open"},  # a new file that only the user may read
     "redaction/secrets.py": {"_TABLE.read_bytes", "open"},  # of this package; what the environment names
-    "report/library_patch.py": {"file.read_text", "files('dtypedoctor.corrections.libraries').joinpath(correction.test).read_text"},
+    "report/library_patch.py": {"file.read_text", "files('dtypedoctor.lab.corrections.libraries').joinpath(correction.test).read_text"},
     "report/to_html.py": {"resources.files('dtypedoctor.report').joinpath('assets', name).read_text"},
     "report/to_json.py": {"resources.files('dtypedoctor.report').joinpath('schema.json').read_text"},
     "report/surveys.py": {"log.open", "log.read_text", "result.read_text"},  # a temporary folder of its own
     "runner/directories.py": {"Path(f'/proc/{process}/stat').read_text", "Path('/proc/stat').read_text"},
-    "runner/nodes.py": {"Path('/proc/sys/kernel/random/boot_id').read_text"},
+    "cli/nodes.py": {"Path('/proc/sys/kernel/random/boot_id').read_text"},
     "runner/process.py": {
         "os.open", "open", "(directory / STATES).write_text", "(directory / REPEATS).write_text",  # new files
         "(process / 'environ').read_bytes", "(process / 'comm').read_text", "(process / 'maps').read_bytes",  # /proc
     },
-    "runner/view.py": {"(run / FAILED).read_text", "settings.write_text", "open", "Path('/proc/self/mountinfo').read_text"},  # own temporary folders
-    "trials/bisection/probe_runner.py": {"self._path.open"},  # a new file
-    "trials/bisection/reproduction.py": {"shutil.copyfile"},  # in the place of what was removed
+    "lab/runner/view.py": {"(run / FAILED).read_text", "settings.write_text", "open", "Path('/proc/self/mountinfo').read_text"},  # own temporary folders
+    "lab/bisect/probe_runner.py": {"self._path.open"},  # a new file
+    "lab/bisect/measurements.py": {"shutil.copyfile"},  # in the place of what was removed
     # the recorder, inside the program, in a directory that it has made
     "trace/cursor.py": {"os.open"},
     "trace/details.py": {"part.write_bytes"},

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario import loading
-from dtypedoctor.scenario.loading import available, load_scenario, resolve
+from dtypedoctor.lab.scenarios import loading
+from dtypedoctor.lab.scenarios.loading import available, load_scenario, resolve
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from scenario_files import mistakes, written
 
-from dtypedoctor.scenario.loading import load_scenario
-from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.lab.scenarios.loading import load_scenario
+from dtypedoctor.lab.scenarios.model import Scenario
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from scenario_tables import PAGE as KEYS

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.loading import available, json_schema, load_scenario
-from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.lab.scenarios.loading import available, json_schema, load_scenario
+from dtypedoctor.lab.scenarios.model import Scenario
 
 EVERY_PART = """\
 name: example

@@ -6,7 +6,7 @@ import pytest
 from scenario_files import HEALTHY, mistakes, written
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.loading import load_scenario
+from dtypedoctor.lab.scenarios.loading import load_scenario
 
 # An extra line at the end of a healthy scenario, which is line 7, and what is said about it.
 TOP_LEVEL = {

@@ -3,8 +3,8 @@
 import pytest
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.loading import load_scenario, override, resolve
-from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.lab.scenarios.loading import load_scenario, override, resolve
+from dtypedoctor.lab.scenarios.model import Scenario
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jsonschema import Draft202012Validator
 
-from dtypedoctor.scenario.loading import json_schema
+from dtypedoctor.lab.scenarios.loading import json_schema
 
 VALIDATOR = Draft202012Validator(json_schema())
 

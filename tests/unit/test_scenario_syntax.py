@@ -7,7 +7,7 @@ import pytest
 from scenario_files import HEALTHY, mistakes, written
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.loading import LARGEST_FILE, load_scenario
+from dtypedoctor.lab.scenarios.loading import LARGEST_FILE, load_scenario
 
 SYNTAX = {
     "a tab in the indentation": (

@@ -6,9 +6,9 @@ import pytest
 
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
-from dtypedoctor.trials.judge import confirm_by_trials
-from dtypedoctor.trials.remedies import remedies
-from dtypedoctor.trials.results import Diagnostic, Outcome, RunSummary, Trial
+from dtypedoctor.examination.fixes import remedies
+from dtypedoctor.examination.results import Diagnostic, Outcome, RunSummary, Trial
+from dtypedoctor.lab.trials.judge import confirm_by_trials
 
 
 def finding(name: str = "quant-state-dtype") -> Finding:

@@ -4,7 +4,6 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from traces import TraceBuilder
@@ -12,6 +11,7 @@ from traces import TraceBuilder
 from dtypedoctor.analysis import ended_at
 from dtypedoctor.diagnosis.distributed import Rank, across_ranks, carrier, coverage_of, leading_rank, not_recorded
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
+from dtypedoctor.examination.processes import Leading
 from dtypedoctor.runner.process import collect_rank, exit_of_rank
 from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.trace.events import Header, Observation, Raised
@@ -29,7 +29,6 @@ from dtypedoctor.trace.ranks import (
     rank_directories,
     rank_directory,
 )
-from dtypedoctor.trials.runs import led_by_spawned
 from dtypedoctor.worker import hooked
 
 FOUND = Finding(id="float16-overflow", severity=Severity.ERROR, confidence=Confidence.LIKELY, summary="s", cause="c")
@@ -88,9 +87,7 @@ def test_of_processes_that_a_script_spawns_the_one_that_sent_it_leads() -> None:
         for one in two()
     )
     script = replace(one, trace=TraceBuilder().build(), children={1: one, 2: other})
-    led = led_by_spawned(lambda *_: script)
-    request: Any = None
-    assert led("before", request).spawned == 2
+    assert Leading()(script).spawned == 2
 
 
 def test_the_collective_that_carried_it_is_named_with_its_victims() -> None:

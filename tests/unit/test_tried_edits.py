@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from dtypedoctor.diagnosis.rule import Advice, Confidence, Edit, Finding, Severity
+from dtypedoctor.examination.examine import judge_edits
+from dtypedoctor.examination.results import Outcome, Trial
 from dtypedoctor.replay.capsule import Capsule
-from dtypedoctor.trials.results import Outcome, Trial
-from dtypedoctor.trials.tried_edits import judge_edits
 
 EDIT = Edit(file="train.py", line=3, old="m = m.half()", new="m = m.bfloat16()")
 

@@ -13,13 +13,14 @@ from traces import TraceBuilder, tensor
 from dtypedoctor.cli.reported import exit_code
 from dtypedoctor.diagnosis.nonfinite_origin import unexplained
 from dtypedoctor.diagnosis.rule import Severity
+from dtypedoctor.examination.examine import examine
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.formats import format_named
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.run_document import public_run
 from dtypedoctor.report.run_facts import measured_sentence, status_word
+from dtypedoctor.runner.command import Program
 from dtypedoctor.runner.run import Run, WorkerExit
-from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.trace.events import (
     NO_TORCH,
     NOT_HERE,
@@ -36,14 +37,8 @@ from dtypedoctor.trace.events import (
 )
 from dtypedoctor.trace.model import Cursor, Trace
 from dtypedoctor.trace.reader import steps_by_call
-from dtypedoctor.trials.treatment import examine
 
-SCENARIO = Scenario(
-    name="case",
-    summary="A program.",
-    deterministic=False,
-    steps=[ScenarioStep(workload=Script(kind="script", path="train.py"))],
-)
+SCENARIO = Program(name="case", summary="A program.", path="train.py").described()
 
 
 def report_on(trace: Trace) -> Report:

@@ -9,17 +9,16 @@ import sys
 
 def begin():  # a release of Python that has no annotations runs this file, too
     # type: () -> None
-    """Puts corrections, or the recording, into this process."""
+    """Puts the recording into this process, or what DTYPEDOCTOR_BEGIN names."""
     package = os.path.dirname(os.path.dirname(HERE))
     home, before = os.path.dirname(package), list(sys.path)
-    if "DTYPEDOCTOR_TREATED" in os.environ:
+    if "DTYPEDOCTOR_BEGIN" in os.environ:
         # What PYTHONPATH names goes behind: the user may have other modules there with names of the standard library.
         named = {os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
         sys.path[:] = [*sorted(before, key=named.__contains__), home]
         try:
-            from dtypedoctor.worker.treated import follow
-
-            follow()
+            module, _, name = os.environ["DTYPEDOCTOR_BEGIN"].partition(":")
+            getattr(__import__(module, fromlist=[name]), name)()
         finally:
             sys.path[:] = before
     elif "DTYPEDOCTOR_JOB" in os.environ and sys.version_info >= (3, 11):

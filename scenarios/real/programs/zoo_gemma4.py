@@ -25,8 +25,8 @@ from transformers import TrainerCallback
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextMLP
 from trl import GRPOConfig, GRPOTrainer
 
-from dtypedoctor.models.builtin import byte_tokenizer
-from dtypedoctor.tickets.gemma4.corrections import gemma4_tiny
+from dtypedoctor.lab.models.build import byte_tokenizer
+from dtypedoctor.lab.tickets.gemma4 import gemma4_tiny
 
 sys.path.insert(0, str(Path(__file__).parent))
 import zoo_patches

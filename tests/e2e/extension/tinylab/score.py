@@ -2,7 +2,7 @@
 
 import torch
 
-from dtypedoctor.workloads.context import Context, language_model_loss, training_tokens
+from dtypedoctor.lab.workloads.context import Context, language_model_loss, training_tokens
 
 
 def run(context: Context) -> None:

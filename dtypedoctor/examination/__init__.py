@@ -1,0 +1,1 @@
+"""Examines a run that is over, as far as one run tells."""
