@@ -650,9 +650,16 @@ _has_kernel = _optional(
 )
 
 
+def _has_kernel_for(operator: Any, key: str) -> bool:
+    """Whether the dispatcher has a kernel of an operator for a key. It knows no ``prim::device``, by which a traced program asks for a device."""
+    with suppress(RuntimeError):
+        return _has_kernel is not None and _has_kernel(operator.name(), key)
+    return False
+
+
 def is_composite(operator: Any) -> bool:
     """Whether an operator is made of others. False without the name: then such an operator stays whole in inference mode."""
-    return _has_kernel is not None and _has_kernel(operator.name(), "CompositeImplicitAutograd")
+    return _has_kernel_for(operator, "CompositeImplicitAutograd")
 
 
 def by_way_of_others(operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -679,7 +686,7 @@ HIDDEN_KEYS: Any = functools.reduce(
 @functools.cache
 def keys_inside(operator: Any) -> Any:
     """Those of the hidden keys that hold for the operators that one calls: autocast does not where it has cast for the whole."""
-    casts = [keys for name, keys in _AUTOCAST.items() if _has_kernel is not None and _has_kernel(operator.name(), name)]
+    casts = [keys for name, keys in _AUTOCAST.items() if _has_kernel_for(operator, name)]
     return functools.reduce(sub, casts, HIDDEN_KEYS)
 
 

@@ -99,6 +99,8 @@ class ModuleWatch:
         """Dotted name of the module that was last called in a backward pass."""
         self.on_error: list[Callable[[nn.Module, Any, BaseException], None]] = []
         """Called with the innermost module whose call an exception has left, its positional arguments and the exception."""
+        self.error_has_left: Callable[[BaseException], None] = lambda error: None
+        """Called with an exception when all have heard that it has left an outermost call, before the program can see it."""
         self.before_root: list[CallListener] = []
         """Called with the module before each outermost call, but for one beside that of another thread."""
         self.on_return: list[Callable[[nn.Module, Any, Any, Any], None]] = []
@@ -484,6 +486,8 @@ class ModuleWatch:
             stack.pop()
             if not stack:
                 self._leave_root(module, here)
+                if raised and (error := sys.exc_info()[1]) is not None:
+                    self.error_has_left(error)
             elif id(module) in self.alone:
                 self._leave_alone(module, here)
 

@@ -95,6 +95,7 @@ class ProcessWatch:
             self._changes.begin()
             instruments.modules.before_root.append(self._changes.offer)
         instruments.modules.before_root.append(self._describe)
+        instruments.modules.error_has_left = hide_own_frames
         instruments.phases.before_backward.append(self._note_loss)
         instruments.phases.on_scaled.append(self._note_scaled)
         instruments.phases.after_step.append(self._note_step)

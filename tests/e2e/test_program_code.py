@@ -191,7 +191,35 @@ for _ in range(3):
 """One kernel computes a whole layer, and leaves its casts to autocast, which is off below any dispatch mode."""
 
 
-@pytest.mark.parametrize("source", [OVERRIDES, WARNINGS, FUSED], ids=["overrides", "warnings", "fused"])
+TRACEBACKS = """
+import traceback
+import torch
+from torch import nn
+
+class Checked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 3))
+    def forward(self, x):
+        try:
+            return self.inner(x)
+        except RuntimeError as error:
+            raise ValueError("a wrong shape") from error
+
+for _ in range(3):
+    try:
+        Checked()(torch.ones(2, 4))
+    except ValueError as error:
+        for one in (error, error.__cause__):
+            names = [frame.name for frame in traceback.extract_tb(one.__traceback__)]
+            print([name for name in names if name not in ("_call_impl", "inner")])
+"""
+"""Its own exceptions are printed by the program, with the functions in which they were; how torch calls hooks is torch's."""
+
+
+@pytest.mark.parametrize(
+    "source", [OVERRIDES, WARNINGS, FUSED, TRACEBACKS], ids=["overrides", "warnings", "fused", "tracebacks"]
+)
 def test_the_programs_own_code_runs_as_without_the_tool(source: str, tmp_path: Path) -> None:
     """What it counts, and from where it is called, is the same."""
     script = tmp_path / "program.py"

@@ -193,3 +193,10 @@ def test_an_operator_that_calls_others_computes_the_same_bits_in_a_mode(
             seen = CALLING[what]()
     assert seen.dtype == bare.dtype
     assert torch.equal(seen, bare)
+
+
+def test_a_model_is_exported_under_a_mode() -> None:
+    """What is traced asks for devices by an operator that the dispatcher does not know."""
+    with Through():
+        exported = torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),))
+    assert "aten.linear.default" in exported.graph_module.code
