@@ -125,7 +125,8 @@ def _held_as(name: str) -> Callable[[nn.Module], Any]:
     """Reads what a module holds under ``name`` past ``__getattr__`` and properties, which are the program's code; a module without it holds nothing."""
 
     def held_by(module: nn.Module) -> Any:
-        return object.__getattribute__(module, "__dict__").get(name, {})
+        held = object.__getattribute__(module, "__dict__").get(name, {})
+        return held if isinstance(held, dict) else dict(held.items())  # a scripted module's reads C++
 
     return held_by
 
