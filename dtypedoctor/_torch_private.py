@@ -910,6 +910,11 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any] | None:
     return disable(function, recursive=True) if disable is not None else None
 
 
+norm_of_each: Callable[[Sequence[Tensor], float], Sequence[Tensor]] = _optional(
+    "_foreach_norm", None, lambda tensors, order: [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
+)
+"""The norm of each of some tensors, in a given order; without the name by an operator for each."""
+
 set_frame_callback: Callable[[Any], Any] = _optional("_C._dynamo.eval_frame.set_eval_frame", None, lambda _: None)
 """Sets what Dynamo does with each frame, None for nothing, and returns what it was. Without it Dynamo may compile the doctor's own functions."""
 

@@ -13,8 +13,8 @@ QUOTE_LIMIT = 60
 _LONGEST_ID = 100
 """Nobody misspells an id into more, and comparing long texts takes quadratic time."""
 
-SHARE = r"^(off|1/[1-9][0-9]{0,3}|([1-9][0-9]?(\.[0-9]{1,3})?|0\.([1-9][0-9]{0,2}|0[1-9][0-9]?|00[1-9]))%)$"
-"""How it is written how much may be left unmeasured: `5%` of the time, in `1/16` of the steps, `off` for nothing."""
+SHARE = r"^(off|auto|1/[1-9][0-9]{0,3}|([1-9][0-9]?(\.[0-9]{1,3})?|0\.([1-9][0-9]{0,2}|0[1-9][0-9]?|00[1-9]))%)$"
+"""How it is written how much may be left unmeasured: `5%` of the time, in `1/16` of the steps, `off` for nothing, `auto` for the default share."""
 
 _ASCII = str.maketrans({
     "→": "->", "←": "<-", "×": "x", "…": "...", "–": "-", "—": "-", "≤": "<=", "≥": ">=", "±": "+/-", "≈": "~", "·": "*",

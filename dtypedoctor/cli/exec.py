@@ -130,7 +130,7 @@ def execute(
         **target,
         time_limit=time_limit,
         watch_every=1 if every_n_steps is None else every_n_steps,
-        overhead_budget=_budget(overhead_budget),
+        overhead_budget=_budget(overhead_budget or ("auto" if every_n_steps is None else "off")),
         processes=nproc_per_node or 0,
         fixes=fixes,
     )
@@ -218,13 +218,13 @@ def _show(report: "Report", directory: Path, *, is_first: bool, open_page: bool)
         say(f"dtypedoctor: {directory.name}: {report.headline} ({directory})")
 
 
-def _budget(text: str | None) -> str:
+def _budget(text: str) -> str:
     """The overhead budget as it is typed; a :class:`UsageError` where it is none."""
     from dtypedoctor.text import SHARE
 
-    if text is not None and re.fullmatch(SHARE, text) is None:
+    if re.fullmatch(SHARE, text) is None:
         raise UsageError(f"--overhead-budget: must be a share, got {text}", "Examples: 5%, 1/16, off.")
-    return text or "off"
+    return text
 
 
 def _fixes(ablate: list[str], attempt: list[str]) -> list[str]:

@@ -58,9 +58,9 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
         model: named first, so that dotted names in the report begin at it; may be left out.
         out: run directory to create; ``runs/NAME-TIME`` if left out.
         every: every module is measured in each ``every``-th training step, the first included; in the others, and always
-            with 0, only the residual stream and the loss.
-        overhead_budget: share of the time that measuring may take after the first 8 steps, e.g. 0.05; then each layer is measured in one
-            of so many steps, and all of them again at the first sign of trouble. ``"1/16"`` measures each in one of 16 steps; None all.
+            with 0, only the loss and the gradients of each optimizer step.
+        overhead_budget: share of the time that looks may take after the first steps, e.g. 0.05 (``"auto"``: 1 % on a GPU, 5 % on a CPU); in the
+            steps between them what ``every`` says is measured. ``"1/16"`` looks at one of 16 steps; None at all.
         replay: make a call that fails again in the process itself, with each operator on record; the failing call is left in ``capsule``
             of the run directory. False makes none again, and the report seldom knows the operator and the edit.
         statistics: keep the numbers that :meth:`scalars` gives.

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from dtypedoctor._torch_private import base_of, raw_stream, version_now
 from dtypedoctor.instrument.device_rows import DIRECT, Asked, Counts, DeviceRows, as_dense
-from dtypedoctor.instrument.meter import Meter, bytes_per_second
 from dtypedoctor.interruptions import is_interruption
 from dtypedoctor.unpatched import monotonic, sleep
 
@@ -123,8 +122,6 @@ class Batches:
         """Whether the device has stopped to answer."""
         self.dropped = 0
         """Rows that were given up: no room, or the device was dead."""
-        self.meter: Meter | None = None
-        """Counts the device's seconds for reading; None where nobody asks."""
 
     @property
     def worth_reading(self) -> bool:
@@ -271,12 +268,6 @@ class Batches:
         for index, row in enumerate(batch, start=self._rows.index(number)):
             row.index = index
         self._flying.append((number, batch))
-        if self.meter is not None:
-            self._count_reading(batch, self.meter)
-
-    def _count_reading(self, batch: list[Row], meter: Meter) -> None:
-        read = sum(row.tensor.nbytes for row in batch if row.tensor is not None and row.gate is None)
-        meter.device += read / bytes_per_second(self._device)
 
     def _launch_on_stream(self, batch: list[Row]) -> int:
         """Launches rows of one stream on it."""

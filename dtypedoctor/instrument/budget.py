@@ -1,62 +1,52 @@
-"""Thins the watch so that it costs no more than a share of the program's time.
+"""Says which steps are looked at in full: the first ones, then as many as a share of the program's time pays for.
 
-The first steps are measured whole, and what measuring takes is measured with them: the host's seconds in hooks and the device's seconds for reading.
-From then on each layer takes its turn in every Nth step, so that all that has been spent, that of the first steps included, comes back into the
-budget. At the first sign of trouble a few steps are measured whole again. Time decides nothing else, and nothing at all where the schedule is fixed.
+Between two looks only sentinels are on (:mod:`sentinel`, :mod:`gradients`): the loss, the gradients that an optimizer takes, the scaler,
+exceptions, and what goes into outermost calls, by reference. What a look costs is what steps that are looked at take longer than others, in the
+median; nothing else is timed. Calls without gradients are counted by themselves, and so are all calls of a program without optimizer steps: such
+a program may be in its first step for days.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from math import ceil, inf
+from dataclasses import dataclass, field
+from math import inf
 
 import torch
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.instrument.meter import Meter
 from dtypedoctor.instrument.statistics import median
 from dtypedoctor.trace.events import NotWatched
-from dtypedoctor.unpatched import perf_counter
+from dtypedoctor.unpatched import perf_counter, thread_time
 
-WHOLE = 8
-"""Steps at the beginning that are measured whole."""
-HORIZON = 160
-"""Steps within which what has been spent so far is to be brought back into the budget."""
-LEAST = 4
-"""At least one part in so many of the budget is spent, whatever has been spent before."""
-MORE = 1.5
-"""At most so many times the budget is spent, whatever has not been spent before."""
-PLANNED = 16
-"""Steps after which it is planned anew how many layers are measured."""
-LATEST = 16
-"""Steps whose seconds are known."""
-MOST = 64
-"""Every layer has its turn in one of so many steps at least."""
-LOSS_ALONE = -1
-"""The period of a step in which not even the residual stream is measured: where that alone would take more than the budget."""
-APART = 16
-"""The residual stream is measured in one of so many steps at least."""
-AFTER_SIGN = 8
-"""Steps that are measured whole after a sign of trouble."""
-WINDOW = 32
-"""Steps within which a magnitude is compared with an earlier one."""
-GROWTH = {"output": 4.0, "grad_output": 16.0, "loss": 4.0, "grad": 16.0}
-"""By the kind of the site, how many times as large it may become within a window. Gradients vary more from batch to batch."""
-HEADROOM = 8.0
-"""A magnitude that is less than so many times below the largest of its dtype is a sign."""
+FIRST = 3
+"""Steps that are always looked at, and calls of each kind."""
+CREDIT = 2.0
+"""Seconds of the program's own thread, from its first call on, in which everything is looked at: a short program is seen whole."""
+ON_GPU, ON_CPU = 0.01, 0.05
+"""Shares of the time that looks may take by default."""
+KNOWN = 16
+"""Steps whose seconds are known, of those that were looked at and of the others."""
+ENOUGH = 3
+"""Of the others, how many must be known before what a look costs is."""
+AFTER_SIGN, SIGNS = 8, 4
+"""Steps that are looked at after a sign of trouble, and how often that is done."""
 
 
 def budget_of(value: str | float | None) -> "Budget | None":
-    """The budget that ``"5%"`` or 0.05 (a share of the program's time) or ``"1/16"`` (a fixed schedule) stands for; None for ``"off"`` and None.
+    """The budget that ``"5%"`` or 0.05 (a share of the program's time), ``"auto"`` (the default share) or ``"1/16"`` (a fixed schedule) stands for;
+    None for ``"off"`` and None.
 
     Raises:
         UsageError: it is none of these.
     """
     if value is None or value == "off":
         return None
+    if value == "auto":
+        return Budget()
     text = str(value)
     try:
         if text.startswith("1/") and int(text[2:]) > 0:
-            return Budget(fixed=int(text[2:]))
+            return Budget(every=int(text[2:]))
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         share = 0.0
@@ -65,145 +55,129 @@ def budget_of(value: str | float | None) -> "Budget | None":
     return Budget(share=share)
 
 
+@dataclass(slots=True)
+class _Kind:
+    """Steps, or calls that are counted by themselves."""
+
+    began: float | None = None
+    looks: bool = False
+    """Whether the one that has begun last is looked at."""
+    seconds: dict[bool, deque[float]] = field(default_factory=lambda: {k: deque(maxlen=KNOWN) for k in (False, True)})
+    """What those have taken that were looked at, and the others."""
+    due: float = inf
+    """When the next one is looked at, as soon as that is known."""
+    more: int = 0
+    """How many are looked at because of a sign."""
+
+    @property
+    def cost(self) -> float:
+        """Seconds that a look takes, as far as they are known."""
+        looked, others = self.seconds[True], self.seconds[False]
+        return max(0.0, median(looked) - median(others)) if looked and len(others) >= ENOUGH else 0.0
+
+
 class Budget:
-    """Decides how much of each step is measured.
+    """Decides which steps, and which calls, are looked at.
 
     Args:
-        share: of the program's own time that measuring may take.
-        fixed: every layer is measured in one of so many steps from the second on, whatever that takes; 0 for a schedule by time.
+        share: of the program's time that looks may take; None for the default.
+        every: looks at each so-many-th step, whatever that takes, and at none with 0; None for a schedule by time.
+        credit: see :data:`CREDIT`.
         clock: seconds.
+        busy: seconds of this thread.
     """
 
-    def __init__(self, share: float = 0.0, *, fixed: int = 0, clock: Callable[[], float] = perf_counter) -> None:
-        self._share, self._fixed, self._clock = share, fixed, clock
-        self.meter = None if fixed else Meter()
-        """Counts what measuring takes; None where that decides nothing."""
-        self._step, self._began, self._metered = 0, inf, (0.0, 0.0, 0.0)
+    def __init__(self, share: float | None = None, *, every: int | None = None, credit: float = CREDIT,
+                 clock: Callable[[], float] = perf_counter, busy: Callable[[], float] = thread_time) -> None:  # fmt: skip
+        self._share, self._every, self._credit, self._clock, self._busy = share, every, credit, clock, busy
+        self.is_fixed = every is not None
+        """Whether time decides nothing."""
+        self._steps, self._calls = _Kind(), _Kind()
+        self._busy_from = -1.0
+        self._since: float | None = None
+        """When the credit was spent."""
         self.spent = 0.0
-        """Seconds that measuring has added to the program's, the first step aside, as far as they are known."""
-        self._period = 1
-        self._program = 0.0
-        self._seconds: deque[float] = deque(maxlen=LATEST)
-        self._whole: deque[float] = deque(maxlen=LATEST)
-        self._outline: deque[float] = deque(maxlen=LATEST)
-        self._loss: deque[float] = deque(maxlen=LATEST)
-        self._each, self._apart, self._plan_at = fixed or 1, 1, 0
-        self._whole_until = 1 if fixed else WHOLE
-        self._magnitudes: dict[int, tuple[int, float]] = {}
-        self._close: set[int] = set()
-        self.steps: Counter[int] = Counter()
-        """Finished steps by how they were measured: 1 whole, N one of N layers, :data:`LOSS_ALONE`."""
+        """Seconds that looks have taken since."""
+        self._signs = SIGNS
         self.signs: list[tuple[int, str]] = []
-        """Steps in which something made the watch measure whole steps again, and what."""
+        """Steps in which something made the watch look again, and what."""
+        self._last: bool | None = None
+        """Whether the step that has begun last is looked at."""
+        self.looked: Counter[bool] = Counter()
+        """Steps that were looked at and have ended, and the others."""
 
-    def period(self, step: int) -> int:
-        """How ``step``, which begins, is measured: 1 whole, N one of N layers and the outline (the residual stream and the loss), :data:`LOSS_ALONE`."""
-        if self._step:
-            self.steps[self._period] += 1
-        if self.meter is not None:
-            self._account(step, self.meter)
-        self._step = step
-        if step <= self._whole_until:
-            self._period = 1
-        elif self._fixed:
-            self._period = self._fixed
+    @property
+    def share(self) -> float:
+        """Of the program's time, what looks may take."""
+        return self._share or (ON_GPU if torch.cuda.is_initialized() else ON_CPU)
+
+    def step_begins(self, step: int) -> bool:
+        """Whether ``step``, which begins, is looked at."""
+        self._calls.began = None
+        if self._last is not None:
+            self.looked[self._last] += 1
+        if self._every is None:
+            looks = self._begins(self._steps, is_first=step <= FIRST)
         else:
-            if step >= self._plan_at:
-                self._plan_at = step + PLANNED
-                self._each, self._apart = self._turns()
-            self._period = self._each if step % self._apart == 0 else LOSS_ALONE
-        return self._period
+            self._steps.more = max(0, self._steps.more - 1)
+            looks = self._steps.more > 0 or (self._every > 0 and step % self._every == 1 % self._every)
+        self._last = looks
+        return looks
 
-    def _account(self, step: int, meter: Meter) -> None:
-        """A step has ended: what it took, and what measuring took of that."""
-        now, metered = self._clock(), (meter.host, meter.device, meter.waited)
-        host, device, waited = (after - before for after, before in zip(metered, self._metered, strict=True))
-        cost = waited + device + (0.0 if meter.behind else host)
-        meter.behind = False
-        # the first step builds what all others use: its seconds are not brought back
-        if step == self._step + 1 and self._step > 1:
-            program = max(0.0, now - self._began - cost)
-            self._program += program
-            self.spent += cost
-            self._seconds.append(program)
-            if self._period == 1:
-                self._whole.append(cost)
-            elif self._period == LOSS_ALONE:
-                self._loss.append(cost)
-            elif self._whole:
-                whole = median(self._whole)
-                self._outline.append(max(0.0, cost - whole / self._period) / (1 - 1 / self._period))
-        self._began, self._metered = now, metered
+    def call_begins(self, number: int, skipped: int = 0) -> bool:
+        """Whether an outermost call is looked at that is counted by itself, the ``number``-th of its kind; others were ``skipped`` before it."""
+        return self._begins(self._calls, is_first=number <= FIRST, skipped=skipped)
 
-    def _turns(self) -> tuple[int, int]:
-        """In one of how many steps each layer has its turn, and in one of how many there is an outline, for the seconds of measuring to
-        come back into the budget."""
-        if not self._whole:
-            return self._each, 1
-        whole, outline, loss = (
-            median(seconds) if seconds else 0.0 for seconds in (self._whole, self._outline, self._loss)
-        )
-        step = median(self._seconds)
-        share = self._share * step
-        left = self._share * self._program - self.spent
-        allowed = min(MORE * share, max(share / LEAST, share + left / HORIZON))
-        if whole <= allowed:
-            return 1, 1
-        if allowed > outline and (each := ceil((whole - outline) / (allowed - outline))) <= MOST:
-            return each, 1
-        outline += (whole - outline) / MOST
-        return MOST, min(APART, ceil((outline - loss) / (allowed - loss))) if allowed > loss else APART
+    def _begins(self, kind: _Kind, *, is_first: bool, skipped: int = 0) -> bool:
+        now = self._clock()
+        if self._busy_from < 0:
+            self._busy_from = self._busy()
+        if kind.began is not None:
+            kind.seconds[kind.looks].append((now - kind.began) / (1 + skipped))
+        if self._since is not None and kind.looks:
+            self.spent += kind.cost
+            kind.due = inf
+        kind.began, kind.looks = now, is_first or self._is_looked_at(kind, now)
+        return kind.looks
 
-    def measured(self, step: int, site: int, kind: str, dtype: torch.dtype, magnitude: float) -> None:
-        """A sample has become known: looks for signs that something is about to go wrong.
+    def _is_looked_at(self, kind: _Kind, now: float) -> bool:
+        if self._since is None:
+            if self._busy() - self._busy_from < self._credit:
+                return True
+            self._since = now
+        kind.more = max(0, kind.more - 1)
+        if kind.more:
+            return True
+        if kind.due == inf and len(kind.seconds[False]) >= ENOUGH:
+            kind.due = self._since + (self.spent + kind.cost) / self.share
+        return now >= kind.due
+
+    def sign(self, step: int, what: str) -> None:
+        """Something is not as it was in ``step``: the next ones are looked at."""
+        if self._signs == 0 or (self._since is None and self._every is None):
+            return
+        self._signs -= 1
+        self.signs.append((step, what))
+        self._steps.more = self._calls.more = 1 + AFTER_SIGN
+
+    def left_out(self, calls: int) -> Iterator[NotWatched]:
+        """What was not looked at, in words.
 
         Args:
-            step: of the sample.
-            site: its number.
-            kind: of the site.
-            dtype: of the tensor.
-            magnitude: its largest finite one.
+            calls: outermost calls that were not.
         """
-        if magnitude * HEADROOM > torch.finfo(dtype).max and site not in self._close:
-            self._close.add(site)
-            self.sign(f"a magnitude came within {HEADROOM:.0f}x of {str(dtype).removeprefix('torch.')} max")
-        most = GROWTH.get(kind)
-        if most is None:
+        if not calls and not self.looked[False]:
             return
-        since, before = self._magnitudes.get(site, (0, 0.0))
-        if before and magnitude > most * before:
-            self.sign(f"a magnitude grew {most:.0f}x within {WINDOW} steps")
-        elif before and step < since + WINDOW:
-            return
-        self._magnitudes[site] = (step, magnitude)
-
-    def sign(self, what: str) -> None:
-        """Something is not as it was: the next steps are measured whole."""
-        if self._step > self._whole_until:
-            self.signs.append((self._step, what))
-        self._whole_until = max(self._whole_until, self._step + AFTER_SIGN)
-
-    def left_out(self) -> Iterator[NotWatched]:
-        """What was not measured, in words."""
-        thinned = {period: steps for period, steps in self.steps.items() if period != 1}
-        if not thinned:
-            return
-        total = sum(self.steps.values())
-        what = f"some layers, and operators outside of modules, in {sum(thinned.values()):,} of {_steps(total)}"
-        how = [
-            f"{_steps(steps)} with the loss alone"
-            if period == LOSS_ALONE
-            else f"{_steps(steps)} with each layer measured in 1 of {period} of them"
-            for period, steps in sorted(thinned.items(), reverse=True)
-        ]
-        limit = f"1/{self._fixed}" if self._fixed else f"{self._share * 100:g}%"
-        why = f"the overhead budget ({limit}): {_steps(self.steps[1])} measured whole, {', '.join(how)}"
-        if self.signs:
-            step, sign = self.signs[0]
-            times = "once" if len(self.signs) == 1 else f"{len(self.signs):,} times"
-            why += f"; {times} whole steps again, first in step {step} ({sign})"
-        yield NotWatched(what=what, why=f"{why}. Without a budget (--overhead-budget off) all are measured")
-
-
-def _steps(number: int) -> str:
-    return f"{number:,} step{'' if number == 1 else 's'}"
+        limit = (
+            f"{100 * self.share:g}% of the time"
+            if self._every is None
+            else f"1/{self._every}"
+            if self._every
+            else "none"
+        )
+        seen = f"{self.looked[True]:,} of {self.looked.total():,} steps were looked at"
+        again = f", again from step {self.signs[0][0]} on ({self.signs[0][1]})" if self.signs else ""
+        yield NotWatched(
+            what=f"the inside of {calls:,} outermost calls and what runs between modules in their steps",
+            why=f"{seen} ({limit}){again}; in the others the loss and the gradients of each optimizer step. With --overhead-budget off all are",
+        )

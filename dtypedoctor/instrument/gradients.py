@@ -9,21 +9,23 @@ torch's takes the gradients, they are measured where a backward pass leaves them
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf, isfinite
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import scale_where_it_lies, version_now, version_of
+from dtypedoctor._torch_private import norm_of_each, scale_where_it_lies, version_now, version_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.phases import ScalerStep
 from dtypedoctor.instrument.places import When
 from dtypedoctor.instrument.readable import Arrivals, held_values
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.statistics import Rooted, local_part, measurable
+from dtypedoctor.instrument.statistics import Rooted, local_part, measurable, out_of_their_sight
 from dtypedoctor.trace.events import Observed, ScalerState
 from dtypedoctor.trace.records.execution import SteppedBy, Unscaled
 
@@ -31,6 +33,7 @@ BYTES_A_STEP = 64 << 20
 """Parameters measured after an ordinary step; what a CPU reads in a few milliseconds and a GPU in 20 microseconds."""
 
 Sample = Callable[[str, list[Rooted], str, When | None], None]
+Known = Callable[[str, Rooted, float, str, When], None]
 
 
 @dataclass(slots=True)
@@ -63,42 +66,63 @@ class OptimizerSamples:
     Args:
         session: knows the parameters' names; counts the gradients, and those that were measured.
         sample: measures named tensors as a kind of site in a phase.
+        arrivals: brings numbers from a device.
+        known: takes note of a named tensor of which only the magnitude is known.
     """
 
-    def __init__(self, session: Session, sample: Sample) -> None:
+    def __init__(self, session: Session, sample: Sample, arrivals: Arrivals, known: Known) -> None:
         self._session = session
+        self._arrivals, self._known = arrivals, known
         self._writer, self._position = session.writer, session.position
         self._names, self._coverage = session.names, session.coverage
         self._sample = sample
         self._kept: WeakKeyDictionary[Optimizer, _Kept] = WeakKeyDictionary()
 
-    def before_step(self, optimizer: Optimizer, each: int = 1, turn: int = 0) -> None:
-        """Measures the gradients, and before the first step the parameters as they were before any training.
-
-        Args:
-            optimizer: is about to take a step.
-            each: every so-many-th gradient is measured.
-            turn: says which of them.
-        """
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Measures the gradients, and before the first step the parameters as they were before any training."""
         kept = self._of(optimizer)
         if kept.when is None and not kept.whole:
             self._sample("initial", _read(kept.named), "optimizer", None)
-        first = -turn % each
-        found, count = _gradients(kept.named[first::each])
+        found, count = _gradients(kept.named)
         if kept.unread:
             others, more = _gradients(kept.unread)
             found, count = found + others, count + more
         self._coverage.gradients += count
-        if each > 1:
-            self._coverage.gradients_skipped += _with_gradient(kept.named) + _with_gradient(kept.unread) - count
         if found:
             self._sample("grad", found, "backward", None)
             self._coverage.gradients_measured += len(found)
 
-    def leave_out(self, optimizer: Optimizer) -> None:
-        """Counts the gradients of a step in which none is measured."""
-        kept = self._of(optimizer)
-        self._coverage.gradients_skipped += _with_gradient(kept.named) + _with_gradient(kept.unread)
+    def glance(self, optimizer: Optimizer) -> None:
+        """Asks of all gradients by one operator whether they are finite, and measures those that are not."""
+        of_device: dict[torch.device, list[tuple[Rooted, Tensor]]] = {}
+        for named in self._of(optimizer).named:
+            gradient = named[2].grad
+            values = gradient if gradient is None or measurable(gradient) else held_values(gradient)
+            if values is not None and values.numel():
+                of_device.setdefault(values.device, []).append((named, values))
+        for gradients in of_device.values():
+            self._glance_at(gradients)
+
+    def _glance_at(self, gradients: list[tuple[Rooted, Tensor]]) -> None:
+        self._coverage.gradients_skipped += len(gradients)
+        on_cpu = gradients[0][1].device.type == "cpu"
+        with self._position.mute(), out_of_their_sight(), torch.no_grad():
+            # A maximum, which overflows no dtype, takes a CPU twenty times as long as a sum of squares.
+            norms = torch.stack(list(norm_of_each([values for _, values in gradients], 2.0 if on_cpu else inf)))
+        if on_cpu:
+            with_norms = zip(gradients, norms.tolist(), strict=True)
+            bad = [(root, name, values) for ((root, name, _), values), norm in with_norms if not isfinite(norm)]
+            self._sample("grad", bad, "backward", None)
+            return
+        parameters = [named for named, _ in gradients]  # the gradients themselves may be gone when their norms arrive
+        when = When(self._writer.next_n(len(gradients)), self._position.step, self._position.call)
+
+        def tell(magnitudes: list[float]) -> None:
+            for number, (named, magnitude) in enumerate(zip(parameters, magnitudes, strict=True)):
+                if not isfinite(magnitude):
+                    self._known("grad", named, magnitude, "backward", when._replace(n=when.n + number))
+
+        self._arrivals.ask_each(norms, tell)
 
     def gradients_left(self) -> list[Rooted]:
         """The gradients of all optimizers that no step has taken."""
@@ -119,8 +143,8 @@ class OptimizerSamples:
         if optimizer in self._kept:
             self._kept[optimizer].backward = False
 
-    def after_step(self, optimizer: Optimizer, *, sentinel: bool = False) -> None:
-        """Measures those parameters whose turn it is; after the first step all, with ``sentinel`` none."""
+    def after_step(self, optimizer: Optimizer, *, looks: bool = True) -> None:
+        """Measures those parameters whose turn it is; after the first step all, between ``looks`` none."""
         kept = self._of(optimizer)
         position = self._position
         kept.when = When(self._writer.next_n(len(kept.named)), position.step, position.call)
@@ -128,7 +152,7 @@ class OptimizerSamples:
         kept.versions = _versions(kept.named)
         kept.backward = False
         kept.steps += 1
-        if sentinel:
+        if not looks:
             return
         kept.whole += 1
         budget = BYTES_A_STEP if kept.whole > 1 else sum(p.nbytes for *_, p in kept.named)
@@ -212,11 +236,6 @@ def _gradients(named: Sequence[Rooted]) -> tuple[list[Rooted], int]:
         if values is not None:
             found.append((root, name, values))
     return found, count
-
-
-def _with_gradient(named: Sequence[Rooted]) -> int:
-    """How many of these parameters have a gradient."""
-    return sum([parameter.grad is not None for _, _, parameter in named])
 
 
 def _read(named: Sequence[Rooted]) -> list[Rooted]:

@@ -577,7 +577,10 @@ class InPlaceReplays:
         if recomputed is not None and recomputed.is_spoilt():
             recomputed = None  # what it was saved for has got that before
         calls = self._calls if recomputed is None else [recomputed]
-        for kept in [kept for kept in calls if kept.holds(found.call, found.fqn)]:
+        holding = [kept for kept in calls if kept.holds(found.call, found.fqn)]
+        if found.kind == "loss":  # between looks what calls return is not measured
+            holding = [kept for kept in calls if kept.step == found.step and kept.has_bad_results()][:1] or holding
+        for kept in holding:
             kept.bad |= {found.fqn} if found.kind in RESULTS else set()
             if not (self._modules.alone and kept.is_spoilt()) and not self._is_spoilt_since(kept):
                 replayed = self._replay_or_wait(kept, "value")

@@ -4,7 +4,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -56,9 +56,8 @@ class Instruments:
     Args:
         writer: where the records go.
         watch: False leaves the process untouched but for exceptions and what the workload itself reports.
-        every: everything is measured in each ``every``-th training step, the first one included; in the others (and always
-            where this is 0) only the residual stream and the loss.
-        budget: says what is measured in each step, where ``every`` is 1; None for everything.
+        every: looks at each ``every``-th training step, the first one included, at none with 0; between them the loss and gradients are measured.
+        budget: says which steps are looked at, where ``every`` is 1; None for all.
         look: look at the operators of some calls for failures that leave finite values.
 
     Attributes:
@@ -77,27 +76,22 @@ class Instruments:
         budget: Budget | None = None,
         look: bool = True,
     ) -> None:
-        self._budget = budget if watch and every == 1 else None
-        self.session = session = Session(writer, self._budget.meter if self._budget is not None else None)
+        self._budget = None if not watch else budget if every == 1 else Budget(every=every)
+        self.session = session = Session(writer)
         self.writer = writer
         self.position, self.names, self.guard = session.position, session.names, session.guard
         self.coverage = session.coverage
         self.watching = watch
         self._counted = self._stopped = False
         self.phases = Phases(session)
-        self.modules = ModuleWatch(session)
-        self.modules.every = every
-        if self._budget is not None:
-            if self._budget.meter is not None:
-                self._budget.meter.coverage = session.coverage
-            self.modules.keep_to(self._budget)
+        self.modules = ModuleWatch(session, self._budget)
         self.code_places = CodePlaces(session.names)
         self._regions = RegionLog(session)
         self._caught = CaughtLog(session)
         self.arrivals = Arrivals()
         self._unscale = UnscaleLog(session, self.arrivals)
         self._scaler = ScalerLog(session, self.arrivals, self._fused_step_skipped)
-        self._samples = OptimizerSamples(session, self._sample_of_step)
+        self._samples = OptimizerSamples(session, self._sample_of_step, self.arrivals, self.modules.note_known)
         self._leaves = LeafGradients(session)
         self._gradients = 0
         self.collectives = Collectives(session, self._sample_collective)
@@ -139,16 +133,16 @@ class Instruments:
     def _listen(self) -> None:
         """Who hears of each moment, in the order in which they do."""
         phases, modules, checks = self.phases, self.modules, self.checks
-        hearing, look = checks.hearing, checks.look
+        hearing, look = self._hearing, checks.look
         modules.before_any = [self._enters_modules]
         learn = self.code_places.learn
-        modules.before_root = [self._before_call, learn, *hearing("before_call"), look.before_call]
+        modules.before_root = [self._before_call, learn, *hearing("before_call", look.before_call)]
         modules.on_error = [self._note_left]
         modules.on_return = [*hearing("returned"), self._note_returned]
         modules.after_root = [look.after_call, *hearing("after_call"), self._after_call]
         modules.after_any = [self._leaves_modules]
         modules.hear_gradients(self._note_gradient, self._bad.known)
-        phases.before_generate = hearing("before_generate")
+        phases.before_generate = checks.hearing("before_generate")
         # a backward pass inside of a call would leave the look's mode in another order
         phases.before_backward = [look.after_call, *hearing("before_backward"), self._before_backward]
         phases.inside_backward = [self._inside_backward]
@@ -164,9 +158,19 @@ class Instruments:
         phases.pause, phases.resume, phases.settle = self._pause, self._resume, self._settle
         phases.compiled_begins = self._compiled_begins
         phases.compiled_called = self.guard.shield(self._compiled_called, COMPILED_OUTSIDE)
-        entered = (*hearing("entered"), self._regions.tell)
+        entered = (*checks.hearing("entered"), self._regions.tell)
         self.session.autocast.entered = [self.guard.shield(listener, "some autocast regions") for listener in entered]
         checks[GradientCheck].on_zeros.append(self.in_place.zeros_seen)
+
+    def _hearing(self, moment: str, *more: Callable[..., None]) -> list[Callable[..., None]]:
+        """What tells the checks of a moment, and others than them; between looks few of them hear of it."""
+        all_of_them, few = [*self.checks.hearing(moment), *more], self.checks.hearing(moment, between_looks=True)
+
+        def tell(*facts: Any) -> None:
+            for listener in all_of_them if self.modules.looks else few:
+                listener(*facts)
+
+        return [tell]
 
     def start(self) -> None:
         """Begins to watch."""
@@ -196,7 +200,7 @@ class Instruments:
                 self.guard.tell("computation in forked processes", WORKED_ELSEWHERE)
             self._stopped = True
             self.sentinel.stop()
-            self._measure_gradients(self._samples.gradients_left() if self.modules.whole else [])
+            self._measure_gradients(self._samples.gradients_left() if self.modules.looks else [])
             self.checks.stop()
             self._dtype_lines.stop()
             self.collectives.stop()
@@ -217,12 +221,7 @@ class Instruments:
     def _left_out(self) -> Iterator[NotWatched]:
         """What was not measured because it was not its turn, in words."""
         if self._budget is not None:
-            yield from self._budget.left_out()
-        elif self.coverage.module_calls_skipped or self.coverage.gradients_skipped:
-            every = self.modules.every
-            when = f"measured in step 1 and every {every} steps after it only" if every else "not measured in any step"
-            what = "modules inside the layers, gradients of parameters, and operators outside of modules"
-            yield NotWatched(what=what, why=f"{when} (watch_every={every}). With watch_every=1 all are measured")
+            yield from self._budget.left_out(self.modules.passed_by)
 
     def begin_stage(self, step: int) -> None:
         """A step of the scenario begins: its first training step is number ``step`` of the process."""
@@ -261,7 +260,7 @@ class Instruments:
         if self.watching:
             if (sentinel := self._here()) is not None:
                 sentinel.backward_begins(tensors)
-            if self.modules.whole:
+            if self.modules.looks:
                 self._leaves.before(tensors)
             found = [(0, str(i), t) for i, t in enumerate(map(values_of, tensors)) if t is not None]
             self.coverage.losses += len(tensors)
@@ -270,7 +269,7 @@ class Instruments:
             self._look_closer()
 
     def _inside_backward(self, tensors: list[Tensor]) -> None:
-        if self.modules.whole:
+        if self.modules.looks:
             self._leaves.inside(tensors)
 
     def _after_backward(self) -> None:
@@ -284,15 +283,18 @@ class Instruments:
     def _before_step(self, optimizer: Optimizer) -> None:
         self.collectives.settle()
         self._leaves.claim()
-        if self.watching and (period := self.modules.period) > 0:
-            self._samples.before_step(optimizer, period, self.modules.turn)
+        if self.watching:
+            self.modules.optimizer_steps()
+            if self.modules.looks:
+                self._samples.before_step(optimizer)
+            else:
+                self._samples.glance(optimizer)
+                self._look_closer()
             self.modules.flush()
-        elif self.watching:
-            self._samples.leave_out(optimizer)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if self.watching:
-            self._samples.after_step(optimizer, sentinel=not self.modules.whole)
+            self._samples.after_step(optimizer, looks=self.modules.looks)
             self.modules.flush()
             self.names.glance_at_parameters()
 
@@ -309,7 +311,7 @@ class Instruments:
 
     def _sign_of_skipped_step(self) -> None:
         if self._budget is not None:
-            self._budget.sign("the gradient scaler skipped a step")
+            self._budget.sign(self.position.step, "the gradient scaler skipped a step")
 
     def _sample_of_step(self, kind: str, found: list[Rooted], phase: str, when: When | None) -> None:
         if kind == "grad":
@@ -321,7 +323,7 @@ class Instruments:
         self.modules.sample_now("operator", [(0, name, tensor)], self.position.phase)
 
     def _sample_collective(self, rows: Sequence[Row], at_once: bool) -> None:
-        if not self.modules.whole:
+        if not self.modules.looks:
             return
         self.modules.sample_rows(rows)
         if at_once:  # in the order of the stream: what comes next overwrites them
@@ -359,7 +361,7 @@ class Instruments:
             self._samples.look_closer()
             self._samples.describe_optimizers()
             if self._budget is not None:
-                self._budget.sign("a value was not finite")
+                self._budget.sign(self.position.step, "a value was not finite")
             self.checks.look.look_again()
 
     def _enters_modules(self, module: nn.Module) -> None:
@@ -390,7 +392,7 @@ class Instruments:
     def _new_sentinel(self) -> Sentinel:
         sentinel = Sentinel(self.session, self._bad, self._sample_operator)
         sentinel.quiet = lambda: self._stopped
-        sentinel.wanted = lambda: self.modules.whole
+        sentinel.wanted = lambda: self.modules.looks
         sentinel.raised = self.guard.shield(self._note_outside, "exceptions that the program may have caught")
         sentinel.computed = self._note_child
         sentinel.writing, sentinel.wrote = self.checks.writing, self.checks.wrote

@@ -208,7 +208,7 @@ def _copied(optimizer: Optimizer) -> tuple[list[Tensor], bool]:
     left, is_whole = share_of_device() // KEPT, True
     found = []
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    for parameter in filter(_is_at_risk, parameters):
+    for parameter in filter(_is_at_risk, [one for one in parameters if one.dtype is torch.float16]):
         size = bytes_of([parameter, parameter.grad, *_tensors(optimizer, parameter)])
         if size <= left:
             left -= size
@@ -220,8 +220,6 @@ def _copied(optimizer: Optimizer) -> tuple[list[Tensor], bool]:
 
 def _is_at_risk(parameter: Tensor) -> bool:
     """Whether an optimizer step may make a parameter inf or NaN, and plain memory is all that there is of it."""
-    if parameter.dtype is not torch.float16:
-        return False
     is_plain = type(parameter) in (Tensor, nn.Parameter) and measurable(parameter)
     return is_plain and parameter.grad is not None and measurable(parameter.grad)
 

@@ -13,13 +13,12 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from dtypedoctor.instrument.module_tree import children_in, modules_in
+from dtypedoctor.instrument.module_tree import children_in
 from dtypedoctor.instrument.naming import Names, short_name
 from dtypedoctor.instrument.statistics import Named
 from dtypedoctor.trace.events import Site
 
 if TYPE_CHECKING:
-    from dtypedoctor.instrument.budget import Budget
     from dtypedoctor.trace.writer import TraceWriter
 
 
@@ -54,8 +53,6 @@ class Place:
         cls: class of the module; empty where there is none.
         sites: numbers of the sites described here so far; kept by ``Sites``.
         flows: combinations of dtypes seen so far; kept by the module watch.
-        residual: whether what it returns is the residual stream.
-        layer: number of the member of the residual stream that it is in; 0 outside of all.
         usual: what the last call of the module looked like; kept by what records outputs.
         usuals: the same of earlier calls, by the shape of what they returned; kept by the same.
         gradients: what the last gradient of each output looked like, by its path; kept by the same.
@@ -67,8 +64,6 @@ class Place:
         "flows",
         "fqn",
         "gradients",
-        "layer",
-        "residual",
         "root",
         "sites",
         "usual",
@@ -81,8 +76,6 @@ class Place:
         self.cls = cls
         self.sites: dict[Any, int] = {}
         self.flows: set[Any] = set()
-        self.residual = False
-        self.layer = 0
         self.usual: Any = None
         self.usuals: dict[Any, Any] = {}
         self.gradients: dict[str, Any] = {}
@@ -104,8 +97,6 @@ class Places:
         self._unknown: dict[int, Any] = {}
         self.by_name: dict[tuple[int, str, str], Place] = {}
         """Each place by its root, dotted name and class."""
-        self._residual: set[int] = set()
-        self._layers: dict[int, int] = {}
 
     def begin_call(self) -> None:
         """Another outermost call begins: modules that no root was known to hold are looked for again."""
@@ -135,12 +126,6 @@ class Places:
         self.known.clear()
         self._unknown.clear()
         self.version = self._names.version
-        self._residual = {block for root in self._names.roots for block in residual_blocks(root)}
-        self._layers = {}
-        for root in self._names.roots:
-            blocks = [module for module in modules_in(root) if id(module) in self._residual]
-            for number, block in enumerate(blocks):
-                self._layers.update((id(module), number) for module in modules_in(block))
 
     def _learn(self, module: nn.Module) -> Place | None:
         found = self._names.find(module)
@@ -150,8 +135,6 @@ class Places:
         if place is None:
             self._unknown[id(module)] = ref(module)
         else:
-            place.residual = id(module) in self._residual
-            place.layer = self._layers.get(id(module), 0)
             self.known[id(module)] = (ref(module), place)
         return place
 
@@ -278,9 +261,6 @@ class Recorder(Protocol):
     """
 
     suspicious: bool
-
-    def keep_to(self, budget: "Budget | None") -> None:
-        """Tells ``budget`` of each sample from here on; None where everything is measured."""
 
     def record(
         self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()

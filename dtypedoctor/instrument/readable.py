@@ -172,15 +172,24 @@ class Arrivals:
             if here is None:
                 return
             if here.is_cuda:
-                copy = torch.empty(here.shape, dtype=here.dtype, pin_memory=True)
-                copy.copy_(here.detach(), non_blocking=True)
-                event = torch.cuda.Event()
-                event.record(torch.cuda.current_stream(here.device))
-                self._awaited.append(_Awaited(copy, event, then))
+                self._await(here, lambda copy: then(float(copy)))
             else:
                 value = float(here.detach())
                 self._awaited.append(_Awaited(None, None, lambda: then(value)))
         self.settle()
+
+    def ask_each(self, numbers: Tensor, then: Callable[[list[float]], None]) -> None:
+        """Has ``then`` called with each number of a vector on a device."""
+        with out_of_their_sight():
+            self._await(numbers, lambda copy: then(copy.tolist()))
+        self.settle()
+
+    def _await(self, numbers: Tensor, then: Callable[[Tensor], None]) -> None:
+        copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        copy.copy_(numbers.detach(), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(numbers.device))
+        self._awaited.append(_Awaited(copy, event, then))
 
     def afterwards(self, then: Callable[[], None]) -> None:
         """Has ``then`` called when everything that was asked for before has arrived."""
@@ -213,4 +222,4 @@ class Arrivals:
         if awaited.copy is None:
             awaited.then()
         else:
-            awaited.then(float(awaited.copy))
+            awaited.then(awaited.copy)

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from dtypedoctor.instrument.meter import Meter
-
 FIRST_STEPS = 8
 """Training steps in which a GPU is read from, besides those whose number is a power of 2. A program without an optimizer is in its first."""
 EACH_STEP = 2_000
@@ -16,8 +14,6 @@ OVERALL = 40_000
 """Readings of a GPU in one run."""
 AT_HAND, WAITED_FOR = frozenset({"cpu"}), frozenset({"cuda"})
 """Devices whose memory is read at any time, and those for which a reading waits; of others nothing is read."""
-SECONDS = 5e-5
-"""What a reading is taken to cost where there is a budget."""
 
 
 def is_read_in(step: int) -> bool:
@@ -30,15 +26,13 @@ class Readings:
 
     Args:
         step: tells the training step.
-        meter: counts the seconds; None where nobody asks.
 
     Attributes:
         made: readings of a GPU so far.
     """
 
-    def __init__(self, step: Callable[[], int], meter: Meter | None) -> None:
+    def __init__(self, step: Callable[[], int]) -> None:
         self._now = step
-        self._meter = meter
         self._step = 0
         self._in_step = 0
         self.made = 0
@@ -69,8 +63,6 @@ class Readings:
             return False
         self._in_step += 1
         self.made += 1
-        if self._meter is not None:
-            self._meter.waited += SECONDS
         return True
 
     @staticmethod

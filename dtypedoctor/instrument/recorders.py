@@ -12,6 +12,7 @@ tells: that sample is left out, and from then on tensors of its site are launche
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from math import isnan
 from typing import NamedTuple
 from weakref import ref
 
@@ -21,14 +22,12 @@ from torch import Tensor
 from dtypedoctor._torch_private import Writes, version_now, version_of
 from dtypedoctor.instrument import batches
 from dtypedoctor.instrument.batches import Batches, Row
-from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.device_rows import Counts, DeviceRows, device_rows
 from dtypedoctor.instrument.places import Looks, Recorder, Rows, Sites, Source
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Extent, Named, measure_one, modes_are_on, out_of_their_sight
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.writer import SampleRow, TraceWriter
-from dtypedoctor.unpatched import thread_time
 
 
 class Nonfinite(NamedTuple):
@@ -76,11 +75,6 @@ class ImmediateRecorder:
         self._news = news
         self._known: dict[int, tuple[ref[Tensor], int, Extent]] = {}
         self.suspicious = False
-        self._budget: Budget | None = None
-
-    def keep_to(self, budget: Budget | None) -> None:
-        """Tells ``budget`` of each sample from here on."""
-        self._budget = budget
 
     def record(
         self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()
@@ -102,7 +96,7 @@ class ImmediateRecorder:
         n = writer.following
         writer.following = n + 1
         extent = self._extent(tensor, of_call=True)
-        if extent.finite and self._budget is None:
+        if extent.finite:
             writer.write_finite(n, step, call, site, extent.absmax)
         else:
             self.record(((site, tensor),), (n, step, call), source, given)
@@ -123,8 +117,6 @@ class ImmediateRecorder:
         n, step, call = when
         for number, (site, tensor) in enumerate(rows, n):
             extent = self._extent(tensor, of_call=of_call)
-            if self._budget is not None:
-                self._budget.measured(step, site, self._sites.kind(site), self._sites.dtypes[site], extent.absmax)
             if not extent.finite:
                 finite = False
                 self._news.add(number, step, call, site)
@@ -207,14 +199,7 @@ class StreamRecorder:
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._reader: threading.Thread | None = None
-        self._end_of_call = -1
         self.suspicious = False
-        self._budget: Budget | None = None
-
-    def keep_to(self, budget: Budget | None) -> None:
-        """Tells ``budget`` of each sample from here on, and what it has taken."""
-        self._budget = budget
-        self._batches.meter = budget.meter if budget is not None else None
 
     def record(
         self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()
@@ -328,11 +313,8 @@ class StreamRecorder:
 
         def read() -> None:
             while not self._ended.wait(READ_SECONDS):
-                began = thread_time()
                 with self._lock:
                     self._settle()
-                if self._batches.meter is not None:
-                    self._batches.meter.took(thread_time() - began)
 
         self._reader = threading.Thread(target=read, daemon=True, name="dtypedoctor-reader")
         self._reader.start()
@@ -346,13 +328,9 @@ class StreamRecorder:
     def end_call(self) -> None:
         """Launches everything; writes only if the device is busy, which is about to be given a backward pass."""
         self._send_all()
-        self._end_of_call = self._batches.newest()
 
     def flush(self) -> None:
         """Launches everything, and writes what has arrived."""
-        meter = self._batches.meter
-        if meter is not None and self._batches.is_flying(self._end_of_call):
-            meter.behind = True  # by a backward pass, or by what else has been given to it since the outermost call
         self._send_all()
         with self._lock:
             self._settle()
@@ -477,8 +455,6 @@ class StreamRecorder:
                 runs.append((n, []))
             following = n + 1
             runs[-1][1].append((site, absmax, nan, inf))
-            if self._budget is not None:
-                self._budget.measured(step, site, self._sites.kind(site), self._sites.dtypes[site], absmax)
         if runs:
             self._writer.write_runs(*moment, runs)
 
@@ -513,12 +489,6 @@ class Recorders:
         self.news = News(sites)
         self._immediate = ImmediateRecorder(session, sites, self.news)
         self._of: dict[torch.device, Recorder] = {}
-        self._budget: Budget | None = None
-
-    def keep_to(self, budget: Budget) -> None:
-        """Tells ``budget`` of each sample from here on."""
-        self._budget = budget
-        self._immediate.keep_to(budget)
 
     def record(
         self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()
@@ -531,6 +501,13 @@ class Recorders:
         n, step, call = when
         for i, row in enumerate(rows):
             self.of(row[1].device).record([row], (n + i, step, call), source, given)
+
+    def note_known(self, site: int, magnitude: float, when: tuple[int, int, int]) -> None:
+        """Records a tensor of which nothing is known but its largest magnitude, which is not finite."""
+        n, step, call = when
+        self._writer.write_samples(n, step, call, [(site, 0.0, int(isnan(magnitude)), int(not isnan(magnitude)))])
+        self.news.add(n, step, call, site)
+        self._immediate.suspicious = True
 
     def of(self, device: torch.device) -> Recorder:
         """The recorder of ``device``, always the same one."""
@@ -574,6 +551,5 @@ class Recorders:
         found: Recorder = self._immediate
         if device.type in BEHIND:
             found = StreamRecorder(self._writer, self._sites, device_rows(device), device, self.news)
-        found.keep_to(self._budget)
         self._of[device] = found
         return found

@@ -171,6 +171,11 @@ class KeptCall:
         """Whether a parameter is not finite now; asks the device, and waits for it."""
         return not all(is_finite(tensor) for _, tensor in self.live.parameters() if not tensor.is_meta)
 
+    def has_bad_results(self) -> bool:
+        """Whether something that it has returned is not finite; asks the device, and waits for it."""
+        made = [tensor for result in self.made if (tensor := result.tensor()) is not None]
+        return not all(is_finite(tensor) for tensor in made)
+
     def gets_finite_gradients(self) -> bool:
         """Whether all gradients that have come back to its results are finite; asks the device, and waits for it."""
         return all(map(is_finite, self.live.gradients.values()))

@@ -31,7 +31,6 @@ from dtypedoctor._torch_private import (
     set_grad_enabled,
 )
 from dtypedoctor.instrument.frames import local_of, source_of
-from dtypedoctor.instrument.meter import Meter
 from dtypedoctor.instrument.naming import Names, short_name
 from dtypedoctor.instrument.readings import Readings
 from dtypedoctor.instrument.recursion import DEEP, HOOK, Room
@@ -230,6 +229,16 @@ def forget_ended_calls(stack: list[nn.Module], thread: int) -> None:
     del stack[max(0, _calls_running(thread) - here) :]
 
 
+def calls_running() -> list[nn.Module]:
+    """The modules whose calls are running in this thread, outermost first."""
+    frame, modules = sys._getframe(), []
+    while (outer := frame.f_back) is not None:
+        frame = outer
+        if frame.f_code is CALL_CODE or frame.f_code is FOLLOWED_CODE:
+            modules.append(local_of(frame, "self"))
+    return modules[::-1]
+
+
 def _calls_running(thread: int) -> int:
     """How many module calls are running in ``thread``. Of one that is compiled in place, torch's own frame comes later than ours, or not at all."""
     compiled = _running(FOLLOWED_CODE, thread)
@@ -398,12 +407,10 @@ class Guard:
     Args:
         writer: where what went unwatched is recorded, once each.
         position: nothing is called while it is muted.
-        meter: counts the seconds of what is called; None where nobody asks.
     """
 
-    def __init__(self, writer: "TraceWriter", position: Position, meter: Meter | None = None) -> None:
+    def __init__(self, writer: "TraceWriter", position: Position) -> None:
         self._writer = writer
-        self._meter = meter
         self._position = position
         self._room = Room()
         self._told: set[str] = set()
@@ -450,9 +457,8 @@ class Guard:
                 if room.added:
                     room.make(len(here.stack))
 
-        called = hook if self._meter is None else self._meter.timed(hook)
-        called.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch warns of other hooks when it pickles a tensor
-        return called
+        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch warns of other hooks when it pickles a tensor
+        return hook
 
     def keeping(self, what: str) -> contained:
         """A context in which errors of ours are kept from the program: the same as :meth:`shield` for a few lines."""
@@ -493,21 +499,19 @@ class Session:
         position: step, call and phase of the moment.
         names: dotted names of modules, parameters and buffers.
         autocast: the autocast regions that are open.
-        meter: counts the seconds that instruments take; None where nobody asks.
         guard: keeps the instruments' own errors from the program.
         coverage: how much of what ran was measured.
         readings: says which tensors outside of modules are read at once.
     """
 
-    def __init__(self, writer: "TraceWriter", meter: Meter | None = None) -> None:
+    def __init__(self, writer: "TraceWriter") -> None:
         self.writer = writer
         self.position = Position()
         self.names = Names(writer)
         self.autocast = AutocastLog()
-        self.meter = meter
-        self.guard = Guard(writer, self.position, meter)
+        self.guard = Guard(writer, self.position)
         self.coverage = Coverage()
-        self.readings = Readings(lambda: self.position.step, meter)
+        self.readings = Readings(lambda: self.position.step)
         self._once: dict[str, set[Any]] = {}
         self.seen_once: Callable[[Any, str | None], None] = lambda record, fqn: None
         """Called with each record of :meth:`once`, and the module that it is about."""

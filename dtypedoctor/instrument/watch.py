@@ -6,6 +6,7 @@ copies and compiles as before. Inside a compiled region the hooks do nothing (an
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
@@ -25,13 +26,14 @@ from dtypedoctor._torch_private import (
     is_followed,
     tracing_state,
 )
-from dtypedoctor.instrument.budget import LOSS_ALONE, Budget
+from dtypedoctor.instrument.budget import FIRST, Budget
 from dtypedoctor.instrument.operators import being_recorded
 from dtypedoctor.instrument.places import Looks, Place, Places, Rows, Sites, When
 from dtypedoctor.instrument.recorders import Nonfinite, Recorders
 from dtypedoctor.instrument.returned import Returned
-from dtypedoctor.instrument.session import Here, Session, forget_ended_calls
+from dtypedoctor.instrument.session import Here, Session, calls_running, forget_ended_calls
 from dtypedoctor.instrument.statistics import Rooted
+from dtypedoctor.unpatched import perf_counter
 
 CallListener = Callable[[nn.Module], None]
 
@@ -59,23 +61,38 @@ _RAISED = object()
 """Stands for what a module has returned whose call an exception has left."""
 
 
+APART = 5e-3
+"""Seconds between two outermost calls of a step that somebody is told of where none is looked at: to keep one takes 0.1 ms."""
+
+
 class ModuleWatch:
     """Records dtype, shape, magnitude and finiteness of module outputs and their gradients.
 
     It keeps the position's ``call`` and ``stack``; a module called outside of any known one becomes a new root.
 
-    Attributes:
-        every: all modules are measured in each ``every``-th step, the first one included; in the other steps only the
-            residual stream, and in every step where this is 0.
+    Between looks it is told of outermost calls alone; their inner modules are not on the stack.
+
+    Args:
+        session: of the process.
+        budget: says which steps and calls are looked at; None for all.
     """
 
-    def __init__(self, session: Session) -> None:
-        self.every = 1
-        self._budget: Budget | None = None
+    def __init__(self, session: Session, budget: Budget | None = None) -> None:
+        self._budget = budget
         self._planned = -1
-        self._period = 1
-        self.turn = 0
-        """How many steps so far have been measured in part: says which layers and gradients have their turn."""
+        self._looks_at_step = self._looks = True
+        self._kinds: Counter[tuple[int, str, bool]] = Counter()
+        """Outermost calls so far, by their module, phase, and whether gradients follow."""
+        self._passed: nn.Module | None = None
+        """The module whose outermost call is running and is not looked at."""
+        self._skipping = False
+        """Whether nobody was told of that call."""
+        self._skipped = 0
+        """Such calls since the last one that somebody was told of."""
+        self._next_kept = 0.0
+        """When the next outermost call in this step is not skipped."""
+        self.passed_by = 0
+        """Outermost calls that were not looked at."""
         self._writer, self._position, self._names = session.writer, session.position, session.names
         self._guard, self._coverage = session.guard, session.coverage
         self._sites = Sites(session.writer)
@@ -123,8 +140,8 @@ class ModuleWatch:
         """Begins to watch every module call of the process."""
         enters = self._guard.shield(self._enter, "some module calls", quick=True)
         leaves = self._guard.shield(self._leave, "the outputs of some modules", quick=True)
-        if self.every != 1 or self._budget is not None:
-            enters, leaves = self._only_measured(enters, leaves)
+        if self._budget is not None:
+            enters, leaves = self._only_looked_at(enters, leaves)
         self._handles = [
             hooks.register_module_forward_pre_hook(enters),
             hooks.register_module_forward_hook(leaves, with_kwargs=True, always_call=True),
@@ -152,6 +169,9 @@ class ModuleWatch:
         def call(module: nn.Module, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if is_compiling():
                 return compiled(*args, **kwargs)
+            if self._passed is not None and self._passed is not module:
+                self._coverage.module_calls_skipped += 1
+                return compiled(*args, **kwargs)
             enters(module)
             output: Any = _RAISED
             try:
@@ -163,36 +183,58 @@ class ModuleWatch:
 
         return call
 
-    def _only_measured(
+    def _only_looked_at(
         self, enters: Callable[..., None], leaves: Callable[..., None]
     ) -> tuple[Callable[..., None], Callable[..., None]]:
-        """The same hooks, which pass by inner modules whose turn it is not: nearly all calls of a thinned step.
+        """The same hooks, which pass by what runs inside of a call that is not looked at.
 
-        These are not on the stack of open calls, so what is said of a position is said of the call around them. One that
+        These modules are not on the stack of open calls, so what is said of a position is said of the call around them. One that
         raises is told of as if it had been entered.
         """
         position, coverage, in_place = self._position, self._coverage, self._in_place
 
-        def passes_by(module: nn.Module) -> bool:
-            if self._period == 1 or position.step != self._planned or self._replay is not None or self.alone:
-                return False
-            here = position.of.here or position.last
-            return bool(here.stack) and here.thread == get_ident() and self._is_left_out(module)
-
         def enter(module: nn.Module, args: Any) -> None:
-            if is_compiling() or not passes_by(module):
+            if is_compiling():
+                return
+            passed = self._passed
+            if passed is module or (passed is None and (self._looks or not self._skips(module))):
                 enters(module, args)
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any = _RAISED) -> None:
-            if is_compiling() or not passes_by(module):
+            if is_compiling():
+                return
+            passed = self._passed
+            if passed is None or (passed is module and not self._skipping):
                 leaves(module, args, kwargs, output)
-            elif output is not _RAISED:
+                return
+            if output is not _RAISED:
                 coverage.module_calls_skipped += not in_place or id(module) not in in_place
-            elif self.raised_in[0] != id(sys.exc_info()[1]):
-                (position.of.here or position.last).stack.append(module)
-                leaves(module, args, kwargs, output)
+            else:
+                raised(module, args)
+            if passed is module:
+                self._passed, self._skipping = None, False
+                (position.of.here or position.last).stack.clear()
+
+        def raised(module: nn.Module, args: Any) -> None:
+            if self.raised_in[0] != id(sys.exc_info()[1]) and self._replay is None:
+                (position.of.here or position.last).stack[:] = calls_running()
+                leaves(module, args, {})
 
         return enter, leave
+
+    def _skips(self, module: nn.Module) -> bool:
+        """Whether nobody is told of an outermost call: it is recomputed, or one of many in quick succession. The first call in a step is never skipped."""
+        position = self._position
+        here = position.of.here or position.last
+        if here.stack or here.muted or self._replay is not None or self._lead or position.step != self._planned:
+            return False
+        if not here.backward_depth:
+            kind = (id(module), here.phase, is_grad_enabled())
+            if self._kinds[kind] < FIRST or perf_counter() >= self._next_kept:
+                return False
+            self._skipped += 1
+        self._passed, self._skipping = module, True
+        return True
 
     def stop(self) -> None:
         """Stops watching; everything measured so far gets into the trace."""
@@ -261,46 +303,41 @@ class ModuleWatch:
         """The program is over: waits a little for what is still on its way from a device."""
         self._recorders.finish()
 
-    def keep_to(self, budget: Budget) -> None:
-        """Measures only as much of each step as ``budget`` says; nothing changes where :attr:`every` is not 1."""
-        if self.every == 1:
-            self._budget, self._planned = budget, -1
-            self._recorders.keep_to(budget)
-
     @property
-    def period(self) -> int:
-        """How this step is measured: 1 whole, 0 the residual stream and the loss alone, N these and one of N layers, :data:`LOSS_ALONE`."""
+    def looks(self) -> bool:
+        """Whether everything is measured now."""
         if self._position.step != self._planned:
-            self._plan()
-        return self._period
+            self._plan_step()
+        return self._looks
 
-    def _plan(self) -> None:
-        """A step begins: how it is measured."""
+    def _plan_step(self) -> None:
+        """A step begins."""
         self._planned = step = self._position.step
-        if self.every != 1:
-            self._period = int(self.every > 1 and step % self.every == 1)
+        self._looks_at_step = self._looks = self._budget is None or self._budget.step_begins(step)
+        self._next_kept = 0.0
+
+    def _plan_call(self, module: nn.Module) -> None:
+        """An outermost call begins. Those that no backward pass follows are counted by themselves, and before the first step is done all are."""
+        position, budget = self._position, self._budget
+        if position.step != self._planned:
+            self._plan_step()
+        if budget is None or budget.is_fixed:
+            return
+        trains = is_grad_enabled()
+        kind = (id(module), position.phase, trains)
+        self._kinds[kind] = number = self._kinds[kind] + 1
+        if trains and position.step > 1:
+            self._looks = self._looks_at_step or number <= FIRST
         else:
-            self._period = self._budget.period(step) if self._budget is not None else 1
-            self.turn += self._period > 1
+            self._looks = budget.call_begins(number, self._skipped) or 1 < position.step <= FIRST
+        self.passed_by += self._skipped
+        self._skipped = 0
+        self._next_kept = perf_counter() + APART
 
-    @property
-    def whole(self) -> bool:
-        """Whether this is a step in which everything is measured."""
-        return self.period == 1
-
-    def _measures(self, place: Place) -> bool:
-        """Whether what a module returns is measured in this step."""
-        if self._position.step != self._planned:
-            self._plan()
-        period = self._period
-        if period == LOSS_ALONE:
-            return False
-        return period == 1 or place.residual or (period > 1 and (place.layer + self.turn) % period == 0)
-
-    def _is_left_out(self, module: nn.Module) -> bool:
-        """Whether ``module`` is a known one inside of another, and not measured in this step."""
-        held = self._places.known.get(id(module))
-        return held is not None and held[0]() is module and held[1].fqn != "" and not self._measures(held[1])
+    def optimizer_steps(self) -> None:
+        """An optimizer is about to step: in the first steps that is looked at, also where the calls before it are too many for that."""
+        if self._budget is not None and not self._budget.is_fixed and self._position.step <= FIRST:
+            self._looks = True
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is called.
@@ -383,11 +420,16 @@ class ModuleWatch:
         self._writer.begin_call()
         if not here.backward_depth:  # a recomputed block belongs to the call that is being differentiated
             self._position.begin_call()
+            if self._budget is not None and self._lead.get(_CALL, here) is here:
+                self._plan_call(module)
         elif (place := self._names.find(module)) is not None:
             self.recomputed = place[1]
         for listener in self.before_any:
             listener(module)
         if self._leads(here):
+            if not self._looks:
+                self._passed, self._skipping = module, False
+                self.passed_by += 1
             self._recorders.begin_call()
             for listener in self.before_root:
                 listener(module)
@@ -437,14 +479,8 @@ class ModuleWatch:
             self._leave_any(module, args, kwargs, output)
             return
         try:
-            place = held[1]
-            if self._position.step != self._planned:
-                self._plan()
-            if self._period == 1 or self._measures(place):
-                self._coverage.module_calls += 1
-                self._returned.record(module, place, args, kwargs, output)
-            else:
-                self._coverage.module_calls_skipped += 1
+            self._coverage.module_calls += 1
+            self._returned.record(module, held[1], args, kwargs, output)
         finally:  # whatever goes wrong in here, the call is over
             stack.pop()
 
@@ -462,8 +498,10 @@ class ModuleWatch:
         raised = output is _RAISED  # torch leaves the keyword arguments out where forward has raised
         if raised:
             kwargs, output = {}, None
-        whole = self.period == 1 and not raised
-        self._coverage.module_calls += whole  # first of all: whatever goes wrong from here on, this call has run
+        # Where no loss follows, what an outermost call returns is all that shows what went wrong inside.
+        measures = not raised and (self._looks or (len(stack) == 1 and not is_grad_enabled()))
+        self._coverage.module_calls += measures  # first of all: whatever goes wrong from here on, this call has run
+        self._coverage.module_calls_skipped += not measures and not raised
         if stack and here.thread != get_ident() and self._in_another_thread():
             return
         if not _unwound_to(module, stack):
@@ -472,13 +510,9 @@ class ModuleWatch:
             if raised and (error := sys.exc_info()[1]) is not None:
                 self._note_error(module, args, error)
             else:
-                place = self._places.of(module) or self._places.inside(stack)
-                # Where no loss follows, what an outermost call returns is all that shows what went wrong inside.
-                if whole or self._measures(place) or (len(stack) == 1 and not is_grad_enabled()):
-                    self._coverage.module_calls += not whole
+                if measures:
+                    place = self._places.of(module) or self._places.inside(stack)
                     self._returned.record(module, place, args, kwargs, output)
-                else:
-                    self._coverage.module_calls_skipped += not raised
                 if self._leader is here:
                     for listener in self._return_listeners(module, stack):
                         listener(module, args, kwargs, output)
@@ -516,6 +550,8 @@ class ModuleWatch:
 
     def _leave_root(self, module: nn.Module, here: Here) -> None:
         led = self._leader is here
+        if led:
+            self._passed = None
         try:
             self._recorders.end_call(leads=led)
             if led:
@@ -556,13 +592,17 @@ class ModuleWatch:
         """
         if not found:
             return
-        sites, named, by_name = self._sites, self._places.named, self._places.by_name
-        rows = []
-        for root, name, tensor in found:
-            place = by_name.get((root, name, "")) or named(root, name)
-            looks = (phase, kind, "", tensor.dtype, tensor.shape, None, tensor.device)
-            rows.append((place.sites.get(looks) or sites.id_of(place, Looks(*looks)), tensor))
-        self._measure(rows, when)
+        self._measure([(self._site_of(kind, named, phase), named[2]) for named in found], when)
+
+    def _site_of(self, kind: str, named: Rooted, phase: str) -> int:
+        root, name, tensor = named
+        place = self._places.by_name.get((root, name, "")) or self._places.named(root, name)
+        looks = (phase, kind, "", tensor.dtype, tensor.shape, None, tensor.device)
+        return place.sites.get(looks) or self._sites.id_of(place, Looks(*looks))
+
+    def note_known(self, kind: str, named: Rooted, magnitude: float, phase: str, when: When) -> None:
+        """Records a tensor like ``named`` that is not measured; its magnitude is known not to be finite."""
+        self._recorders.note_known(self._site_of(kind, named, phase), magnitude, when)
 
     def sample_rows(self, found: Sequence[tuple[Place, Looks, Tensor]]) -> None:
         """Measures tensors, each at a place and as what it looks like there."""

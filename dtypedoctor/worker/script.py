@@ -198,6 +198,7 @@ def request_of(argv: list[str], place: str) -> dict[str, object]:
             "name": "job",
             "summary": "A program, run unchanged.",
             "deterministic": False,
+            "overhead_budget": "auto",
             "steps": [{"workload": {"kind": "script", "path": argv[0] or "-", "args": argv[1:]}}],
         },
         "watch": True,

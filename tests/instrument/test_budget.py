@@ -1,6 +1,7 @@
 """A watch with a budget: what is measured in which step, when everything is measured again, and what is said about the rest. Never in real time."""
 
 from pathlib import Path
+from time import sleep
 
 import pytest
 import torch
@@ -8,9 +9,8 @@ from torch import nn
 from watched import watched
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.instrument.budget import AFTER_SIGN, APART, HORIZON, LOSS_ALONE, MOST, WHOLE, Budget, budget_of
+from dtypedoctor.instrument.budget import AFTER_SIGN, ENOUGH, FIRST, SIGNS, Budget, budget_of
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.instrument.meter import Meter
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import SteppedBy
@@ -66,95 +66,78 @@ class Clock:
         return self.now
 
 
-def periods(steps: int, whole: float, outline: float = 0.0, loss: float = 0.0) -> tuple[list[int], list[float]]:
-    """How the steps of a program are measured that take a second each without it, and what that takes.
-
-    Args:
-        steps: how many.
-        whole: seconds of measuring a whole step.
-        outline: of these, for the residual stream and the loss.
-        loss: of these, for what is done in each step.
-    """
+def looked_at(steps: int, look: float, *, share: float = 0.05, credit: float = 0.0) -> tuple[list[bool], float]:
+    """Which steps of a program are looked at that take a second each, and the seconds that looks have taken."""
     clock = Clock()
-    budget = Budget(share=0.05, clock=clock)
-    assert budget.meter is not None
-    found: list[int] = []
-    spent: list[float] = []
+    budget = Budget(share=share, credit=credit, clock=clock, busy=clock)
+    found: list[bool] = []
     for step in range(1, steps + 1):
-        found.append(budget.period(step))
-        spent.append(loss if found[-1] == LOSS_ALONE else outline + (whole - outline) / found[-1])
-        budget.meter.took(spent[-1])
-        clock.now += 1.0 + spent[-1]
-    return found, spent
+        found.append(budget.step_begins(step))
+        clock.now += 1.0 + look * found[-1]
+    return found, look * sum(found)
 
 
-@pytest.mark.parametrize(("whole", "outline"), [(0.15, 0.0), (0.4, 0.01), (0.4, 0.03), (0.5, 0.2)])
-def test_the_first_steps_are_whole_and_then_the_time_decides(whole: float, outline: float) -> None:
-    """What the first steps have cost is brought back, and from then on a twentieth is spent."""
-    found, spent = periods(1_000, whole, outline)
-    assert found[:WHOLE] == [1] * WHOLE
-    assert found[WHOLE] == LOSS_ALONE or found[WHOLE] > whole / 0.05  # more than the budget alone would ask for
-    assert sum(spent[1 : 3 * HORIZON]) / (3 * HORIZON) <= 0.055
-    assert 0.04 <= sum(spent[1:]) / len(spent) <= 0.05
-    assert len(set(found[-HORIZON:])) <= 3
+@pytest.mark.parametrize("look", [0.1, 1.0, 8.0])
+def test_the_first_steps_are_looked_at_and_then_the_time_decides(look: float) -> None:
+    """A twentieth of the time is spent on looks from then on, however long one takes."""
+    found, spent = looked_at(2_000, look)
+    assert found[:FIRST] == [True] * FIRST
+    assert found[FIRST : FIRST + ENOUGH] == [False] * ENOUGH
+    assert 0.04 * 2_000 <= spent <= 0.055 * (2_000 + spent) + FIRST * look
 
 
-def test_a_cheap_watch_stays_whole_and_an_expensive_one_still_sees_every_layer() -> None:
-    """Within the budget nothing is left out; beyond any budget the residual stream and each layer still have their turns."""
-    assert set(periods(100, 0.01)[0]) == {1}
-    found, spent = periods(5_000, 9.0, outline=0.9, loss=0.01)
-    assert set(found[-APART:]) == {MOST, LOSS_ALONE}
-    assert found[-APART:].count(MOST) == 1
-    assert sum(spent[-APART:]) / APART < 0.09
+def test_looks_that_cost_nothing_are_taken_in_each_step() -> None:
+    """What a look costs is what steps that are looked at take longer."""
+    assert looked_at(100, 0.0)[0].count(False) == ENOUGH
 
 
-def test_the_meter_counts_what_hooks_take_once(tmp_path: Path) -> None:
-    """A hook that calls another is not counted twice, and one that raises is counted."""
-    meter = Meter()
-    seconds: list[float] = []
-
-    def inner() -> None:
-        seconds.append(meter.host)
-
-    timed = meter.timed(inner)
-
-    def outer() -> None:
-        timed()
-        raise KeyError
-
-    with pytest.raises(KeyError):
-        meter.timed(outer)()
-    assert seconds == [0.0]
-    assert meter.host > 0
-    before = meter.host
-    timed()
-    assert meter.host > before
-    budget = Budget(share=0.05)
-    trained(tmp_path, budget, 3)
-    assert budget.meter is not None
-    assert budget.meter.host > 0
+def test_a_short_program_is_seen_whole() -> None:
+    """The seconds of its own thread that are for nothing are counted from its first step on."""
+    found, _ = looked_at(60, 1.0, credit=40.0)
+    assert found[:20] == [True] * 20
+    assert found[20 : 20 + ENOUGH] == [False] * ENOUGH
 
 
-def test_each_layer_has_its_turn_and_the_residual_stream_is_always_measured(tmp_path: Path) -> None:
-    """In four steps of a schedule of 1/4 every module is measured once; parameters' gradients take turns as well."""
-    trace, _ = trained(tmp_path, Budget(fixed=4), 9)
-    stream = {f"layers.{number}" for number in range(LAYERS)}
+def test_calls_without_steps_have_a_schedule_of_their_own(tmp_path: Path) -> None:
+    """A program that only infers is looked at in the first calls of each of its modules, then now and then."""
+    nets = [Stack(), Stack()]
+
+    def infer(_: Instruments) -> None:
+        with torch.no_grad():
+            for net in nets:
+                for _ in range(20):
+                    net(torch.ones(2, 4))
+                    sleep(0.01)
+
+    trace = watched(tmp_path, infer, budget=Budget(share=1e-9, credit=0.0))
+    for root in range(len(nets)):
+        inner = [
+            s.call
+            for s in trace.samples
+            if trace.sites[s.site].root == root and trace.sites[s.site].fqn == "layers.1.0"
+        ]
+        outer = [s.call for s in trace.samples if trace.sites[s.site].root == root and trace.sites[s.site].fqn == ""]
+        assert len(inner) == FIRST
+        assert len(outer) > FIRST  # what a call returns is all that shows what goes wrong in it
+
+
+def test_between_looks_the_loss_is_measured_alone(tmp_path: Path) -> None:
+    """Every fourth step holds each module and gradient; what was left out is said."""
+    trace, _ = trained(tmp_path, Budget(every=4), 9)
     inner = {f"layers.{number}.{part}" for number in range(LAYERS) for part in (0, 1)}
-    assert measured(trace, 1) >= stream | inner
-    for step in range(2, 10):
-        assert measured(trace, step) >= stream
-        assert len(measured(trace, step) & inner) == 2
-    assert set().union(*(measured(trace, step) for step in range(2, 6))) >= stream | inner
-    gradients = [measured(trace, step, "grad") for step in range(2, 6)]
-    assert set().union(*gradients) == measured(trace, 1, "grad")
-    assert sum(map(len, gradients)) == 2 * LAYERS
-    (note,) = [note for note in trace.all(NotWatched) if "layers" in note.what]
-    assert note.what == "some layers, and operators outside of modules, in 8 of 9 steps"
-    assert "1 of 4" in note.why
+    for step in range(1, 10):
+        looked = step % 4 == 1
+        assert (measured(trace, step) >= inner) is looked
+        assert bool(measured(trace, step, "grad")) is looked
+        assert measured(trace, step, "loss")
+        assert bool(measured(trace, step)) is looked
+    (note,) = [note for note in trace.all(NotWatched) if "outermost calls" in note.what]
+    assert note.what == "the inside of 6 outermost calls and what runs between modules in their steps"
+    assert note.why.startswith("3 of 9 steps were looked at (1/4)")
 
 
 def test_an_exception_in_a_module_that_is_passed_by_is_told_of_there(tmp_path: Path) -> None:
-    """Its hooks do nothing in a thinned step, but where it raises it is as if it had been entered; the next step counts as ever."""
+    """Its hooks do nothing between looks, but where it raises it is as if all calls that are running had been entered; the next step counts as ever."""
 
     class Part(nn.Module):
         broken = False
@@ -182,44 +165,63 @@ def test_an_exception_in_a_module_that_is_passed_by_is_told_of_there(tmp_path: P
             optimizer.step()
             optimizer.zero_grad()
 
-    trace = watched(tmp_path, train, budget=Budget(fixed=50))
-    assert heard == [("Part", ["", "layers.2", "layers.2.1.0"])]
-    assert {f"layers.{number}" for number in range(LAYERS)} <= measured(trace, 5)
+    trace = watched(tmp_path, train, budget=Budget(every=50))
+    assert heard == [("Part", ["", "layers.2", "layers.2.1", "layers.2.1.0"])]
+    assert {s.step for s in trace.samples if trace.sites[s.site].kind == "loss"} == {1, 2, 4, 5}
 
 
-def test_a_value_that_is_not_finite_has_everything_measured_again(tmp_path: Path) -> None:
-    """The residual stream shows it in the step in which it comes; the steps after that are whole."""
-    trace, _ = trained(tmp_path, Budget(fixed=50), 8, spoil=4)
-    bad = [s for s in trace.samples if not s.finite and trace.sites[s.site].kind == "output"]
-    assert min(s.step for s in bad) == 4
-    assert trace.sites[min(bad, key=lambda s: s.n).site].fqn.startswith("layers.1")
-    assert len(measured(trace, 3)) < len(measured(trace, 5)) == len(measured(trace, 1))
+def test_gradients_that_are_not_finite_are_measured_between_looks_by_name(tmp_path: Path) -> None:
+    """All others of that step are not; the loss is finite, and only the gradients tell of it."""
+
+    class Roots(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sqrt()
+
+    net = nn.Sequential(nn.Linear(4, 4), Roots(), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+
+    def train(_: Instruments) -> None:
+        for step in range(1, 7):
+            with torch.no_grad():
+                net[0].weight.fill_(0.0 if step == 4 else 0.1)
+                net[0].bias.fill_(0.0)
+            net(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trace = watched(tmp_path, train, budget=Budget(every=50))
+    assert measured(trace, 4, "grad") == {"0.weight", "0.bias"}
+    assert not measured(trace, 3, "grad")
+    assert measured(trace, 5, "grad") == measured(trace, 1, "grad")  # looked at because of that
 
 
-def test_signs_end_the_thinning_for_some_steps() -> None:
-    """A magnitude that grows fourfold, one close to the end of float16, and what the program's scaler says."""
-    for sign in ("growth", "headroom", "skip"):
-        budget = Budget(fixed=10)
-        for step in range(1, 6):
-            assert budget.period(step) == (1 if step == 1 else 10)
-            budget.measured(step, 1, "output", torch.float16, 10.0)
-        if sign == "growth":
-            budget.measured(5, 1, "output", torch.float16, 41.0)
-        elif sign == "headroom":
-            budget.measured(5, 2, "output", torch.float16, 9_000.0)
-        else:
-            budget.sign("the gradient scaler skipped a step")
-        periods = [budget.period(step) for step in range(6, 6 + AFTER_SIGN + 2)]
-        assert periods == [1] * AFTER_SIGN + [10, 10][: len(periods) - AFTER_SIGN], sign
-        assert len(budget.signs) == 1
+def test_a_value_that_is_not_finite_has_the_next_steps_looked_at(tmp_path: Path) -> None:
+    """The loss shows it in the step in which it comes."""
+    trace, _ = trained(tmp_path, Budget(every=50), 8, spoil=4)
+    assert next(s.step for s in trace.samples if not s.finite and trace.sites[s.site].kind == "loss") == 4
+    assert not measured(trace, 3)
+    assert measured(trace, 5) == measured(trace, 1)
+
+
+def test_signs_are_answered_with_a_few_looks_and_not_for_ever() -> None:
+    """What a program's scaler does every so often would else undo the budget."""
+    budget = Budget(every=1_000)
+    looks = []
+    for step in range(1, 201):
+        looks.append(budget.step_begins(step))
+        if step % 20 == 10:
+            budget.sign(step, "the gradient scaler skipped a step")
+    assert looks[10 : 10 + AFTER_SIGN + 1] == [True] * AFTER_SIGN + [False]
+    assert sum(looks) == 1 + SIGNS * AFTER_SIGN
+    assert len(budget.signs) == SIGNS
 
 
 def test_training_is_bitwise_the_same_within_a_budget(tmp_path: Path) -> None:
     """What is measured changes nothing."""
     (tmp_path / "whole").mkdir()
     (tmp_path / "thin").mkdir()
-    _, expected = trained(tmp_path / "whole", Budget(fixed=1), 6)
-    _, found = trained(tmp_path / "thin", Budget(fixed=3), 6)
+    _, expected = trained(tmp_path / "whole", Budget(every=1), 6)
+    _, found = trained(tmp_path / "thin", Budget(every=3), 6)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
@@ -245,7 +247,7 @@ def bad_parameters(trace: Trace) -> list[tuple[int, str]]:
 
 def test_a_parameter_that_the_program_writes_after_a_step_is_not_taken_for_that_steps_work(tmp_path: Path) -> None:
     """It was not measured after step 4; what is found of it in step 5 is told as of step 5, and no optimizer made it."""
-    trace, _ = trained(tmp_path, Budget(fixed=100), 5, spoil=5)
+    trace, _ = trained(tmp_path, Budget(every=100), 5, spoil=5)
     assert bad_parameters(trace)[0] == (5, "forward")
 
 
@@ -261,6 +263,6 @@ def test_a_parameter_that_a_step_spoils_is_told_with_that_step_though_it_is_meas
             optimizer.step()
             optimizer.zero_grad()
 
-    trace = watched(tmp_path, train, budget=Budget(fixed=100))
+    trace = watched(tmp_path, train, budget=Budget(every=100))
     assert bad_parameters(trace)[0] == (4, "optimizer")
     assert [(seen.what.optimizer, seen.what.eps) for seen in trace.observed(SteppedBy)] == [("SGD", False)]

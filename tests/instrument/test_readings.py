@@ -122,7 +122,7 @@ def test_nothing_is_read_where_torch_was_asked_to_tell_of_each_time_that_the_hos
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 1)
-    assert not Readings(lambda: 1, None).reads(torch.ones(2, device=device))
+    assert not Readings(lambda: 1).reads(torch.ones(2, device=device))
 
 
 def test_a_rank_of_a_job_is_not_read_from(
@@ -131,7 +131,7 @@ def test_a_rank_of_a_job_is_not_read_from(
     """Its device may wait for another rank, whose host waits for this one; that nothing is followed there is said."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    assert not Readings(lambda: 1, None).reads(torch.ones(2, device=device))
+    assert not Readings(lambda: 1).reads(torch.ones(2, device=device))
     monkeypatch.undo()
     monkeypatch.setattr(Readings, "_may_wait", staticmethod(lambda: False))
     if device.type == "cpu":

@@ -297,7 +297,7 @@ def test_an_ordinary_step_leaves_few_bytes(tmp_path: Path) -> None:
             watched.steps(1)
             sizes[every] = watched.size() - before[0]
             records = len(watched.trace().samples) - before[1]
-        assert sizes[every] / records <= 100
+        assert sizes[every] / records <= (100 if every else 150)
     assert sizes[1] <= 100_000
     assert sizes[0] <= sizes[1] / 10
 
@@ -334,27 +334,27 @@ def test_no_graph_break_and_no_compilation_is_added(tmp_path: Path, options: dic
     assert found == bare
 
 
-def test_every_third_step_is_measured_whole_and_the_others_in_outline(tmp_path: Path) -> None:
-    """Steps 1 and 4 hold every module, the others only the layers' outputs, their gradients and the loss."""
+def test_every_third_step_is_looked_at_and_of_the_others_the_loss_is_measured(tmp_path: Path) -> None:
+    """Steps 1 and 4 hold every module, the others only the loss."""
     with Watched(tmp_path, Training(), every=3) as watched:
         watched.steps(4)
     trace = watched.trace()
     names = {step: {trace.sites[s.site].fqn for s in trace.samples if s.step == step} for step in range(1, 5)}
-    residual = {"model.layers.0", "model.layers.1", "0"}
-    assert names[2] == names[3] == residual
-    assert names[1] > residual | {"lm_head", "model.layers.1.mlp.down_proj"}
+    assert names[2] == names[3] == {"0"}
+    assert names[1] > {"0", "lm_head", "model.layers.0", "model.layers.1.mlp.down_proj"}
     assert names[4] == names[1]
 
 
 def test_a_program_can_ask_for_the_sentinel_only(tmp_path: Path) -> None:
-    """``watch(every=0)`` leaves samples of layers and losses, of the weights once at the end, and a report."""
+    """``watch(every=0)`` leaves samples of losses, of the weights and the first gradients, and a report."""
     training = Training()
     with dtypedoctor.watch(training.model, out=tmp_path / "run", every=0) as watch:
         for _ in range(2):
             training.step()
     trace = read_trace(tmp_path / "run" / "before")
     measured = [trace.sites[s.site] for s in trace.samples]
-    assert {site.fqn for site in measured if site.kind != "param"} == {"model.layers.0", "model.layers.1", "0"}
+    assert {site.kind for site in measured} >= {"loss", "param"}
+    assert not any(site.kind == "output" for site in measured)
     assert watch.report is not None
 
 

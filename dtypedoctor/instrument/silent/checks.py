@@ -89,9 +89,13 @@ class Checks:
 
         return kept_apart
 
-    def hearing(self, moment: str) -> list[Callable[..., Any]]:
-        """What is called at a moment, in this order."""
-        return [self._method(observer, moment) for observer in self._hearing(moment)]
+    def hearing(self, moment: str, *, between_looks: bool = False) -> list[Callable[..., Any]]:
+        """What is called at a moment, in this order; with ``between_looks`` what is called in each step."""
+        return [
+            self._method(observer, moment)
+            for observer in self._hearing(moment)
+            if observer.between_looks or not between_looks
+        ]
 
     def start(self) -> None:
         """The program begins."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -44,6 +44,8 @@ class ParameterJourneys(Observer):
 
     They are copied after steps 1, 2, 4, 8 … as well, since an optimizer may be gone when the program ends. Nothing is read from a device before the end.
     """
+
+    between_looks: ClassVar[bool] = True
 
     def __init__(self, checks: "Checks") -> None:
         super().__init__(checks)

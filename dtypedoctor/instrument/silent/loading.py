@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import ReferenceType, ref
 
 import torch
@@ -71,6 +71,8 @@ class LoadingCheck(Observer):
     """
 
     waits_for = (_PRETRAINED,)
+
+    between_looks: ClassVar[bool] = True
 
     def __init__(self, checks: "Checks") -> None:
         super().__init__(checks)

@@ -46,7 +46,6 @@ from dtypedoctor.instrument.operators import (
 )
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import is_spread
-from dtypedoctor.unpatched import perf_counter
 
 FIRST_LOOKS = 2
 EACH_LATER = 8
@@ -179,7 +178,7 @@ class _Mode(OperatorMode):
         super().__init__()
         self._saw = saw
         self._writing, self._wrote = writes
-        self._position, self._guard, self._meter = session.position, session.guard, session.meter
+        self._position, self._guard = session.position, session.guard
         self._ids = TensorIds()
 
     @classmethod
@@ -190,7 +189,6 @@ class _Mode(OperatorMode):
     @contextmanager
     def aside(self) -> Any:
         """The doctor's own work: seen by no mode, recorded by nobody, and its errors kept from the program."""
-        began = perf_counter()
         with (
             self._guard.keeping("some operators in a routine look"),
             self._position.mute(),
@@ -200,8 +198,6 @@ class _Mode(OperatorMode):
             torch.no_grad(),
         ):
             yield
-        if self._meter is not None:
-            self._meter.waited += perf_counter() - began
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -30,6 +30,7 @@ class Observer:
 
     Attributes:
         priority: of those that hear of a moment, the one with the smallest number is called first.
+        between_looks: whether it hears of steps that are not looked at as well; what it does there is paid for in each step.
         waits_for: names of modules of whose import :meth:`imported` tells.
         checks: all observers of the process (:class:`checks.Checks`); ``checks[Shadows]`` is the one of that class.
         session: where observations go: ``session.emit(record, fqn=...)``, or ``session.once(record, key, fqn)``.
@@ -38,6 +39,7 @@ class Observer:
     """
 
     priority: ClassVar[int] = 100
+    between_looks: ClassVar[bool] = False
     waits_for: ClassVar[Sequence[str]] = ()
 
     def __init__(self, checks: Any) -> None:

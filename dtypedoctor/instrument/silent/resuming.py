@@ -4,7 +4,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -51,6 +51,8 @@ class ResumeCheck(Observer):
     checkpoint, and a :class:`MomentsStoredInHalf` where second moments were rounded to zero or inf in float16. A program that puts the state back in
     between, or never steps with it, has lost nothing.
     """
+
+    between_looks: ClassVar[bool] = True
 
     def __init__(self, checks: "Checks") -> None:
         super().__init__(checks)

@@ -310,14 +310,13 @@ class Scenario(Strict):
     deterministic: bool = Field(default=True, description="Ask torch for deterministic algorithms.")
     watch_every: int = Field(
         default=1, ge=0,
-        description="Every module is measured in every Nth training step, the first included; in the others, and always "
-        "with `0`, only the residual stream and the loss.",
+        description="Every Nth training step is looked at, the first included: every module is measured. In the others, and always "
+        "with `0`, only the loss and the gradients of each optimizer step.",
     )  # fmt: skip
     overhead_budget: OVERHEAD_BUDGET = Field(
         default="off",
-        description="`5%`: after the first 8 steps each layer is measured in one of so many steps that measuring takes no more of the "
-        "time; `1/16`: in one of 16 steps from the second on; `off`: always. The loss is measured in each step, the residual stream "
-        "unless that alone takes too long.",
+        description="`5%`: after the first steps as many are looked at as take no more of the time; `auto`: `1%` on a GPU, `5%` on a CPU; "
+        "`1/16`: one of 16 steps; `off`: all. In the others the loss and the gradients of each optimizer step are measured.",
     )  # fmt: skip
     distributed: Distributed | None = Field(
         default=None, description="Run it in several processes; `generate`, `unload` and compiled steps cannot be."
