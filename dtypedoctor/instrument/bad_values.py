@@ -20,7 +20,7 @@ from dtypedoctor._torch_private import memory_key
 from dtypedoctor.instrument.frames import Line, line_of, own_statement
 from dtypedoctor.instrument.module_tree import parameters_in
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.only_tested import OTHER, use_of_number
+from dtypedoctor.instrument.only_tested import ASSERTED, OTHER, use_of_number
 from dtypedoctor.instrument.operators import Arguments, address_of, has_out, is_inplace, scalars, tensors_of
 from dtypedoctor.instrument.replay import replay_wider
 from dtypedoctor.instrument.session import Session
@@ -42,6 +42,9 @@ _BACKWARD = "_backward"
 """Part of the names of operators that compute gradients; the one that comes back is their first operand."""
 FIRST_ID = 1 << 40
 """Numbers of tensors begin here, so that none is that of a tensor in an op trace."""
+
+
+_ASKS_FOR_INF = frozenset({"aten.isinf.default", "aten.isposinf.default", "aten.isneginf.default"})
 
 
 class Ends(NamedTuple):
@@ -214,7 +217,7 @@ class BadValues:
             way = use_of_number(sys._getframe())
             self.reached(way, bad if bad is not None and bad.says is None else None, source, value=kind)
         elif bad is not None and bad.says is not None:
-            self.reached("guard", bad.says, source)
+            self.reached(ASSERTED if use_of_number(sys._getframe()) == ASSERTED else "guard", bad.says, source)
 
     def left(self, way: str, tensor: Tensor) -> None:
         """A tensor is read as a whole, by something that is no operator."""
@@ -334,9 +337,8 @@ class BadValues:
         """Truth values were computed: of NaN, whatever was asked, and of infinities, where it was asked for them."""
         if about is None:
             return
-        if any(
-            text.lstrip("-") == "inf" for text in scalars(ran.arguments)
-        ):  # isinf and isfinite compare a magnitude with it
+        # isfinite compares a magnitude with inf
+        if str(ran.func) in _ASKS_FOR_INF or any(text.lstrip("-") == "inf" for text in scalars(ran.arguments)):
             about.used = True
         elif about.kind != "nan" and not any(bad.says is not None for bad in ran.sources):
             return

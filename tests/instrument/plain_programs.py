@@ -300,6 +300,8 @@ def infinities_that_are_asserted() -> None:
     assert (one / 0).item() == INF
     assert math.isinf((big * big).max().item())
     assert (big * big).tolist() == [INF, INF]
+    assert torch.isinf(big * big).all()
+    assert not torch.isfinite(big[0] * big[0])
     smallest = float(torch.log(one - 1))
     assert smallest == -INF
     TestCase().assertTrue(math.isnan(as_a_number(one * 0 / 0)))  # noqa: PT009
