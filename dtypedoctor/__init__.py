@@ -11,13 +11,13 @@ if TYPE_CHECKING:  # typing is not imported here: until the command line has beg
     from dtypedoctor.inprocess import watch
     from dtypedoctor.inprocess.callback import DtypeDoctorCallback
     from dtypedoctor.inprocess.lightning import LightningCallback as LightningCallback
-
-__version__ = "0.2.0"
+    from dtypedoctor.version import __version__
 
 __all__ = ["DtypeDoctorCallback", "__version__", "apply", "watch"]
 
 
 _LAZY = {
+    "__version__": "dtypedoctor.version",
     "watch": "dtypedoctor.inprocess",
     "apply": "dtypedoctor.corrections.contract",
     "DtypeDoctorCallback": "dtypedoctor.inprocess.callback",

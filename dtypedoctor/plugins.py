@@ -16,10 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, TypeVar, cast
-
-if TYPE_CHECKING:
-    from dtypedoctor.report.document import Document
+from typing import Any, TypeVar, cast
 
 SWITCH = "DTYPEDOCTOR_PLUGINS"
 """Environment variable that switches other packages' plug-ins off where it is ``0``."""
@@ -32,13 +29,13 @@ class Format:
     Attributes:
         name: what stands after ``--format``.
         suffix: of a file in this format, with its dot.
-        render: the text of a document. The document is redacted before, but its texts may hold anything, markup included.
+        render: the text of a :class:`dtypedoctor.report.document.Document`. The document is redacted before, but its texts may hold anything, markup included.
         shows_runs: whether it shows the map of magnitudes and the dtype flow, for which the traces of the runs are read.
     """
 
     name: str
     suffix: str
-    render: Callable[["Document"], str]
+    render: Callable[[Any], str]
     shows_runs: bool = False
 
 

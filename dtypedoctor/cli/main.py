@@ -12,13 +12,13 @@ from typing import Annotated
 
 import typer
 
-from dtypedoctor import __version__
 from dtypedoctor.cli.configuration import with_project_defaults
 from dtypedoctor.cli.output import current_name, lost_output, standard_streams
 from dtypedoctor.errors import INTERRUPTED, DoctorError, ExitCode
 from dtypedoctor.foreign_files import working_directory
 from dtypedoctor.interruptions import HEARD
 from dtypedoctor.text import paragraphs
+from dtypedoctor.version import __version__
 
 _PLACED = re.compile(r"\S+:\d+:\d+: ")
 """How a message begins that says its own place; editors jump to it."""

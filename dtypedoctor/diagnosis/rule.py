@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtypedoctor.diagnosis.checkpoint import Subject
-    from dtypedoctor.diagnosis.distributed import Rank
     from dtypedoctor.trace.model import Trace
 
 
@@ -161,7 +160,7 @@ class Excerpt:
 
 Detector = Callable[["Trace"], Iterable[Finding]]
 Inspector = Callable[["Subject"], Iterable[Finding]]
-Comparer = Callable[["Sequence[Rank]"], Iterable[Finding]]
+Comparer = Callable[[Sequence[Any]], Iterable[Finding]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

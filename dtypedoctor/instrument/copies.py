@@ -2,20 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from dtypedoctor._torch_private import parameters_of
 from dtypedoctor.instrument.alone import parameter_not_here
+from dtypedoctor.instrument.live_call import LiveCall
 from dtypedoctor.instrument.module_tree import modules_in, parameters_in
 from dtypedoctor.instrument.operators import bytes_of
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import out_of_their_sight
-
-if TYPE_CHECKING:
-    from dtypedoctor.instrument.repeated_call import KeptCall
 
 __all__ = ["MAX_HELD", "CopiesOfParameters", "ParameterCopies", "share_of_device"]
 
@@ -73,6 +71,13 @@ class ParameterCopies:
                 where[name] = parameter
 
 
+class Copied(Protocol):
+    """A call that is kept to be made again, with copies of its parameters where these go away."""
+
+    live: LiveCall
+    copies: ParameterCopies | None
+
+
 class CopiesOfParameters:
     """Keeps copies of what the last units of FSDP2 computed with, until it is known whether all was finite.
 
@@ -84,10 +89,10 @@ class CopiesOfParameters:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._kept: list[KeptCall] = []
+        self._kept: list[Copied] = []
         self._most = 0
 
-    def keep(self, kept: "KeptCall", calls: "Sequence[KeptCall]") -> None:
+    def keep(self, kept: Copied, calls: Sequence[Copied]) -> None:
         """Copies the parameters of a call, which are unsharded at the moment; those of calls that are not among ``calls`` are let go of."""
         if kept.copies is not None:
             self._kept.remove(kept)
@@ -111,7 +116,7 @@ class CopiesOfParameters:
         """Lets go of all copies."""
         self._drop(list(self._kept))
 
-    def _drop(self, calls: "list[KeptCall]") -> None:
+    def _drop(self, calls: list[Copied]) -> None:
         for kept in calls:
             kept.copies = None
             self._kept.remove(kept)

@@ -12,7 +12,6 @@ from html import escape
 from importlib import resources
 from urllib.parse import quote
 
-from dtypedoctor import __version__
 from dtypedoctor.plugins import Format
 from dtypedoctor.report.document import (
     Bar,
@@ -36,6 +35,7 @@ from dtypedoctor.report.document import (
 )
 from dtypedoctor.report.pictures import map_data
 from dtypedoctor.text import ABSENT, one_line, paragraphs
+from dtypedoctor.version import __version__
 
 
 class Html(str):

@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, metadata
 from itertools import chain
 from typing import TypeVar
 
-from dtypedoctor import __version__
 from dtypedoctor.plugins import Format
 from dtypedoctor.report.document import (
     Bar,
@@ -32,6 +31,7 @@ from dtypedoctor.report.document import (
     shares,
 )
 from dtypedoctor.text import ABSENT, TEXT_LIMIT, one_line, paragraphs
+from dtypedoctor.version import __version__
 
 _Thing = TypeVar("_Thing")
 

@@ -7,13 +7,13 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
-from dtypedoctor import __version__
 from dtypedoctor.diagnosis.registry import readable_page, spec_of
 from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.errors import DoctorError
 from dtypedoctor.plugins import Format
 from dtypedoctor.report.document import Document
 from dtypedoctor.text import one_line
+from dtypedoctor.version import __version__
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}

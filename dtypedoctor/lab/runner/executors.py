@@ -8,7 +8,6 @@ whose executor raises is submitted again.
 """
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +26,7 @@ from dtypedoctor.errors import NodeLostError, UsageError, is_installed
 from dtypedoctor.foreign_files import append_file
 from dtypedoctor.guardian import end
 from dtypedoctor.lab.scenarios.model import Scenario
+from dtypedoctor.runner.process import Guardian
 
 LOCAL, RAY, SLURM, SUBMITIT_LOCAL = "local", "ray", "slurm", "submitit-local"
 EXECUTORS = (LOCAL, RAY, SLURM, SUBMITIT_LOCAL)
@@ -91,16 +91,17 @@ def require_executor(where: Where) -> None:
             f"--executor {where.executor} needs {package}, which is not installed",
             f"Install it: pip install 'dtypedoctor[{extra}]'",
         )
-    misplaced = {
-        ("--address", RAY): where.address is not None and where.executor != RAY,
-        ("--partition", SLURM): where.partition is not None and where.executor != SLURM,
-        ("--slurm", SLURM): bool(where.slurm) and where.executor != SLURM,
-        ("--gpus", "ray or slurm"): where.gpus is not None and where.executor == LOCAL,
-    }
-    for option, owner in (named for named, given in misplaced.items() if given):
-        raise UsageError(
-            f"{option} has no effect with --executor {where.executor}", f"Pass --executor {owner} with it."
-        )
+    for option, given, owners in (
+        ("--address", where.address is not None, (RAY,)),
+        ("--partition", where.partition is not None, (SLURM,)),
+        ("--slurm", bool(where.slurm), (SLURM,)),
+        ("--gpus", where.gpus is not None, (RAY, SLURM, SUBMITIT_LOCAL)),
+    ):
+        if given and where.executor not in owners:
+            owner = " or ".join(owners[:2])
+            raise UsageError(
+                f"{option} has no effect with --executor {where.executor}", f"Pass --executor {owner} with it."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,42 +139,22 @@ def run_scenario(job: Job, begun: Callable[["subprocess.Popen[bytes]"], None] = 
         RuntimeError: somebody has killed the command. It outlives every death of a model, which is a process that it starts, so this is
             the machine's doing.
     """
-    began = time.monotonic()
-    with append_file(job.log) as log:
+    began, timed_out = time.monotonic(), False
+    with Guardian() as guardian, append_file(job.log) as log:
         process = subprocess.Popen(
             [sys.executable, *job.command], cwd=job.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )  # fmt: skip
-    guardian = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _GUARDIAN, str(process.pid)], stdin=subprocess.PIPE, start_new_session=True
-    )
-    timed_out = False
-    try:
-        begun(process)
-        process.wait(job.limit)
-    except subprocess.TimeoutExpired:
-        timed_out = True
-        end(process.pid)
-    finally:
-        assert guardian.stdin is not None
-        if process.poll() is not None:
-            guardian.stdin.write(b".")
-        guardian.stdin.close()
-        guardian.wait()
-        process.wait()
+        with guardian.ending(process):  # also where this process is killed
+            begun(process)
+            try:
+                process.wait(job.limit)
+            except subprocess.TimeoutExpired:
+                timed_out = True
+                end(process.pid)
+                process.wait()
     if process.returncode < 0 and not timed_out:
         raise RuntimeError(f"the command was killed by signal {-process.returncode}")
     return Ended(status=process.returncode, timed_out=timed_out, seconds=time.monotonic() - began)
-
-
-_GUARDIAN = f"""
-import os, sys
-if not os.read(0, 1):  # the process that waits for the command has ended first, or ends it
-    try:
-        os.killpg(int(sys.argv[1]), {int(signal.SIGKILL)})
-    except OSError:
-        pass
-"""
-"""Ends the command with the process that waits for it, even where that is killed."""
 
 
 def run_jobs(
@@ -195,23 +176,15 @@ def run_jobs(
             lost = future.exception()
             if lost is None:
                 yield job, future.result()
-            elif times < MOST_SUBMITTED:
-                say(f"{job.name}: its machine was lost ({_in_short(lost)}); submitted again")
+                continue
+            why = f"{type(lost).__name__}: {str(lost).strip().partition(chr(10))[0][:150]}".removesuffix(": ")
+            if times < MOST_SUBMITTED:
+                say(f"{job.name}: its machine was lost ({why}); submitted again")
                 submitted[executor.submit(run_scenario, job)] = job, times + 1
             else:
-                yield (
-                    job,
-                    NodeLostError(
-                        f"not run: node lost, {times} times ({_in_short(lost)})",
-                        "Look at the log of the cluster, then continue with --resume.",
-                    ),
-                )
+                hint = "Look at the log of the cluster, then continue with --resume."
+                yield job, NodeLostError(f"not run: node lost, {times} times ({why})", hint)
         going([job.name for job, _ in submitted.values()])
-
-
-def _in_short(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text[:150]}" if text else type(error).__name__
 
 
 @contextmanager
@@ -366,16 +339,12 @@ class SubmititExecutor(Executor):
         if self._queue is None:
             return bool(submitted.done())
         result = submitted.paths.result_pickle
-
-        def is_there() -> bool:
-            # the folder is listed: of a single name a network's folder may say for a minute what it was
-            return result.name in os.listdir(result.parent)
-
-        if is_there():
+        # The folder is listed: of a single name a network's folder may say for a minute what it was.
+        if result.name in os.listdir(result.parent):
             return True
         if self._queue.holds(submitted.job_id) or self._closing.wait(_FILES_SECONDS):
             return False
-        if not is_there():
+        if result.name not in os.listdir(result.parent):
             raise RuntimeError(f"Slurm's job {submitted.job_id} is over and has left no result")
         return True
 
@@ -400,19 +369,12 @@ class _SlurmQueue:
 
     def holds(self, job_id: str) -> bool:
         """Whether a job waits or runs; it does where Slurm does not answer."""
+        command = ["squeue", "--noheader", "--user", str(os.getuid()), "--format", "%A"]
         with self._lock:
             known = self._jobs is None or job_id in self._jobs
             if not known or time.monotonic() >= self._asked + _QUEUE_SECONDS:
-                self._asked = time.monotonic()
-                self._jobs = _jobs_of_this_user()
+                self._asked, self._jobs = time.monotonic(), None
+                with suppress(OSError, subprocess.SubprocessError):
+                    done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=True)
+                    self._jobs = frozenset(done.stdout.split())
             return self._jobs is None or job_id in self._jobs
-
-
-def _jobs_of_this_user() -> frozenset[str] | None:
-    """None where ``squeue`` does not answer."""
-    command = ["squeue", "--noheader", "--user", str(os.getuid()), "--format", "%A"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return frozenset(done.stdout.split())
