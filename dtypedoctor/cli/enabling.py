@@ -167,8 +167,7 @@ def _read_job(directory: Path) -> dict[str, Any]:
 
 def _program(words: list[str]) -> "Program":
     """The job's script, and the launcher in front of that where it has one."""
-    from dtypedoctor.cli.exec import name_of
-    from dtypedoctor.runner.command import OF_A_SCENARIO, Program
+    from dtypedoctor.runner.command import OF_A_SCENARIO, Program, name_of
 
     while words and words[0].startswith("-") and words[0] not in ("-", "-m", "-c"):
         words = words[1:]  # options of the interpreter

@@ -2,17 +2,15 @@
 
 import os
 import re
-import shutil
 import stat
 import sys
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dtypedoctor.cli import completion
-from dtypedoctor.cli.output import EveryNSteps, NprocPerNode, OpenPage, Out, OverheadBudget, announce
+from dtypedoctor.cli.output import EveryNSteps, NprocPerNode, OpenPage, Out, OverheadBudget, ScriptArgument, announce
 from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import say
 
@@ -31,13 +29,6 @@ def register(app: typer.Typer) -> None:
     )(execute)
 
 
-ScriptArgument = Annotated[
-    str,
-    typer.Argument(
-        help="Script, directory or archive; - for standard input; a module's name after -m, source text after -c.",
-        metavar="SCRIPT",
-    ),
-]
 Ablate = Annotated[
     list[str] | None,
     typer.Option(
@@ -114,11 +105,12 @@ def execute(
     Exits 0 if nothing is found and the script succeeds, 10 otherwise. The script's output stays on its own streams; the report
     goes to stderr. Options of dtypedoctor stand before SCRIPT, those of the script after it.
     """
+    from dtypedoctor.runner.command import Program, name_of, program_of
+
     target = program_of(script, arguments or [], module=module, text=text)
     announce("Running the text of -c" if text else f"Running {script}", terminal_only=True)
     from dtypedoctor.cli.nodes import nodes_of
     from dtypedoctor.cli.scripts import record_script
-    from dtypedoctor.runner.command import Program
     from dtypedoctor.runner.directories import RecordFolder, job_directory, new_record
     from dtypedoctor.trace.ranks import member, member_of_torchrun, rank_directory
 
@@ -234,60 +226,3 @@ def _fixes(ablate: list[str], attempt: list[str]) -> list[str]:
     from dtypedoctor.examination.fixes import asked_for
 
     return asked_for(ablate, attempt)
-
-
-def program_of(script: str, arguments: list[str], *, module: bool, text: bool) -> dict[str, Any]:
-    """What to run, as fields of a scenario's ``script``.
-
-    Raises:
-        UsageError: there is no such script and no such program.
-    """
-    if module and text:
-        raise UsageError("give either -m or -c", "-m runs a module, -c source text.")
-    if module or text:
-        return {"module" if module else "code": script, "args": arguments}
-    program = None if script.endswith(("-", ".py")) else _program(script)
-    if program is not None:
-        return {"command": [*program, *arguments], **_named_among(script, arguments)}
-    if script != "-" and not os.path.exists(script):
-        hint = "Give a file, -m and the name of a module, or a command such as torchrun."
-        raise UsageError(f"{script}: no such script{_meant_beside(script)}", hint)
-    return {"path": script, "args": arguments}
-
-
-def _named_among(program: str, arguments: list[str]) -> dict[str, Any]:
-    """The script that a launcher is given, which names the run and is edited; nothing else depends on which word it is."""
-    at = next((at for at, word in enumerate(arguments) if word.endswith(".py") and os.path.isfile(word)), -1)
-    return {"path": arguments[at] if at >= 0 else program, "args": arguments[at + 1 :]}
-
-
-_MODULES = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
-"""Programs by name, with the module that does the same where they are installed in another environment than the package."""
-
-
-def _program(name: str) -> list[str] | None:
-    """A program: one of this environment first, which need not be activated; None for a script of Python, or if there is none."""
-    beside = shutil.which(name, path=os.path.dirname(sys.executable))
-    if beside is None and name in _MODULES and find_spec(_MODULES[name].partition(".")[0]) is not None:
-        return [sys.executable, "-m", _MODULES[name]]
-    found = beside or shutil.which(name)
-    return [found] if found is not None else None
-
-
-def name_of(target: dict[str, Any]) -> str:
-    """The name of the run of a program."""
-    from dtypedoctor.runner.directories import scenario_name
-
-    if "code" in target:
-        return "command"
-    return "stdin" if target.get("path") == "-" else scenario_name(target.get("path") or target["module"])
-
-
-def _meant_beside(script: str) -> str:
-    """The end of a sentence that names the script of that folder which may be meant; empty where none is near."""
-    from dtypedoctor.text import did_you_mean
-
-    try:
-        return did_you_mean(script, [str(path) for path in Path(script).parent.glob("*.py")])
-    except OSError:
-        return ""

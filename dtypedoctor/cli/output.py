@@ -275,6 +275,13 @@ def left_in(directory: Path) -> list[str]:
     return [name for name in ("report.html", "report.md", "report.json") if (directory / name).exists()]
 
 
+ScriptArgument = Annotated[
+    str,
+    typer.Argument(
+        help="Script, directory or archive; - for standard input; a module's name after -m, source text after -c.",
+        metavar="SCRIPT",
+    ),
+]
 OpenPage = Annotated[bool, typer.Option("--open", help="Open report.html in the browser.")]
 
 
@@ -298,7 +305,7 @@ def leave_page(directory: Path, document: "Document", *, open_it: bool) -> None:
 def leave_report_page(directory: Path, report: "Report", *, open_it: bool, bisection: bool = False) -> None:
     """Leaves the page of a run or a bisection, see :func:`leave_page`."""
     from dtypedoctor.redaction.redact import redact
-    from dtypedoctor.report.files import with_pictures
+    from dtypedoctor.report.pictures import with_pictures
     from dtypedoctor.report.run_document import bisection_document, run_document
 
     lay_out = bisection_document if bisection else run_document

@@ -99,8 +99,9 @@ def report(
     """Print the report of a finished run."""
     announce(f"Reading {', '.join(map(str, runs))}", terminal_only=True)  # a long trace without a report takes seconds
     from dtypedoctor.redaction.redact import redact
-    from dtypedoctor.report.files import read_matrix, with_pictures
+    from dtypedoctor.report.files import read_matrix
     from dtypedoctor.report.matrix import matrix_document, matrix_exit
+    from dtypedoctor.report.pictures import with_pictures
     from dtypedoctor.report.run_document import run_document
 
     gc.disable()  # the process ends with the report, and looking for garbage in a long trace takes a fifth of the time

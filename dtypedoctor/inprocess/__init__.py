@@ -34,8 +34,8 @@ from dtypedoctor.report.model import Report
 from dtypedoctor.report.run_document import public_run
 from dtypedoctor.report.to_html import render_html
 from dtypedoctor.report.to_terminal import print_document
-from dtypedoctor.runner.command import OF_A_SCENARIO, Program
-from dtypedoctor.runner.directories import RecordFolder, job_directory, new_record, scenario_name
+from dtypedoctor.runner.command import OF_A_SCENARIO, Program, scenario_name
+from dtypedoctor.runner.directories import RecordFolder, job_directory, new_record
 from dtypedoctor.runner.run import WorkerExit, collect
 from dtypedoctor.text import one_line, paragraphs
 from dtypedoctor.trace.ranks import BEFORE, member, rank_directory

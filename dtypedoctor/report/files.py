@@ -4,27 +4,23 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.examination.examine import examine
 from dtypedoctor.examination.processes import is_job, open_job
-from dtypedoctor.examination.results import run_of_fix
 from dtypedoctor.foreign_files import inside, read_file, read_head, reason
 from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.replay.capsule import read_capsule
 from dtypedoctor.report.build import REPORT_JSON, build_report
 from dtypedoctor.report.matrix import MatrixRow, read_matrix_json, refused_report
-from dtypedoctor.report.model import Outcome, Picture, Report
-from dtypedoctor.report.pictures import picture_of
+from dtypedoctor.report.model import Report
 from dtypedoctor.report.to_json import from_json
 from dtypedoctor.runner.command import OF_A_SCENARIO, Program, is_described
 from dtypedoctor.runner.run import Run, SavedRun, open_run
 from dtypedoctor.trace.lines import EVENTS
-from dtypedoctor.trace.ranks import BEFORE, leading_directory
-from dtypedoctor.trace.reader import read_trace
+from dtypedoctor.trace.ranks import BEFORE
 
 MATRIX_JSON = "matrix.json"
 
@@ -78,36 +74,12 @@ def _read_of_matrix(folder: Path, name: str) -> Report:
     return read_report(path)
 
 
-REFERENCE = "reference"
-
-
-def with_pictures(report: Report, directory: Path) -> Report:
-    """``report`` with a picture of the baseline, of the first fix that works, and of the reference.
-
-    Args:
-        report: the report of the run in ``directory``.
-        directory: holds one trace directory per run: ``before``, ``remedy-ID`` and ``reference``. A run that left no trace is passed over.
-    """
-    cures = [trial.remedy for trial in report.trials if trial.outcome is Outcome.FIXED]
-    wanted = {BEFORE: "baseline", **{run_of_fix(remedy): remedy for remedy in cures[:1]}, REFERENCE: REFERENCE}
-    pictures = (_picture(directory, name, label) for name, label in wanted.items())
-    return replace(report, pictures=tuple(picture for picture in pictures if picture is not None))
-
-
-def _picture(directory: Path, name: str, label: str) -> Picture | None:
-    try:
-        trace = read_trace(leading_directory(inside(directory, name)))
-    except (UsageError, OSError):  # a run that was not tried, or whose trace was deleted to save space
-        return None
-    return picture_of(trace, label)
-
-
 def report_of_machines(places: Sequence[Path], *, own_files: bool = False) -> Report:
     """The report on one job that several machines have recorded in ``places``, or in one folder that all of them have, from their traces.
 
     Args:
         places: where the ranks lie.
-        own_files: see :func:`dtypedoctor.lab.trials.treatment.examine`.
+        own_files: see :func:`dtypedoctor.examination.examine.examine`.
 
     Raises:
         UsageError: there are none, they cannot be read, or they are not of one job.

@@ -7,15 +7,20 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH, Finding
 from dtypedoctor.diagnosis.wording import module_of
 from dtypedoctor.dtypes import DTYPES, short_name
+from dtypedoctor.errors import UsageError
+from dtypedoctor.examination.results import run_of_fix
+from dtypedoctor.foreign_files import inside
 from dtypedoctor.report.document import Map
-from dtypedoctor.report.model import Picture
+from dtypedoctor.report.model import Outcome, Picture, Report
 from dtypedoctor.text import number, one_line
 from dtypedoctor.trace.events import (
     Correction,
@@ -29,6 +34,8 @@ from dtypedoctor.trace.events import (
     TensorNote,
 )
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.ranks import BEFORE, leading_directory
+from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trace.records.silent import StalledParameter, Updates
 
 
@@ -383,3 +390,22 @@ def _lane_of(finding: Finding) -> str:
     if finding.id == "update-stall":
         return "updates"
     return _DTYPES if spec_of(finding.id).family == DTYPE_MISMATCH else _LANE_OF_PHASE.get(finding.phase or "", "")
+
+
+REFERENCE = "reference"
+
+
+def with_pictures(report: Report, directory: Path) -> Report:
+    """``report`` with a picture of the baseline, of the first fix that works, and of the reference.
+
+    Args:
+        report: the report of the run in ``directory``.
+        directory: holds one trace directory per run: ``before``, ``remedy-ID`` and ``reference``. A run that left no trace is passed over.
+    """
+    cures = [trial.remedy for trial in report.trials if trial.outcome is Outcome.FIXED]
+    wanted = {BEFORE: "baseline", **{run_of_fix(remedy): remedy for remedy in cures[:1]}, REFERENCE: REFERENCE}
+    pictures = []
+    for name, label in wanted.items():
+        with suppress(UsageError, OSError):  # a run that was not tried, or whose trace was deleted to save space
+            pictures.append(picture_of(read_trace(leading_directory(inside(directory, name))), label))
+    return replace(report, pictures=tuple(pictures))

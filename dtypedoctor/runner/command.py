@@ -1,11 +1,16 @@
 """What a user's command is, and the environment in which the Python processes that it starts find the hook of this package."""
 
 import os
+import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeGuard
+
+from dtypedoctor.errors import UsageError
 
 BEGIN = "DTYPEDOCTOR_BEGIN"
 """Environment variable with a ``module:function`` that each Python process calls, in the place of recording itself."""
@@ -99,3 +104,64 @@ def is_described(ran: Any) -> TypeGuard[dict[str, Any]]:
 def torchrun(count: int) -> list[str]:
     """With this many processes; ``-P`` because Python would look for torch in the working directory first."""
     return [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+
+
+def scenario_name(program: str) -> str:
+    """A scenario's name made from that of a script or module."""
+    words = re.sub(r"[^a-z0-9_.-]+", "-", Path(program).name.removesuffix(".py").lower())
+    return words.strip("-_.")[:100] or "script"
+
+
+def program_of(script: str, arguments: list[str], *, module: bool, text: bool) -> dict[str, Any]:
+    """What to run, as fields of a scenario's ``script``.
+
+    Raises:
+        UsageError: there is no such script and no such program.
+    """
+    if module and text:
+        raise UsageError("give either -m or -c", "-m runs a module, -c source text.")
+    if module or text:
+        return {"module" if module else "code": script, "args": arguments}
+    program = None if script.endswith(("-", ".py")) else _program(script)
+    if program is not None:
+        return {"command": [*program, *arguments], **_named_among(script, arguments)}
+    if script != "-" and not os.path.exists(script):
+        hint = "Give a file, -m and the name of a module, or a command such as torchrun."
+        raise UsageError(f"{script}: no such script{_meant_beside(script)}", hint)
+    return {"path": script, "args": arguments}
+
+
+def _named_among(program: str, arguments: list[str]) -> dict[str, Any]:
+    """The script that a launcher is given, which names the run and is edited; nothing else depends on which word it is."""
+    at = next((at for at, word in enumerate(arguments) if word.endswith(".py") and os.path.isfile(word)), -1)
+    return {"path": arguments[at] if at >= 0 else program, "args": arguments[at + 1 :]}
+
+
+_MODULES = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
+"""Programs by name, with the module that does the same where they are installed in another environment than the package."""
+
+
+def _program(name: str) -> list[str] | None:
+    """A program: one of this environment first, which need not be activated; None for a script of Python, or if there is none."""
+    beside = shutil.which(name, path=os.path.dirname(sys.executable))
+    if beside is None and name in _MODULES and find_spec(_MODULES[name].partition(".")[0]) is not None:
+        return [sys.executable, "-m", _MODULES[name]]
+    found = beside or shutil.which(name)
+    return [found] if found is not None else None
+
+
+def name_of(target: dict[str, Any]) -> str:
+    """The name of the run of a program."""
+    if "code" in target:
+        return "command"
+    return "stdin" if target.get("path") == "-" else scenario_name(target.get("path") or target["module"])
+
+
+def _meant_beside(script: str) -> str:
+    """The end of a sentence that names the script of that folder which may be meant; empty where none is near."""
+    from dtypedoctor.text import did_you_mean
+
+    try:
+        return did_you_mean(script, [str(path) for path in Path(script).parent.glob("*.py")])
+    except OSError:
+        return ""

@@ -181,12 +181,6 @@ def _started(process: int) -> float:
     return booted + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def scenario_name(program: str) -> str:
-    """A scenario's name made from that of a script or module."""
-    words = re.sub(r"[^a-z0-9_.-]+", "-", Path(program).name.removesuffix(".py").lower())
-    return words.strip("-_.")[:100] or "script"
-
-
 _OWN = {
     REQUEST, PRIVATE_REQUEST, EVENTS, CURSOR, EXIT, STDOUT, STDERR, "server.log", "bisection.jsonl", "scenarios.jsonl", "sent.json", STATES, BEGUN, REPEATS, REFUSED,
     FAILURES, LEADING, "error.json", "stdout.log", "stderr.log", "folded.json", "folded.json.part",

@@ -12,7 +12,7 @@ from patience import becomes
 from torch import Tensor, nn
 from transformers.models.gemma4 import modeling_gemma4
 
-from dtypedoctor.lab.models.build import llama_tiny
+from dtypedoctor.lab.models.builtin import llama_tiny
 from dtypedoctor.lab.tickets.gemma4 import gemma4_tiny
 
 

@@ -16,8 +16,9 @@ from command import Finished, dtypedoctor, forked, report_of
 from patience import PATIENCE, becomes
 from safetensors.torch import save_file
 
-from dtypedoctor.report.files import read_report, with_pictures
+from dtypedoctor.report.files import read_report
 from dtypedoctor.report.formats import FORMATS, format_named
+from dtypedoctor.report.pictures import with_pictures
 from dtypedoctor.report.run_document import public_run
 
 OVERFLOWING = """

@@ -10,9 +10,8 @@ import pytest
 from command import dtypedoctor, report_of
 from patience import PATIENCE
 
-from dtypedoctor.cli.exec import program_of
 from dtypedoctor.errors import UsageError
-from dtypedoctor.runner.command import command_of_program
+from dtypedoctor.runner.command import command_of_program, program_of
 
 OVERFLOW = """
 import sys, torch

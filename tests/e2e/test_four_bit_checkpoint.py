@@ -29,7 +29,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama that transformers quantised and saved in float16, with nested statistics."""
     from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
-    from dtypedoctor.lab.models.build import byte_tokenizer, llama_tiny
+    from dtypedoctor.lab.models.builtin import byte_tokenizer, llama_tiny
 
     dense, folder = tmp_path_factory.mktemp("dense"), tmp_path_factory.mktemp("nf4")
     llama_tiny().half().save_pretrained(dense)

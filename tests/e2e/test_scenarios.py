@@ -19,8 +19,9 @@ from snapshot import check_against_snapshot, entry, forget_others, read_snapshot
 from dtypedoctor.lab.scenarios.loading import load_scenario
 from dtypedoctor.lab.scenarios.model import Scenario
 from dtypedoctor.redaction.redact import redact
-from dtypedoctor.report.files import read_report, with_pictures
+from dtypedoctor.report.files import read_report
 from dtypedoctor.report.formats import FORMATS, format_named
+from dtypedoctor.report.pictures import with_pictures
 from dtypedoctor.report.run_document import public_run, run_document
 from dtypedoctor.report.to_json import json_schema
 from dtypedoctor.report.to_terminal import print_document

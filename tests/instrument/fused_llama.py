@@ -10,7 +10,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from dtypedoctor.corrections.contract import Installed, put_in
-from dtypedoctor.lab.models.build import llama_tiny, quantize_linears
+from dtypedoctor.lab.models.build import quantize_linears
+from dtypedoctor.lab.models.builtin import llama_tiny
 from dtypedoctor.lab.scenarios.model import Quantization
 from dtypedoctor.lab.tickets.fused_llama import fuse
 from dtypedoctor.lab.tickets.fused_lora import Base

@@ -13,7 +13,7 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dtypedoctor.lab.models.build import VOCABULARY_SIZE
+from dtypedoctor.lab.models.builtin import VOCABULARY_SIZE
 from dtypedoctor.report.to_json import json_schema
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.reader import read_trace

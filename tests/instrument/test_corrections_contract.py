@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtypedoctor.corrections.contract import TargetMismatchError, put_in
-from dtypedoctor.lab.models.build import llama_tiny
+from dtypedoctor.lab.models.builtin import llama_tiny
 from dtypedoctor.lab.tickets import dequantize, fused_lora, nf4_ctypes
 from dtypedoctor.lab.tickets.custom_moe import CustomMoeConfig, build_custom_moe
 from dtypedoctor.plugins import Correction, registered

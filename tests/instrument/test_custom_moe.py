@@ -12,7 +12,7 @@ from watched import watched
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.lab.corrections.casts import install_norm_output_cast
-from dtypedoctor.lab.models.build import llama_tiny
+from dtypedoctor.lab.models.builtin import llama_tiny
 from dtypedoctor.lab.tickets.custom_moe import (
     CastingRMSNorm,
     CustomMoeConfig,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.lab.models.build import llama_tiny
+from dtypedoctor.lab.models.builtin import llama_tiny
 from dtypedoctor.lab.tickets import dequantize, fused_lora
 from dtypedoctor.lab.tickets.fused_llama import fuse, is_fused
 

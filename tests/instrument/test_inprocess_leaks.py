@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 import dtypedoctor
-from dtypedoctor.report.files import read_report, with_pictures
+from dtypedoctor.report.files import read_report
 from dtypedoctor.report.formats import FORMATS, format_named
+from dtypedoctor.report.pictures import with_pictures
 from dtypedoctor.report.run_document import public_run
 
 Way = Callable[[nn.Module, str, Path], None]

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import dtypedoctor
-from dtypedoctor.lab.models.build import byte_tokenizer
+from dtypedoctor.lab.models.builtin import byte_tokenizer
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.to_md import render_markdown
 from dtypedoctor.trace.events import Metric, Raised

@@ -21,7 +21,7 @@ CROSSINGS = {
     "instrument/session.py": "from dtypedoctor.diagnosis import wording",
     "corrections/contract.py": "import dtypedoctor.runner",
     "worker/boot.py": "from dtypedoctor.runner import process",
-    "lab/models/build.py": "from dtypedoctor.lab.trials import changes",
+    "lab/models/builtin.py": "from dtypedoctor.lab.trials import changes",
     "text.py": "from dtypedoctor.instrument import operators",
     "lab/scenarios/model.py": "from dtypedoctor.corrections import contract",
     "diagnosis/ops.py": "import torch",

@@ -24,7 +24,7 @@ from dtypedoctor.lab.trials.changes import (
     with_autocast,
     with_corrections,
 )
-from dtypedoctor.report.files import with_pictures
+from dtypedoctor.report.pictures import with_pictures
 from dtypedoctor.trace.events import End, Header, Site
 from dtypedoctor.trace.writer import TraceWriter
 

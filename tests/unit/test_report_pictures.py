@@ -11,10 +11,17 @@ from report_builders import overflow
 from traces import TraceBuilder, tensor
 
 from dtypedoctor.report.document import Map
-from dtypedoctor.report.files import with_pictures
 from dtypedoctor.report.magnitude_table import origin_strip
 from dtypedoctor.report.model import Picture, Report, Status
-from dtypedoctor.report.pictures import LANES, MOST_COLUMNS, MOST_OPS, map_data, picture_of, why_it_changes
+from dtypedoctor.report.pictures import (
+    LANES,
+    MOST_COLUMNS,
+    MOST_OPS,
+    map_data,
+    picture_of,
+    why_it_changes,
+    with_pictures,
+)
 from dtypedoctor.trace.events import Correction, Flow, Header, Observed, ParameterNote, Raised, Replay, Root, Site
 from dtypedoctor.trace.records.silent import StalledParameter, Updates
 from dtypedoctor.trace.writer import TraceWriter

@@ -13,9 +13,10 @@ from trace_mutations import healthy, mutated, overflowing
 from dtypedoctor.cli.reported import exit_code
 from dtypedoctor.diagnosis.rule import Confidence, Severity
 from dtypedoctor.errors import EmptyTraceError, ExitCode, UsageError
-from dtypedoctor.report.files import report_of, with_pictures
+from dtypedoctor.report.files import report_of
 from dtypedoctor.report.formats import FORMATS, format_named
 from dtypedoctor.report.model import Report, Status
+from dtypedoctor.report.pictures import with_pictures
 from dtypedoctor.report.run_document import public_run
 from dtypedoctor.report.to_json import from_json
 from dtypedoctor.trace.reader import read_trace

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from dtypedoctor.cli import completion
-from dtypedoctor.cli.exec import ScriptArgument, name_of, program_of
+from dtypedoctor.cli.output import ScriptArgument
 from dtypedoctor.errors import UsageError
 
 TREATED, FOLLOW = "DTYPEDOCTOR_TREATED", "dtypedoctor.lab.corrections.treated:follow"
@@ -47,6 +47,8 @@ def treat(
     Prints one line for each corrected file or model and exits with the script's own status; 2 if a library's source is not what a correction
     was written for. A correction of a library costs what the same lines would in the library.
     """
+    from dtypedoctor.runner.command import BEGIN, Program, hooked, name_of, program_of
+
     target = program_of(script, arguments or [], module=module, text=text)
     from dtypedoctor.plugins import Correction, known, registered
     from dtypedoctor.report.library_patch import check
@@ -69,7 +71,6 @@ def treat(
         {"id": one.id, "library": one.library, "seen": one.seen, "edits": [asdict(edit) for edit in one.edits]}
         for one in wanted
     ]
-    from dtypedoctor.runner.command import BEGIN, Program, hooked
 
     descriptor, notes = tempfile.mkstemp(prefix="dtypedoctor-treat-")
     os.close(descriptor)

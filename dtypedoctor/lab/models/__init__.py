@@ -2,5 +2,5 @@
 
 from dtypedoctor.plugins import Model
 
-MODELS = (Model(name="llama-tiny", build="dtypedoctor.lab.models.build:llama_tiny", needs=("transformers",)),)
+MODELS = (Model(name="llama-tiny", build="dtypedoctor.lab.models.builtin:llama_tiny", needs=("transformers",)),)
 """The models that come with dtypedoctor and are for no ticket."""

@@ -15,9 +15,7 @@ from typing import Any, cast
 
 import numpy
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dtypedoctor._torch_private import buffers_of, is_persistent
 from dtypedoctor.corrections.contract import runs_other_forward
@@ -62,6 +60,7 @@ def _tokenizer_of_bytes() -> Any:
     """None without transformers: what runs without it asks for no tokenizer."""
     if not is_installed("transformers"):
         return None
+    from dtypedoctor.lab.models.builtin import byte_tokenizer
 
     return byte_tokenizer()
 
@@ -458,46 +457,3 @@ def _packed(linear: nn.Linear, spec: Quantization, compute: torch.dtype, stored:
     if linear.bias is not None:
         packed.bias = nn.Parameter(linear.bias.data, requires_grad=False)
     return packed
-
-
-def llama_tiny(*, layers: int = 2, hidden: int = 64, intermediate: int = 128) -> nn.Module:
-    """A Llama with 4 heads of 16 dimensions."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-        **SPECIAL_TOKENS,
-    )
-    return LlamaForCausalLM(config)
-
-
-SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
-
-SPECIAL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
-"""Their ids, as configurations of models name them."""
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per byte (256) after the special tokens pad=0, eos=1, bos=2, unk=3."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate((*SPECIAL, *alphabet))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>"
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
-
-
-VOCABULARY_SIZE = len(SPECIAL) + 256

@@ -24,7 +24,8 @@ from dtypedoctor.corrections.contract import (
     wrap_forwards,
 )
 from dtypedoctor.errors import UsageError
-from dtypedoctor.lab.models.build import VOCABULARY_SIZE, quantize_linears
+from dtypedoctor.lab.models.build import quantize_linears
+from dtypedoctor.lab.models.builtin import VOCABULARY_SIZE
 from dtypedoctor.lab.scenarios.model import Quantization
 
 

@@ -30,7 +30,7 @@ from dtypedoctor.corrections.contract import (
     require_signature,
 )
 from dtypedoctor.errors import UsageError
-from dtypedoctor.lab.models.build import llama_tiny
+from dtypedoctor.lab.models.builtin import llama_tiny
 from dtypedoctor.lab.tickets import dequantize, fused_lora
 from dtypedoctor.lab.tickets.fused_lora import Base
 

@@ -18,7 +18,7 @@ from dtypedoctor.corrections.contract import (
     replace_attribute,
     require_signature,
 )
-from dtypedoctor.lab.models.build import SPECIAL_TOKENS, VOCABULARY_SIZE
+from dtypedoctor.lab.models.builtin import SPECIAL_TOKENS, VOCABULARY_SIZE
 
 
 def gemma4_tiny(*, layers: int = 2, hidden: int = 64, intermediate: int = 128) -> nn.Module:

@@ -23,7 +23,7 @@ from dtypedoctor.corrections.contract import (
     require_signature,
 )
 from dtypedoctor.errors import UsageError
-from dtypedoctor.lab.models.build import VOCABULARY_SIZE
+from dtypedoctor.lab.models.builtin import VOCABULARY_SIZE
 from dtypedoctor.lab.tickets import nf4_ctypes
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from dtypedoctor.lab.models.build import SPECIAL_TOKENS, VOCABULARY_SIZE, byte_tokenizer
+from dtypedoctor.lab.models.builtin import SPECIAL_TOKENS, VOCABULARY_SIZE, byte_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 import unsloth_kernels

@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextMLP
 from trl import GRPOConfig, GRPOTrainer
 
-from dtypedoctor.lab.models.build import byte_tokenizer
+from dtypedoctor.lab.models.builtin import byte_tokenizer
 from dtypedoctor.lab.tickets.gemma4 import gemma4_tiny
 
 sys.path.insert(0, str(Path(__file__).parent))
