@@ -32,7 +32,7 @@ def test_a_training_that_is_ended_anyhow_loses_at_most_the_module_that_was_execu
 @pytest.mark.release
 @pytest.mark.timeout(3000)
 def test_hundreds_of_trainings_that_are_ended_anyhow_lose_at_most_the_module_that_was_executed(tmp_path: Path) -> None:
-    """More than 200 ends, all ways alike; ``python tests/e2e/fault_table.py`` prints the table of docs/reliability.md."""
+    """More than 200 ends, all ways alike; ``python tests/e2e/fault_table.py`` prints the table of docs/measurements/reliability.md."""
     assert wrong(tmp_path, MANY, seed=23) == {}
 
 
