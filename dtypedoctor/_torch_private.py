@@ -674,20 +674,17 @@ _entry = _optional("_C._RestorePythonTLSSnapshot", "values of operators that cal
 
 _Keys = torch._C.DispatchKeySet
 _AUTOCAST = {name: _Keys(key) for name, key in vars(torch._C.DispatchKey).items() if name.startswith("Autocast")}
-HIDDEN_KEYS: Any = functools.reduce(
-    or_,
-    _AUTOCAST.values(),
-    _Keys(torch._C.DispatchKey.Conjugate)
-    | _Keys(torch._C.DispatchKey.Negative)
-    | _Keys(torch._C.DispatchKey.ZeroTensor),
+CONJUGATE_KEYS: Any = functools.reduce(
+    or_, (_Keys(getattr(torch._C.DispatchKey, name)) for name in ("Conjugate", "Negative", "ZeroTensor"))
 )
+HIDDEN_KEYS: Any = functools.reduce(or_, _AUTOCAST.values(), CONJUGATE_KEYS)
 """What the dispatcher does above a mode, and leaves out below it: it casts for autocast, and computes conjugates that were put off."""
 
 
 @functools.cache
-def keys_inside(operator: Any) -> Any:
-    """Those of the hidden keys that hold for the operators that one calls: autocast does not where it has cast for the whole."""
-    casts = [keys for name, keys in _AUTOCAST.items() if _has_kernel_for(operator, name)]
+def keys_inside(*operators: Any) -> Any:
+    """Those of the hidden keys that hold for what operators call, one inside of the other: autocast does not where it has cast for one of them."""
+    casts = [keys for name, keys in _AUTOCAST.items() if any(_has_kernel_for(one, name) for one in operators)]
     return functools.reduce(sub, casts, HIDDEN_KEYS)
 
 

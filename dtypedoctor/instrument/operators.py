@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from dtypedoctor._torch_private import (
+    CONJUGATE_KEYS,
     HIDDEN_KEYS,
     DispatchMode,
     OpOverload,
@@ -447,6 +448,27 @@ def _counting_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return result
 
 
+@cache
+def _keys_of_direct_call(func: OpOverload) -> Any:
+    """What the dispatcher does inside of an operator, of which is not known what called it: all that is made of others has been taken apart above the mode.
+
+    Autocast may have cast for the caller, and then does nothing inside. So it is asked only where the program calls an operator itself, or by a caller
+    that is known.
+    """
+    if func.namespace != "aten":
+        return keys_inside(func)
+    callers = _CALLED_BY.get(str(func))
+    return CONJUGATE_KEYS if callers is None else keys_inside(func, *callers)
+
+
+_CALLED_BY: dict[str, tuple[OpOverload, ...]] = {
+    "aten._transformer_encoder_layer_fwd.default": (),
+    "aten._native_multi_head_attention.default": (),
+    "aten._trilinear.default": (torch.ops.aten.bilinear.default,),
+    "aten.linalg_pinv.atol_rtol_tensor": (),
+}
+"""Operators whose kernels leave it to autocast to cast for those that they call, by trying all of torch's, and what else than the program calls them."""
+
 _hidden: set[type] = set()
 
 
@@ -491,7 +513,8 @@ class OperatorMode(DispatchMode):
             return _counting_writes(func, args, kwargs)
         if _calls_no_other(func):
             return func(*args, **kwargs)
-        with with_keys(keys_inside(func) & self._keys):
+        keys = keys_inside(func) if torch.is_inference_mode_enabled() else _keys_of_direct_call(func)
+        with with_keys(keys & self._keys):
             return func(*args, **kwargs)
 
     def taken_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from patience import PATIENCE
 from torch import Tensor, nn
 from watched import watched
 
+from dtypedoctor.instrument import operators
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.operators import OperatorMode, for_wider, is_whole, tensors_of
 
@@ -165,6 +166,7 @@ CALLING = {
     "a sum of products": lambda: torch.einsum("bij,bjk->bik", SQUARE, SQUARE),
     "a covariance": lambda: torch.cov(SQUARE[0]),
     "attention": lambda: nn.functional.scaled_dot_product_attention(SQUARE[None], SQUARE[None], SQUARE[None], SQUARE),
+    "attention in steps": lambda: torch._scaled_dot_product_attention_math(SQUARE, SQUARE, SQUARE)[0],
     "an inverse transform": lambda: torch.fft.hfftn(torch.complex(SQUARE, SQUARE.flip(0))),
     "an interpolation": lambda: nn.functional.interpolate(SQUARE[None], scale_factor=1.7, mode="bicubic"),
     "an operator of the program": lambda: own_product(SQUARE),
@@ -200,3 +202,22 @@ def test_a_model_is_exported_under_a_mode() -> None:
     with Through():
         exported = torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),))
     assert "aten.linear.default" in exported.graph_module.code
+
+
+def test_what_autocast_has_cast_for_is_left_alone_inside() -> None:
+    """Attention in steps has its softmax in half precision, and autocast would make it float32: on a GPU it would for any that the program calls."""
+    softmax = torch.ops.aten._safe_softmax.default
+    seen: list[Any] = []
+
+    class Asking(Through):
+        def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+            seen.append(func)
+            return super().run(func, args, kwargs)
+
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), Asking():
+        nn.functional.scaled_dot_product_attention(SQUARE, SQUARE, SQUARE, SQUARE.bool(), dropout_p=0.5)
+    assert softmax in seen
+    keys = operators._keys_of_direct_call(softmax)
+    assert not keys.has(torch._C.DispatchKey.AutocastCUDA)
+    assert operators._keys_of_direct_call(torch.ops.aten._trilinear.default).has(torch._C.DispatchKey.AutocastCPU)
+    assert not operators._keys_of_direct_call(torch.ops.aten._trilinear.default).has(torch._C.DispatchKey.AutocastCUDA)
