@@ -478,7 +478,8 @@ class InPlaceReplays:
             kept.moved = True
 
     def _step_is_over(self) -> None:
-        self._calls = [kept for kept in self._calls if not kept.old]
+        """What a device computes may become known in the next step; the inputs of a call whose results are known are the program's own again."""
+        self._calls = [kept for kept in self._calls if not kept.old and not self._is_known_at_once(kept.live.module)]
         for kept in self._calls:
             kept.old = True
 

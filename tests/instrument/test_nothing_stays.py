@@ -65,3 +65,20 @@ def test_what_was_watched_is_let_go_of(kind: str, fails: bool, pair: None, tmp_p
     left = watched(kind, tmp_path / "watched", fails=fails)
     gc.collect()
     assert [type(one).__name__ for ref in left if (one := ref()) is not None] == []
+
+
+def test_the_inputs_of_a_step_die_with_it(tmp_path: Path) -> None:
+    """A call is kept until it is known that it has not failed, which on a CPU is so when the optimizer has made its step."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> weakref.ref[Tensor]:
+        x = torch.randn(2, 4)
+        hidden = model[0](x)  # each of them is an outermost call
+        model[1](hidden).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return weakref.ref(x)
+
+    with dtypedoctor.watch(model, out=tmp_path / "watched"):
+        assert [step()() for _ in range(4)] == [None] * 4
