@@ -575,9 +575,59 @@ def count_no_global_hook_of(own: frozenset[int]) -> Callable[[], None]:
     return undo
 
 
-def forget_global_hook(number: int) -> None:
-    """Removes what torch 2.13 keeps of a removed global hook: that it takes keyword arguments. Nothing to do without the name."""
-    getattr(_modules, "_global_forward_hooks_with_kwargs", {}).pop(number, None)
+class ModuleHooks:
+    """Two global hooks, before and after each module call, that can be lifted while one call runs: then torch calls all modules inside of it as
+    if there were no hooks. Without the names they are not lifted.
+
+    Attributes:
+        lifted_for: the module of whose call alone the end is told; None while they are in place.
+    """
+
+    def __init__(self) -> None:
+        self.lifted_for: nn.Module | None = None
+        self.places: list[tuple[Any, Any, Callable[..., None]]] = []
+        """Of each hook where torch keeps it, its handle, and itself."""
+        self.own: Any = None
+        """The handle of the hook for the end of one call."""
+
+    def put(self, before: Callable[..., None], after: Callable[..., None]) -> frozenset[int]:
+        """Puts them in place; returns the numbers of their handles."""
+        pre = _modules.register_module_forward_pre_hook(before)
+        post = _modules.register_module_forward_hook(after, with_kwargs=True, always_call=True)
+        self.places = [
+            (getattr(_modules, "_global_forward_pre_hooks", None), pre, before),
+            (getattr(_modules, "_global_forward_hooks", None), post, after),
+        ]
+        return frozenset((pre.id, post.id))
+
+    def lift(self, module: nn.Module, ended: Callable[..., None]) -> None:
+        """``module`` is being called: until :meth:`put_back` torch tells only ``ended``, of the end of this call."""
+        if any(hooks is None for hooks, _, _ in self.places):
+            return
+        self.put_back()
+        self.lifted_for = module
+        self.own = module.register_forward_hook(ended, prepend=True, with_kwargs=True, always_call=True)
+        for hooks, handle, _ in self.places:
+            hooks.pop(handle.id, None)
+
+    def put_back(self, *, keep: bool = False) -> None:
+        """Puts the hooks in place again, before those of the program. The one for the end of the call stays with ``keep``, which torch may be
+        about to ask for the next one after it."""
+        if self.lifted_for is not None:
+            self.lifted_for = None
+            for hooks, handle, hook in self.places:
+                hooks[handle.id] = hook
+                hooks.move_to_end(handle.id, last=False)
+        if self.own is not None and not keep:
+            self.own.remove()
+            self.own = None
+
+    def remove(self) -> None:
+        """Removes them; torch 2.13 keeps of a removed one that it takes keyword arguments."""
+        self.put_back()
+        for _, handle, _ in self.places:
+            handle.remove()
+            getattr(_modules, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
 
 
 # With a fallback: autocast, gradient scaling, attention ---------------------------------------------------------------------------------

@@ -94,10 +94,15 @@ class OptimizerSamples:
 
     def glance(self, optimizer: Optimizer) -> None:
         """Asks of all gradients by one operator whether they are finite, and measures those that are not."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return
         of_device: dict[torch.device, list[tuple[Rooted, Tensor]]] = {}
         for named in self._of(optimizer).named:
             gradient = named[2].grad
-            values = gradient if gradient is None or measurable(gradient) else held_values(gradient)
+            if gradient is None:
+                continue
+            is_plain = type(gradient) is Tensor and gradient.layout is torch.strided
+            values = gradient if is_plain else held_values(gradient)
             if values is not None and values.numel():
                 of_device.setdefault(values.device, []).append((named, values))
         for gradients in of_device.values():

@@ -114,7 +114,7 @@ ZEROS = "zeros"
 """Why a call is replayed whose gradients are zero for the most part."""
 UPSTREAM = "the gradient of what the model returns"
 
-VERSIONS = 16
+VERSIONS = 8
 """Parameters of a module whose versions are compared."""
 MAX_WAITING = 4
 """Failed calls that wait until their parameters are unsharded again."""

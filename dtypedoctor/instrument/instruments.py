@@ -296,7 +296,8 @@ class Instruments:
         if self.watching:
             self._samples.after_step(optimizer, looks=self.modules.looks)
             self.modules.flush()
-            self.names.glance_at_parameters()
+            if self.modules.looks:
+                self.names.glance_at_parameters()
 
     def _after_scaler(self, ended: ScalerStep) -> None:
         if not ended.called:
@@ -456,6 +457,7 @@ class Instruments:
 
     def _compiled_called(self) -> None:
         here = self.position.here
+        self.modules.compiled_called()
         if self.watching and not (here.stack or here.backward_depth):
             self.coverage.compiled_outside += 1
             self.guard.tell(COMPILED_OUTSIDE, WHY_COMPILED_OUTSIDE)

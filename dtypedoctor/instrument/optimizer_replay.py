@@ -207,8 +207,8 @@ def _copied(optimizer: Optimizer) -> tuple[list[Tensor], bool]:
     """The parameters that are copied before a step, and whether these are all of float16."""
     left, is_whole = share_of_device() // KEPT, True
     found = []
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    for parameter in filter(_is_at_risk, [one for one in parameters if one.dtype is torch.float16]):
+    narrow = [p for group in optimizer.param_groups for p in group["params"] if p.dtype is torch.float16]
+    for parameter in filter(_is_at_risk, narrow):
         size = bytes_of([parameter, parameter.grad, *_tensors(optimizer, parameter)])
         if size <= left:
             left -= size

@@ -343,12 +343,13 @@ class Sentinel(OperatorMode):
 
     def settle(self) -> None:
         """Puts the mode on the stack or takes it off, as the position of the program demands; cheap to call again."""
-        if self._thread != get_ident():
+        is_idle = not self._on and not self._lent and (self._pauses or not self.wanted())  # as always between looks
+        if is_idle or self._thread != get_ident():
             return
         with self._settling:
             if self._lent:
                 self._take_back()
-            wanted = not self._pauses and not self._position.stack and self._may_be_on()
+            wanted = not self._position.stack and self._may_be_on()
             if wanted != self._on:
                 self._into_stack() if wanted else self.off()
 
@@ -368,7 +369,7 @@ class Sentinel(OperatorMode):
 
     def _may_be_on(self) -> bool:
         position = self._position
-        if "optimizer" in position.overrides or not self.wanted():
+        if self._pauses or "optimizer" in position.overrides or not self.wanted():
             return False
         if position.backward_depth and (position.call or (self._is_thin and self._backwards % EACH)):
             return False

@@ -229,6 +229,17 @@ def forget_ended_calls(stack: list[nn.Module], thread: int) -> None:
     del stack[max(0, _calls_running(thread) - here) :]
 
 
+def calls_left_by(error: BaseException) -> tuple[list[nn.Module], Any]:
+    """The modules whose calls an exception has left that is on its way through the outermost of them, and the positional arguments of the innermost."""
+    trace, modules, args = error.__traceback__, [], ()
+    while trace is not None:
+        if trace.tb_frame.f_code is CALL_CODE or trace.tb_frame.f_code is FOLLOWED_CODE:
+            modules.append(local_of(trace.tb_frame, "self"))
+            args = local_of(trace.tb_frame, "args")
+        trace = trace.tb_next
+    return modules, args
+
+
 def calls_running() -> list[nn.Module]:
     """The modules whose calls are running in this thread, outermost first."""
     frame, modules = sys._getframe(), []

@@ -65,7 +65,11 @@ class Settings:
     @staticmethod
     def now() -> "Settings":
         """What is set now."""
-        return Settings(values=tuple(_read(read) for read, _ in _SETTINGS), device=_default_device())
+        try:
+            values = [read() for read, _ in _SETTINGS]
+        except (AttributeError, RuntimeError):
+            values = [_read(read) for read, _ in _SETTINGS]
+        return Settings(values=tuple(values), device=_default_device())
 
     @property
     def default_dtype(self) -> torch.dtype:

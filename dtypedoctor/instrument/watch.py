@@ -20,9 +20,9 @@ from torch.nn.modules import module as hooks
 from dtypedoctor._torch_private import (
     CompiledCall,
     DisableTensorClasses,
+    ModuleHooks,
     count_no_global_hook_of,
     follow_compiled_calls,
-    forget_global_hook,
     is_followed,
     tracing_state,
 )
@@ -31,7 +31,7 @@ from dtypedoctor.instrument.operators import being_recorded
 from dtypedoctor.instrument.places import Looks, Place, Places, Rows, Sites, When
 from dtypedoctor.instrument.recorders import Nonfinite, Recorders
 from dtypedoctor.instrument.returned import Returned
-from dtypedoctor.instrument.session import Here, Session, calls_running, forget_ended_calls
+from dtypedoctor.instrument.session import Here, Session, calls_left_by, calls_running, forget_ended_calls
 from dtypedoctor.instrument.statistics import Rooted
 from dtypedoctor.unpatched import perf_counter
 
@@ -99,7 +99,13 @@ class ModuleWatch:
         self._places = Places(session.names)
         self._recorders = Recorders(session, self._sites)
         self._returned = Returned(session, self._sites, self._recorders)
-        self._handles: list[Any] = []
+        self._hooks = ModuleHooks()
+        self._compiles = False
+        self._handled: BaseException | None = None
+        """The exception that was being handled when the hooks were lifted."""
+        self._inside: dict[int, int] = {}
+        """By the identity of an outermost module, the calls inside of its last one that was looked at: as many are taken to be in one that is not."""
+        self._inside_from = 0
         self._undo: list[Callable[[], None]] = []
         self._in_place: set[int] = set()
         """Identities of modules that are compiled in place and were called; one may have gone since, and another have it."""
@@ -142,12 +148,10 @@ class ModuleWatch:
         leaves = self._guard.shield(self._leave, "the outputs of some modules", quick=True)
         if self._budget is not None:
             enters, leaves = self._only_looked_at(enters, leaves)
-        self._handles = [
-            hooks.register_module_forward_pre_hook(enters),
-            hooks.register_module_forward_hook(leaves, with_kwargs=True, always_call=True),
-        ]
+        self._ended = self._guard.shield(self._end, "the outputs of some modules", quick=True)
         self._undo = [
-            count_no_global_hook_of(frozenset(handle.id for handle in self._handles)),
+            self._hooks.remove,
+            count_no_global_hook_of(self._hooks.put(enters, leaves)),
             follow_compiled_calls(self._around_compiled()),
         ]
 
@@ -170,7 +174,7 @@ class ModuleWatch:
             if is_compiling():
                 return compiled(*args, **kwargs)
             if self._passed is not None and self._passed is not module:
-                self._coverage.module_calls_skipped += 1
+                self._coverage.module_calls_skipped += self._hooks.lifted_for is None
                 return compiled(*args, **kwargs)
             enters(module)
             output: Any = _RAISED
@@ -192,19 +196,23 @@ class ModuleWatch:
         raises is told of as if it had been entered.
         """
         position, coverage, in_place = self._position, self._coverage, self._in_place
+        raised = self._guard.shield(self._raised_inside, "the outputs of some modules")
 
         def enter(module: nn.Module, args: Any) -> None:
             if is_compiling():
                 return
             passed = self._passed
-            if passed is module or (passed is None and (self._looks or not self._skips(module))):
+            if passed is None:
+                if self._looks or not self._skips(module):
+                    enters(module, args)
+            elif passed is module or (id(module) in self._alone and not self._skipping):
                 enters(module, args)
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any = _RAISED) -> None:
             if is_compiling():
                 return
             passed = self._passed
-            if passed is None or (passed is module and not self._skipping):
+            if passed is None or (not self._skipping and (passed is module or id(module) in self._alone)):
                 leaves(module, args, kwargs, output)
                 return
             if output is not _RAISED:
@@ -215,12 +223,13 @@ class ModuleWatch:
                 self._passed, self._skipping = None, False
                 (position.of.here or position.last).stack.clear()
 
-        def raised(module: nn.Module, args: Any) -> None:
-            if self.raised_in[0] != id(sys.exc_info()[1]) and self._replay is None:
-                (position.of.here or position.last).stack[:] = calls_running()
-                leaves(module, args, {})
-
         return enter, leave
+
+    def _raised_inside(self, module: nn.Module, args: Any) -> None:
+        """The call of a module that is not looked at has raised: it is as if it, and those around it, had been entered."""
+        if self.raised_in[0] != id(sys.exc_info()[1]) and self._replay is None:
+            self._position.stack[:] = calls_running()
+            self._leave_any(module, args, {}, _RAISED)
 
     def _skips(self, module: nn.Module) -> bool:
         """Whether nobody is told of an outermost call: it is recomputed, or one of many in quick succession. The first call in a step is never skipped."""
@@ -238,10 +247,6 @@ class ModuleWatch:
 
     def stop(self) -> None:
         """Stops watching; everything measured so far gets into the trace."""
-        for handle in self._handles:
-            handle.remove()
-            forget_global_hook(handle.id)
-        self._handles = []
         while self._undo:
             self._undo.pop()()
         self._recorders.finish()
@@ -433,6 +438,32 @@ class ModuleWatch:
             self._recorders.begin_call()
             for listener in self.before_root:
                 listener(module)
+            self._inside_from = self._coverage.module_calls
+            if self._passed is module and not (self._alone or self._compiles or id(module) in self._in_place):
+                self._handled = sys.exc_info()[1]
+                self._hooks.lift(module, self._ended)
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """The call for which the hooks were lifted is over."""
+        error = sys.exc_info()[1]
+        if self._hooks.lifted_for is not module:  # a copy of it, made while it was called
+            return
+        if output is not None or error is self._handled or error is None:
+            self._hooks.put_back()
+            self._coverage.module_calls_skipped += self._inside.get(id(module), 1) - 1
+            self._leave_any(module, args, kwargs, output)
+            return
+        self._hooks.put_back(keep=True)  # torch is going through those of the module
+        inner, inner_args = calls_left_by(error)
+        self._position.stack[:] = inner
+        if inner[-1] is not module:
+            self._leave_any(inner[-1], inner_args, {}, _RAISED)
+        self._leave_any(module, args, {}, _RAISED)
+
+    def compiled_called(self) -> None:
+        """A compiled function is about to be entered: from here on the hooks stay, since it may be compiled with as many as there are."""
+        self._compiles = True
+        self._hooks.put_back()
 
     @property
     def _leader(self) -> Here | None:
@@ -551,6 +582,8 @@ class ModuleWatch:
     def _leave_root(self, module: nn.Module, here: Here) -> None:
         led = self._leader is here
         if led:
+            if self._passed is None:
+                self._inside[id(module)] = self._coverage.module_calls - self._inside_from
             self._passed = None
         try:
             self._recorders.end_call(leads=led)

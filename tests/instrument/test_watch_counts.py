@@ -9,17 +9,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as hooks
 from transformers import LlamaConfig, LlamaForCausalLM
 from watched import watched as watched_by
 
 import dtypedoctor
+from dtypedoctor._torch_private import number_of_modes
 from dtypedoctor.instrument import batches, recorders
-from dtypedoctor.instrument.budget import budget_of
+from dtypedoctor.instrument.budget import Budget, budget_of
 from dtypedoctor.instrument.device_rows import Asked, NormRows
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.readable import Arrivals
@@ -356,6 +358,84 @@ def test_a_program_can_ask_for_the_sentinel_only(tmp_path: Path) -> None:
     assert {site.kind for site in measured} >= {"loss", "param"}
     assert not any(site.kind == "output" for site in measured)
     assert watch.report is not None
+
+
+class Probe(nn.Module):
+    """Notes which hooks and modes there are while an inner module runs."""
+
+    seen: ClassVar[list[tuple[int, int, int]]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Passes on what it gets."""
+        kept = hooks._global_forward_pre_hooks, hooks._global_forward_hooks
+        self.seen.append((*map(len, kept), number_of_modes()))
+        return x
+
+
+class Layers(nn.Module):
+    """Many modules in a row, one of which is a :class:`Probe`."""
+
+    def __init__(self, number: int = 40) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(number)), Probe())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Makes a loss."""
+        return self.layers(x).square().mean()
+
+
+def step_between_looks(directory: Path, model: nn.Module) -> tuple[int, list[tuple[int, int, int]]]:
+    """Own calls of a training step that is not looked at, and what the probe has seen in it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        model(torch.ones(4, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = []
+
+    def work(instruments: Instruments) -> None:
+        instruments.in_place.begin()
+        for _ in range(ORDINARY):
+            step()
+        Probe.seen.clear()
+        found.append(own_calls(step))
+
+    watched_by(directory, work, budget=Budget(every=1_000))
+    return found[0], list(Probe.seen)
+
+
+def test_a_step_between_looks_has_neither_hooks_nor_modes_and_takes_few_calls(tmp_path: Path) -> None:
+    """Its inner modules are called as if nobody watched, however many there are, and so are its operators."""
+    for number in (4, 40):
+        (tmp_path / str(number)).mkdir()
+        calls, seen = step_between_looks(tmp_path / str(number), Layers(number))
+        assert seen == [(0, 0, 0)]
+        assert calls <= 700 + 4 * number  # each has two parameters
+
+
+def test_between_looks_compiled_code_keeps_the_hooks_that_it_was_compiled_with(tmp_path: Path) -> None:
+    """Torch guards their number: without them it would compile again. They return at once."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = Layers(4)
+    model.layers[0] = torch.compile(model.layers[0], backend="eager")
+    calls, seen = step_between_looks(tmp_path, model)
+    assert seen == [(1, 1, 0)]
+    assert calls <= 760
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_step_of_ddp_between_looks_takes_few_calls_for_each_module(tmp_path: Path) -> None:
+    """What is inside of the wrapper can be called alone, and is kept for that; the modules inside of it pass by."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        calls, seen = step_between_looks(tmp_path, nn.parallel.DistributedDataParallel(Layers()))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert seen[0][2] == 0
+    assert calls <= 1_200
 
 
 def test_numbers_come_in_the_order_in_which_they_were_asked_for() -> None:
