@@ -101,6 +101,7 @@ _KEEPING = (
     "aten::_efficient",
     "aten::_cudnn",
     "aten::_thnn",
+    "aten::_ctc_loss",
 )
 """Beginnings of the names of operators whose further results only their backward reads."""
 

@@ -307,6 +307,13 @@ def infinities_that_are_asserted() -> None:
     TestCase().assertTrue(math.isnan(as_a_number(one * 0 / 0)))  # noqa: PT009
 
 
+def alignments_that_cannot_be() -> None:
+    scores = (torch.randn(10, 3, 4, dtype=torch.bfloat16) * 2).float().log_softmax(-1)
+    lengths = torch.full((3,), 10), torch.full((3,), 3)
+    loss = torch.nn.functional.ctc_loss(scores, torch.ones(3, 3, dtype=torch.long), *lengths, zero_infinity=True)
+    print(loss.item())
+
+
 def as_a_number(value: Tensor) -> float:
     return value.item()
 
@@ -314,6 +321,7 @@ def as_a_number(value: Tensor) -> float:
 HEALTHY: tuple[Callable[[], None], ...] = (
     nothing_divided_by_nothing,
     infinities_that_are_asserted,
+    alignments_that_cannot_be,
     masked_causally,
     best_so_far,
     degrees_of_a_graph,
