@@ -489,3 +489,14 @@ def test_tensors_that_are_not_read_outside_of_modules_are_named(tmp_path: Path, 
     """A count of operators alone does not tell what was left out."""
     trace = watched(tmp_path, lambda _: made())
     assert [note.what for note in trace.all(NotWatched)] == named
+
+
+def test_what_an_operator_keeps_for_its_backward_alone_is_no_result(tmp_path: Path) -> None:
+    """The kernel of ``ctc_loss`` hands out logarithms of alignments, and those that cannot be are -inf."""
+
+    def aligned() -> None:
+        scores = (torch.randn(10, 3, 4, dtype=torch.bfloat16) * 2).float().log_softmax(-1)
+        lengths = torch.full((3,), 10), torch.full((3,), 3)
+        torch.nn.functional.ctc_loss(scores, torch.ones(3, 3, dtype=torch.long), *lengths).item()
+
+    assert not list(watched(tmp_path, lambda _: aligned()).observed(NonfiniteReached))
