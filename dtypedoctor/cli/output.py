@@ -110,7 +110,14 @@ def standard_streams() -> Iterator[None]:
     stream's encoding lacks becomes ``?``.
     """
     for descriptor in _DESCRIPTORS:
-        _open_if_closed(descriptor)
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+            os.set_inheritable(descriptor, True)
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _never_raising(sys.stdout, 1), _never_raising(sys.stderr, 2)
     try:
@@ -133,17 +140,6 @@ def lost_output() -> OSError | None:
     sys.stdout.flush()
     trouble = getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "trouble", None)
     return trouble if isinstance(trouble, OSError) and not isinstance(trouble, BrokenPipeError) else None
-
-
-def _open_if_closed(descriptor: int) -> None:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        opened = os.open(os.devnull, os.O_RDWR)
-        if opened != descriptor:
-            os.dup2(opened, descriptor)
-            os.close(opened)
-        os.set_inheritable(descriptor, True)
 
 
 def _never_raising(stream: TextIO | None, descriptor: int) -> TextIO:

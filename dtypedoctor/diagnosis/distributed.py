@@ -14,8 +14,8 @@ from dtypedoctor.diagnosis.rule import Confidence, Finding, most_severe_first
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.trace.events import Observed, Raised, Sample, Site
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.ranks import Succession
 from dtypedoctor.trace.records.models import CollectiveCall, ProcessGroup
-from dtypedoctor.trace.succession import Succession
 
 SENT, RECEIVED = "sent", "received"
 ONE_SIDED = frozenset({"broadcast", "scatter"})

@@ -3,7 +3,7 @@
 How a fix changes a scenario is in :mod:`dtypedoctor.lab.trials.changes`.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dtypedoctor.diagnosis.rule import Rule
@@ -157,12 +157,8 @@ def remedies() -> Mapping[str, Remedy]:
     """Every remedy by its id: those of dtypedoctor, each correction that needs no list of modules, those of plug-ins."""
     corrections = {one.id: _switching_on(one) for one in registered(Correction).values() if not one.needs_modules}
     everything = {**REMEDIES, **corrections, **registered(Remedy)}
-    _remark_unknown_fixes({*everything, *registered(Correction)})
-    return everything
-
-
-def _remark_unknown_fixes(known: Collection[str]) -> None:
-    """Names the plug-ins' findings that propose a fix which nobody has."""
+    # Names the plug-ins' findings that propose a fix which nobody has
+    known = {*everything, *registered(Correction)}
     for rule in registered(Rule).values():
         for spec in rule.specs:
             for name in (*spec.proposed, *spec.settled_by):
@@ -171,6 +167,7 @@ def _remark_unknown_fixes(known: Collection[str]) -> None:
                     remark(
                         f"{label}: {spec.id} proposes the fix {quoted(name)}, which there is not{did_you_mean(name, known)}"
                     )
+    return everything
 
 
 def _switching_on(correction: Correction) -> Remedy:

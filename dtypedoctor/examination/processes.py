@@ -59,7 +59,11 @@ class Leading:
             return led
         if self._spawned is None:
             self._spawned = _leading(led)
-        return _led_by(led, self._spawned)
+        if self._spawned not in led.children:  # the script itself, or in this run there is no such process
+            return replace(led, others=tuple(led.children.values()))
+        others = tuple(child for other, child in led.children.items() if other != self._spawned)
+        lead = led.children[self._spawned]
+        return replace(lead, exit=led.exit, spawned=self._spawned, others=(replace(led, children={}), *others))
 
 
 def said_of_spawned(findings: tuple[Finding, ...], run: Run) -> tuple[Finding, ...]:
@@ -101,14 +105,6 @@ def _first_through_collectives(failed: Mapping[int, Run]) -> int | None:
     ranks = [Rank(number=number, trace=one.trace, code=one.exit.code, ended="") for number, one in failed.items()]
     together = len(ranks) > 1 and all(rank.collectives[SENT] for rank in ranks)
     return leading_rank(ranks) if together else None
-
-
-def _led_by(run: Run, number: int) -> Run:
-    if number not in run.children:  # the script itself, or in this run there is no such process
-        return replace(run, others=tuple(run.children.values()))
-    others = tuple(child for other, child in run.children.items() if other != number)
-    lead = run.children[number]
-    return replace(lead, exit=run.exit, spawned=number, others=(replace(run, children={}), *others))
 
 
 def is_job(place: Path) -> bool:

@@ -89,7 +89,11 @@ class DtypeDoctorCallback(TrainerCallback):
             statistics=self._trainer is not None,
         )
         self._watched.begin(kwargs.get("model"))
-        self._before_trackers()
+        # At the end of a training trackers close their run: the findings have to be there before
+        callbacks = self._trainer.callback_handler.callbacks if self._trainer is not None else []
+        if self in callbacks:
+            callbacks.remove(self)
+            callbacks.insert(0, self)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Gives the trackers the statistics since the last time."""
@@ -102,13 +106,6 @@ class DtypeDoctorCallback(TrainerCallback):
             self._end(None, "")
             if self.report is not None:
                 self._track(self.report.scalars(), args, state, control)
-
-    def _before_trackers(self) -> None:
-        """At the end of a training trackers close their run: the findings have to be there before."""
-        callbacks = self._trainer.callback_handler.callbacks if self._trainer is not None else []
-        if self in callbacks:
-            callbacks.remove(self)
-            callbacks.insert(0, self)
 
     def _track(self, values: dict[str, float], args: Any, state: Any, control: Any) -> None:
         """Logs to the trackers alone: the trainer's own history and what it prints stay as they are."""

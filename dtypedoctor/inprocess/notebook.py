@@ -83,7 +83,17 @@ class _Doctor:
             block.__enter__()
         except RefusedError as error:
             raise UsageError(f"%%doctor: {error}") from error
-        self._show_when_over(block)
+        # Shows the report once the cell has ended: under the traceback where it has raised
+        events = self._shell.events
+
+        def show(*_: Any) -> None:
+            events.unregister("post_run_cell", show)
+            if block.report is not None:
+                from IPython.display import display
+
+                display(block.report)
+
+        events.register("post_run_cell", show)
         with ExitStack() as stack:
             stack.push(block.__exit__)
             return self._run(cell)
@@ -102,16 +112,3 @@ class _Doctor:
         exec(shell.compile(tree, name, "exec"), shell.user_ns)  # noqa: S102  (the user's own cell)
         value = shell.user_ns.pop(_VALUE, None)
         return None if source.rstrip().endswith(";") else value
-
-    def _show_when_over(self, block: watch) -> None:
-        """Shows the report once the cell has ended: under the traceback where it has raised."""
-        events = self._shell.events
-
-        def show(*_: Any) -> None:
-            events.unregister("post_run_cell", show)
-            if block.report is not None:
-                from IPython.display import display
-
-                display(block.report)
-
-        events.register("post_run_cell", show)

@@ -38,8 +38,8 @@ from dtypedoctor.instrument.operators import FOLLOWED, SHARED, Followed, tensors
 from dtypedoctor.instrument.places import Looks, Place
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.trace.ranks import Succession
 from dtypedoctor.trace.records.models import CollectiveCall, ProcessGroup
-from dtypedoctor.trace.succession import Succession
 
 
 def root_of(name: str, args: tuple[Any, ...], group: int) -> int | None:

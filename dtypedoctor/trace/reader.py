@@ -13,7 +13,6 @@ from typing import Any
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import open_file, read_head, reason
 from dtypedoctor.trace.cursor import CURSOR, read_called, read_entered, read_mark, read_stopped
-from dtypedoctor.trace.details import FOLDED, detail_files, folded_from_json
 from dtypedoctor.trace.events import (
     End,
     Flow,
@@ -26,7 +25,7 @@ from dtypedoctor.trace.events import (
     TensorNote,
 )
 from dtypedoctor.trace.lines import EVENTS, open_lines
-from dtypedoctor.trace.loader import DAMAGED, Loader
+from dtypedoctor.trace.loader import DAMAGED, FOLDED, Loader, detail_files, folded_from_json
 from dtypedoctor.trace.model import Cursor, Folded, Trace
 from dtypedoctor.unpatched import from_json
 

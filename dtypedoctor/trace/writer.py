@@ -13,7 +13,6 @@ from dtypedoctor.interruptions import contained, is_interruption, say
 from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.redaction.secrets import recent_literals
 from dtypedoctor.trace.cursor import CURSOR, CURSOR_FORMAT, CURSOR_MAGIC, CursorPage
-from dtypedoctor.trace.details import DetailFiles
 from dtypedoctor.trace.events import (
     NAMES,
     End,
@@ -31,7 +30,7 @@ from dtypedoctor.trace.events import (
     Site,
 )
 from dtypedoctor.trace.lines import EVENTS, Lines
-from dtypedoctor.trace.loader import Loader
+from dtypedoctor.trace.loader import DetailFiles, Loader
 from dtypedoctor.trace.records import to_disk
 from dtypedoctor.unpatched import getpid, to_json
 

@@ -205,7 +205,14 @@ class ProcessWatch:
 
     def _note_loss(self, tensors: list[Tensor]) -> None:
         if not self._trainer_known and "transformers.trainer" in sys.modules:
-            self._note_log_filter()
+            # Writes down that a Trainer runs this backward pass which leaves losses that are not finite out of its log
+            frame: FrameType | None = sys._getframe()
+            while frame is not None and not frame.f_code.co_filename.endswith("transformers/trainer.py"):
+                frame = frame.f_back
+            trainer = frame.f_locals.get("self") if frame is not None else None
+            self._trainer_known = trainer is not None
+            if getattr(getattr(trainer, "args", None), "logging_nan_inf_filter", False) is True:
+                self.instruments.session.emit(LogFilter(trainer=type(trainer).__name__))
         if len(tensors) == 1 and not (self._scaled is not None and self._scaled.is_of(tensors[0])):
             self._ask_for(tensors[0])
 
@@ -218,16 +225,6 @@ class ProcessWatch:
         loss = values_of(tensor)
         if loss is not None and loss.numel() == 1:  # inside of vmap it holds one for each row
             self.instruments.arrivals.ask(loss, self._take_loss)
-
-    def _note_log_filter(self) -> None:
-        """Writes down that a Trainer runs this backward pass which leaves losses that are not finite out of its log."""
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and not frame.f_code.co_filename.endswith("transformers/trainer.py"):
-            frame = frame.f_back
-        trainer = frame.f_locals.get("self") if frame is not None else None
-        self._trainer_known = trainer is not None
-        if getattr(getattr(trainer, "args", None), "logging_nan_inf_filter", False) is True:
-            self.instruments.session.emit(LogFilter(trainer=type(trainer).__name__))
 
     def _take_loss(self, loss: float) -> None:
         self._loss = loss

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dtypedoctor.foreign_files import read_file
 from dtypedoctor.guardian import make_private_folder
@@ -34,13 +34,9 @@ from dtypedoctor.trace.ranks import (
     place_in_job,
     rank_directory,
 )
-from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import from_json, getpid
 from dtypedoctor.worker.on_import import no_collection
 from dtypedoctor.worker.recording import Recording, move_when_this_process_ends
-
-if TYPE_CHECKING:
-    from dtypedoctor.worker.process_watch import ProcessWatch
 
 FIRST_CHILD, LAST_CHILD = 101, 132
 """Numbers of recorded processes that are neither ranks nor numbered by ``multiprocessing``."""
@@ -228,7 +224,24 @@ class ScriptRecording:
         writer = self._recording.writer
         self._recording.follow_program("script")
         with no_collection(), contained() as ours:  # a defect of ours must not end the program
-            watch = _watch(writer, self._request)
+            # The watch that a request asks for; torch is there
+            from dtypedoctor.instrument.budget import budget_of
+            from dtypedoctor.worker.environment import StepDigest
+            from dtypedoctor.worker.process_watch import ProcessWatch
+
+            scenario, changes = self._request["scenario"], None
+            if self._request.get("changes"):  # whoever asks for them says what makes them
+                from dtypedoctor.plugins import resolve
+
+                changes = resolve(self._request["changes"])(writer, scenario)
+            watch = ProcessWatch(
+                writer,
+                watch=self._request["watch"],
+                every=scenario.get("watch_every", 1),
+                budget=budget_of(scenario.get("overhead_budget", "off")),
+                changes=changes,
+                digest=StepDigest() if self._request.get("witness") else None,
+            )
             self._recording.torch_is_there(watch)
             watch.start()
             if self._request["replay"]:
@@ -241,24 +254,3 @@ class ScriptRecording:
         if not self._recording.active:
             return
         self._recording.end(error)
-
-
-def _watch(writer: TraceWriter, request: Mapping[str, Any]) -> "ProcessWatch":
-    """The watch that a request asks for; torch is there."""
-    from dtypedoctor.instrument.budget import budget_of
-    from dtypedoctor.worker.environment import StepDigest
-    from dtypedoctor.worker.process_watch import ProcessWatch
-
-    scenario, changes = request["scenario"], None
-    if request.get("changes"):  # whoever asks for them says what makes them
-        from dtypedoctor.plugins import resolve
-
-        changes = resolve(request["changes"])(writer, scenario)
-    return ProcessWatch(
-        writer,
-        watch=request["watch"],
-        every=scenario.get("watch_every", 1),
-        budget=budget_of(scenario.get("overhead_budget", "off")),
-        changes=changes,
-        digest=StepDigest() if request.get("witness") else None,
-    )

@@ -11,7 +11,7 @@ from replay_programs import source_of
 from script_corpus import Case, cases
 
 from dtypedoctor.diagnosis.rule import Confidence
-from dtypedoctor.lab.trials.summary import compare_unwatched
+from dtypedoctor.lab.trials.judge import compare_unwatched
 from dtypedoctor.lab.trials.treatment import Plan
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Op

@@ -29,7 +29,7 @@ from dtypedoctor.instrument.sources import Sources
 from dtypedoctor.replay.allowed import Named, why_not
 from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, read_capsule
 from dtypedoctor.replay.script import CannotBeWrittenError, capsule_script
-from dtypedoctor.worker.capsule_call import _computes, call_of, load_capsule
+from dtypedoctor.worker.call_fixes import _computes, call_of, load_capsule
 
 CANARY = "DTYPEDOCTOR_CANARY"
 COMMAND = f"touch {CANARY}"

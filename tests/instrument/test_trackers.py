@@ -15,7 +15,7 @@ from torch import nn
 
 import dtypedoctor
 from dtypedoctor.errors import UsageError
-from dtypedoctor.inprocess.statistics import MOST_NAMED, Statistics
+from dtypedoctor.inprocess import MOST_NAMED, Statistics
 from dtypedoctor.trace.events import Observed, Site
 from dtypedoctor.trace.records.silent import GradientZeros, StalledParameter, Updates, Zeros
 

@@ -22,7 +22,7 @@ from dtypedoctor.examination.processes import Leading
 from dtypedoctor.examination.results import Treatment
 from dtypedoctor.lab.scenarios.model import Request
 from dtypedoctor.lab.trials.changes import is_script
-from dtypedoctor.lab.trials.summary import summarise_against
+from dtypedoctor.lab.trials.judge import summarise_against
 from dtypedoctor.lab.trials.treatment import Plan, treat
 from dtypedoctor.redaction.redact import REQUEST
 from dtypedoctor.runner.run import EXIT, Run, WorkerExit, collect

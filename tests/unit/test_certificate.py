@@ -9,7 +9,7 @@ import pytest
 from traces import TraceBuilder
 
 from dtypedoctor.examination.results import Observer
-from dtypedoctor.lab.trials.summary import compare_unwatched
+from dtypedoctor.lab.trials.judge import compare_unwatched
 from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.trace.events import Header, Metric, Raised, Resources
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtypedoctor.cli.configuration import KEYS, RUNS_VARIABLE, with_project_defaults
-from dtypedoctor.cli.main import _options_of
+from dtypedoctor.cli.main import KEYS, RUNS_VARIABLE, _options_of, with_project_defaults
 from dtypedoctor.errors import UsageError
 
 

@@ -15,8 +15,7 @@ from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.examination.fixes import remedies
 from dtypedoctor.examination.results import Outcome, RunSummary, Trial, not_tried
 from dtypedoctor.lab.scenarios.model import Scenario, ScenarioStep, Script
-from dtypedoctor.lab.trials.judge import Baselines, judge
-from dtypedoctor.lab.trials.summary import summarise_against
+from dtypedoctor.lab.trials.judge import Baselines, judge, summarise_against
 from dtypedoctor.plugins import Remedy
 from dtypedoctor.report.fixes import cured_sentence
 from dtypedoctor.runner.run import Run, WorkerExit

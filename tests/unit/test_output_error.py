@@ -3,7 +3,7 @@
 import pytest
 from traces import TraceBuilder
 
-from dtypedoctor.lab.trials.summary import output_error
+from dtypedoctor.lab.trials.judge import output_error
 from dtypedoctor.trace.events import ProbeLogProbs
 from dtypedoctor.trace.model import Trace
 

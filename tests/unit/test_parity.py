@@ -5,7 +5,7 @@ import math
 import pytest
 from traces import TraceBuilder
 
-from dtypedoctor.lab.trials.summary import parity
+from dtypedoctor.lab.trials.judge import parity
 from dtypedoctor.trace.events import Metric, ProbeLogProbs
 from dtypedoctor.trace.model import Trace
 

@@ -45,7 +45,7 @@ ELSEWHERE = {
     "lab/bisect/measurements.py": {"shutil.copyfile"},  # in the place of what was removed
     # the recorder, inside the program, in a directory that it has made
     "trace/cursor.py": {"os.open"},
-    "trace/details.py": {"part.write_bytes"},
+    "trace/loader.py": {"part.write_bytes"},
     "trace/lines.py": {"os.open"},
     "trace/writer.py": {"os.open", "path.read_bytes"},
 }  # fmt: skip

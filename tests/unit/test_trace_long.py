@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dtypedoctor.trace.details import FOLDED, Sizes, detail_files
 from dtypedoctor.trace.events import End, Header, Metric, ScalerState, Site
 from dtypedoctor.trace.lines import EVENTS
+from dtypedoctor.trace.loader import FOLDED, Sizes, detail_files
 from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trace.writer import TraceWriter
 

@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtypedoctor.analysis import ending_of
@@ -23,13 +24,14 @@ from dtypedoctor.lab.bisect.questions import (
     suspicion,
     with_offers,
 )
-from dtypedoctor.lab.bisect.results import Answer, Bisection, End, Kind, Symptom
-from dtypedoctor.lab.bisect.symptoms import symptom_of
+from dtypedoctor.lab.bisect.results import Answer, Bisection, End, Inside, Kind, Symptom
+from dtypedoctor.lab.bisect.symptoms import part_in_words, symptom_of
 from dtypedoctor.lab.scenarios.model import Request, Scenario, Script
 from dtypedoctor.lab.trials.judge import Baselines, judge
-from dtypedoctor.lab.trials.reduction import Node, Outcome
-from dtypedoctor.lab.trials.treatment import Plan, treat
+from dtypedoctor.lab.trials.reduction import BaselineError, Interrupted, Node, Options, Outcome, reduce
+from dtypedoctor.lab.trials.treatment import LaterRuns, Plan, treat
 from dtypedoctor.plugins import Remedy
+from dtypedoctor.replay.capsule import MODEL, read_capsule
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Root
 
@@ -138,7 +140,10 @@ class _Bisecting:
             return replace(
                 found, end=self._fails_throughout(setup, found), note=f"the float32 reference: {setup.healthy.reason}"
             )
-        forest = self._forest(setup, found)
+        before = found.treatment.before.trace
+        untreated = self._runner.run(probe_of(setup.workload)).trace
+        called = called_modules([before, untreated], setup.reference)
+        forest = plant(called, suspicion(untreated, found.failure.fqn))
         self._progress.stage(f"narrowing down modules by {describe(setup.workload)}")
         answer = ask(self._runner, setup, _about_modules(forest, setup, found.failure), self._progress.probe)
         kept = forest.names(frozenset(answer.culprits))
@@ -159,12 +164,6 @@ class _Bisecting:
             return End.UNRESOLVED
         before_rounding = self._runner.run(probe_of(unrounded(setup.workload)))
         return End.ROUNDED_WEIGHTS if symptom_of(before_rounding).healthy else End.DOMAIN_ERROR
-
-    def _forest(self, setup: ReferenceSetup, found: Bisection) -> Forest:
-        before = found.treatment.before.trace
-        untreated = self._runner.run(probe_of(setup.workload)).trace
-        called = called_modules([before, untreated], setup.reference)
-        return plant(called, suspicion(untreated, found.failure.fqn))
 
     def _refused(self, found: Bisection, answer: Answer) -> Bisection:
         """Why the reducer would not begin."""
@@ -277,3 +276,59 @@ def _about_corrections(offered: Sequence[str], setup: ReferenceSetup, failure: S
         names=lambda treated: tuple(one for one in offered if one in treated),
         failure=failure,
     )
+
+
+MOST_RUNS = 40
+"""Calls that a search may take; what is known by then is reported."""
+
+
+def bisect_inside(scenario: Scenario, before: Run, baselines: Baselines, later: LaterRuns) -> Inside | None:
+    """The parts of the capsule's module that must run in float32; None where the call does not fail, or its capsule is gone.
+
+    Args:
+        scenario: makes the call of a capsule.
+        before: its run with nothing changed.
+        baselines: what the trial of the parts that are found is compared with.
+        later: makes the other runs.
+    """
+    failure = symptom_of(before)
+    assert scenario.steps[0].model is not None  # it makes the call of a capsule
+    try:
+        fqn = read_capsule(Path(scenario.steps[0].model.name.removeprefix(MODEL))).fqn
+    except UsageError:
+        return None
+    forest = plant(called_modules([before.trace], before.trace), suspicion(before.trace, failure.fqn))
+    root = next((node for node in forest.tree.walk() if node.id == fqn), None)
+    if failure.healthy or root is None:
+        return None
+    runs: dict[frozenset[str], Run] = {}
+
+    def changed(treated: frozenset[str]) -> Scenario:
+        return with_kept(scenario, forest.names(treated))
+
+    def outcome(treated: frozenset[str]) -> Outcome:
+        if len(runs) == MOST_RUNS:
+            raise UsageError(f"{MOST_RUNS} runs were not enough")
+        made = later.attempt(f"inside-{len(runs) + 1}", Request(scenario=changed(treated)))
+        if isinstance(made, str):
+            raise UsageError(made)
+        runs[treated] = made
+        return symptom_of(made).outcome(failure)
+
+    size = len(root.leaves())
+    minimal, why = False, ""
+    try:
+        result = reduce(outcome, [root], Options(known=[(frozenset(), Outcome.FAIL)]))
+        parts, minimal = frozenset(result.culprits), result.one_minimal
+    except BaselineError:
+        last = next(iter(runs.values()))
+        return Inside(candidates=size, runs=len(runs), why=f"with all of it in float32: {symptom_of(last).reason}")
+    except Interrupted as ended:
+        parts, why = ended.best or frozenset(), f"the search ended early: {ended.__cause__}"
+    if not parts:
+        return Inside(candidates=size, runs=len(runs), why=why)
+    names = forest.names(parts)
+    summary = f"run {' and '.join(map(part_in_words, names))} in float32"
+    remedy = Remedy(id=KEEP, summary=summary, safe=True, change=lambda _: changed(parts))
+    trial = judge(remedy, changed(parts), runs[parts], baselines)
+    return Inside(parts=names, candidates=size, runs=len(runs), one_minimal=minimal, why=why, trial=trial)

@@ -137,7 +137,10 @@ STEPS = 6
 
 def measure_cost(runner: "ProbeRunner", workload: Scenario, modules: Sequence[str]) -> Cost | None:
     """Runs ``workload`` untreated and with ``modules`` in float32, one after the other; None where that is not possible."""
-    scenario = _longer(workload)
+    steps = workload.model_dump()["steps"]
+    if len(steps) == 1 and isinstance(workload.steps[0].workload, (Forward, Train)):
+        steps[0]["workload"]["steps"] = STEPS
+    scenario = workload.with_changes(steps=steps)
     try:
         plain = runner.run(probe_of(scenario), "cost-untreated").trace
         kept = runner.run(probe_of(with_kept(scenario, modules)), "cost-kept").trace
@@ -151,13 +154,6 @@ def measure_cost(runner: "ProbeRunner", workload: Scenario, modules: Sequence[st
         step_time=times[1],
         step_time_ratio=times[1] / times[0] if times[0] and times[1] else None,
     )
-
-
-def _longer(scenario: Scenario) -> Scenario:
-    steps = scenario.model_dump()["steps"]
-    if len(steps) == 1 and isinstance(scenario.steps[0].workload, (Forward, Train)):
-        steps[0]["workload"]["steps"] = STEPS
-    return scenario.with_changes(steps=steps)
 
 
 def _step_time(trace: Trace) -> float | None:

@@ -19,7 +19,7 @@ from dtypedoctor.analysis import ending_of
 from dtypedoctor.cli.reported import reported
 from dtypedoctor.cli.scripts import removed_if_refused
 from dtypedoctor.errors import UsageError
-from dtypedoctor.lab.bisect.inside import bisect_inside
+from dtypedoctor.lab.bisect.bisect import bisect_inside
 from dtypedoctor.lab.cli.live import IMPORTS, LiveView
 from dtypedoctor.lab.cli.scenario_files import load_checked, require_at_hand
 from dtypedoctor.lab.runner.launch import PRELOAD, WORKER, Launcher, Resident, run_ranks, run_script_of

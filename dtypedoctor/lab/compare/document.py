@@ -373,21 +373,17 @@ def _steps(steps: tuple[int, ...]) -> str:
 
 def _gaps(found: TraceComparison) -> Iterator[str]:
     for name, side in (("A", found.a), ("B", found.b)):
-        yield from _gaps_of(name, side)
+        # What was not recorded of one run
+        if not side.watched:
+            yield f"{name} was not instrumented, so none of its tensors was measured"
+        elif not side.tensors:
+            yield f"no tensor was measured in {name}"
+        if not side.complete:
+            yield f"the trace of {name} is cut short: it has no end record"
+        yield from (f"the trace of {name} is damaged: {damage}" for damage in side.damage)
     for name in ("A", "B"):
         yield from _only_in(name, [one for one in found.missing if one.only_in == name])
     yield from _surplus(found)
-
-
-def _gaps_of(name: str, side: Side) -> Iterator[str]:
-    """What was not recorded of one run."""
-    if not side.watched:
-        yield f"{name} was not instrumented, so none of its tensors was measured"
-    elif not side.tensors:
-        yield f"no tensor was measured in {name}"
-    if not side.complete:
-        yield f"the trace of {name} is cut short: it has no end record"
-    yield from (f"the trace of {name} is damaged: {damage}" for damage in side.damage)
 
 
 def _only_in(name: str, missing: Sequence[Missing]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial, wraps
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from dtypedoctor.plugins import Edit
 from dtypedoctor.source_edits import AlreadyCorrectedError, Hit, TargetMismatchError, install, release_of
@@ -222,7 +222,10 @@ class _Treatment:
             untried = "" if edited.release in seen else f"; it was tried on {', '.join(seen)}, not on this release"
             self._placed(edited.name, f"{release}, {', '.join(edited.places[-edited.added :])}{untried}")
         elif not edited.corrected_already:
-            _refuse(f"{edited.name} does not fit {release}: {edited.error}")
+            text = f"{edited.name} does not fit {release}: {edited.error}"
+            sys.stdout.flush()
+            print(f"error: {text}", file=sys.stderr, flush=True)
+            sys.exit(2)
         elif getpid() == self._root:
             _say(f"{edited.name} is not needed any more: {release}, {edited.error}")
 
@@ -343,9 +346,3 @@ class _ModelCorrection:
 
 def _say(text: str) -> None:
     print(f"dtypedoctor: {text}", file=sys.stderr, flush=True)
-
-
-def _refuse(text: str) -> NoReturn:
-    sys.stdout.flush()
-    print(f"error: {text}", file=sys.stderr, flush=True)
-    sys.exit(2)

@@ -26,7 +26,7 @@ from dtypedoctor.lab.scenarios.model import Lora, Model, Outlier, Perturbation, 
 from dtypedoctor.plugins import BUILTIN, known, registered, resolve
 from dtypedoctor.plugins import Model as Registered
 from dtypedoctor.replay.capsule import MODEL
-from dtypedoctor.worker.capsule_call import load_capsule
+from dtypedoctor.worker.call_fixes import load_capsule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,11 +149,8 @@ def load_scenario(path: Path, known: Mapping[str, Collection[str]] | None = None
     scenario, problems = read_scenario(data, path.stem, known or {})
     if problems or scenario is None:
         raise refusal(path, problems, f"{_HINT}{switched_off()}")
-    return _with_files_beside(scenario, path.resolve().parent)
-
-
-def _with_files_beside(scenario: Scenario, folder: Path) -> Scenario:
-    """Scripts and folders of models that are not found from the working directory are those in the scenario's own."""
+    # Scripts and folders of models that are not found from the working directory are those in the scenario's own
+    folder = path.resolve().parent
     steps = scenario.model_dump()["steps"]
     for step in steps:
         if step["workload"]["kind"] == "script" and step["workload"]["path"] is not None:

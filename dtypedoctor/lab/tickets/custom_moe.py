@@ -499,7 +499,11 @@ def build_custom_moe(config: CustomMoeConfig) -> CustomMoeForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = CustomMoeForCausalLM(config)
-        checkpoint = _trained_weights(model)
+        # Float32 weights to load, with norm weights spread around 1 as trained ones are: rounding ones would cost nothing
+        for module in model.modules():
+            if isinstance(module, PromotingRMSNorm):
+                nn.init.normal_(module.weight, mean=1.0, std=0.1)
+        checkpoint = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         model.kept_in_fp32 = cast_to_dtype(model, config.dtype, config.keep_in_fp32)
         load_weights(model, checkpoint)
         if config.reconcile != "none":
@@ -511,14 +515,6 @@ def build_custom_moe(config: CustomMoeConfig) -> CustomMoeForCausalLM:
         if config.lora_rank:
             _adapt(model, config)
     return model
-
-
-def _trained_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Float32 weights to load, with norm weights spread around 1 as trained ones are: rounding ones would cost nothing."""
-    for module in model.modules():
-        if isinstance(module, PromotingRMSNorm):
-            nn.init.normal_(module.weight, mean=1.0, std=0.1)
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def _adapt(model: nn.Module, config: CustomMoeConfig) -> None:

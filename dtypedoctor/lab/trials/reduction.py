@@ -340,10 +340,16 @@ class _Reducing:
 
     def _passing_prefix(self, base: frozenset[str], nodes: Sequence[Node]) -> int:
         """Length of a prefix of ``nodes`` that passes on top of ``base`` while the next shorter one does not."""
-        masses = _masses(nodes)
+        # Probability of each node to end the prefix that is looked for, up to a factor
+        weights = [node.likelihood() for node in nodes]
+        total = sum(weights) or 1.0
+        masses = [weight / total + 1 / len(nodes) for weight in weights]
         failing, passing = 0, len(nodes)
         while passing - failing > 1:
-            length = _middle(masses, failing, passing)
+            # The length strictly between ``low`` and ``high`` that divides the probability mass most evenly
+            cumulative = list(accumulate(masses[failing:passing]))
+            nearest = min(range(len(cumulative) - 1), key=lambda index: abs(cumulative[index] - cumulative[-1] / 2))
+            length = failing + 1 + nearest
             if self._ask(base | leaves_of(nodes[:length]), Stage.NARROW) is Outcome.PASS:
                 passing = length
             else:
@@ -371,23 +377,6 @@ class _Reducing:
             if self._ask(leaves_of(rest), Stage.CONFIRM) is Outcome.PASS:
                 return rest
         return None
-
-
-def _masses(nodes: Sequence[Node]) -> list[float]:
-    """Probability of each node to end the prefix that is looked for, up to a factor.
-
-    Half of it is spread evenly, so that a culprit among the unlikely ones costs no more than about two probes extra.
-    """
-    weights = [node.likelihood() for node in nodes]
-    total = sum(weights) or 1.0
-    return [weight / total + 1 / len(nodes) for weight in weights]
-
-
-def _middle(masses: Sequence[float], low: int, high: int) -> int:
-    """The length strictly between ``low`` and ``high`` that divides the probability mass most evenly."""
-    cumulative = list(accumulate(masses[low:high]))
-    nearest = min(range(len(cumulative) - 1), key=lambda index: abs(cumulative[index] - cumulative[-1] / 2))
-    return low + 1 + nearest
 
 
 def _is_monotone(outcomes: Mapping[frozenset[str], Outcome]) -> bool:

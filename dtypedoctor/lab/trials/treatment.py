@@ -38,8 +38,15 @@ from dtypedoctor.lab.trials.changes import (
     is_script,
     is_switched_on,
 )
-from dtypedoctor.lab.trials.judge import Baselines, apply_ablations, confirm_by_trials, expected, judge
-from dtypedoctor.lab.trials.summary import compare_unwatched, summarise_against
+from dtypedoctor.lab.trials.judge import (
+    Baselines,
+    apply_ablations,
+    compare_unwatched,
+    confirm_by_trials,
+    expected,
+    judge,
+    summarise_against,
+)
 from dtypedoctor.plugins import Remedy
 from dtypedoctor.replay.capsule import UNLIMITED
 from dtypedoctor.runner.run import Run

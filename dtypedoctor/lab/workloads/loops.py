@@ -15,7 +15,7 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.live_call import tensors_of
 from dtypedoctor.lab.scenarios.model import Forward, Generate, Train
 from dtypedoctor.lab.workloads.context import Context, language_model_loss, training_tokens, value_of
-from dtypedoctor.worker.capsule_call import call_of
+from dtypedoctor.worker.call_fixes import call_of
 
 
 def run_forward(context: Context) -> None:
