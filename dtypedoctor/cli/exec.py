@@ -109,7 +109,7 @@ def execute(
 
     target = program_of(script, arguments or [], module=module, text=text)
     announce("Running the text of -c" if text else f"Running {script}", terminal_only=True)
-    from dtypedoctor.cli.nodes import nodes_of
+    from dtypedoctor.cli.nodes import nodes_of, treated_together
     from dtypedoctor.cli.scripts import record_script
     from dtypedoctor.runner.directories import RecordFolder, job_directory, new_record
     from dtypedoctor.trace.ranks import member, member_of_torchrun, rank_directory
@@ -152,19 +152,14 @@ def execute(
 
     if here is not None:
         out = rank_directory(out if out is not None else job_directory(program.name), here.rank)
-    if nodes is None or out is None:
-        path = program.path or "-"
-        folder = new_record(out, program.name, Path(path).resolve().parent if path != "-" else None)
+    if nodes is not None and out is not None:
+        # Recorded in the common folder from the start: what a machine has recorded that is lost must be there.
+        words, directory = [script, *program.args], out
+        report, status = treated_together(out, nodes, words, lambda own: record(RecordFolder(own, own)))
+    else:
+        folder = new_record(out, program.name, program.folder)
         report, status = record(folder)
         directory = folder.directory
-    else:
-        from dtypedoctor.cli.nodes import treated_together
-
-        # Recorded in the common folder from the start: what a machine has recorded that is lost must be there.
-        report, status = treated_together(
-            out, nodes, [script, *program.args], lambda own: record(RecordFolder(own, own))
-        )
-        directory = out
     _show(report, directory, is_first=here is None or here.local_rank == 0, open_page=open_page)
     from dtypedoctor.cli.reported import exit_code
 

@@ -107,8 +107,7 @@ def treated_together(
 
 def _on_all(folder: Path) -> "Report":
     """The report on the ranks of all machines that have recorded in the folder up to now."""
-    from dtypedoctor.cli.output import kept
-    from dtypedoctor.cli.reported import as_typed_here
+    from dtypedoctor.cli.reported import as_typed_here, kept
     from dtypedoctor.report.files import report_of_machines
 
     with alone(folder):

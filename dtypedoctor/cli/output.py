@@ -255,17 +255,6 @@ def shows_runs(format: str) -> bool:
     return format_named(format).shows_runs
 
 
-def kept(directory: Path, report: "Report") -> "Report":
-    """Writes ``report`` into ``directory``, or says on stderr why that cannot be done."""
-    from dtypedoctor.report.build import write_report
-
-    try:
-        write_report(directory, report)
-    except OSError as error:  # the disk is full, or the directory is gone: it can still be shown
-        say(f"dtypedoctor: cannot write the report to {directory}: {error.strerror}")
-    return report
-
-
 def left_in(directory: Path) -> list[str]:
     """Names of the reports in a run directory, the best one to read first; none where nothing could be written there."""
     return [name for name in ("report.html", "report.md", "report.json") if (directory / name).exists()]

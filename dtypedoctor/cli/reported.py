@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from shutil import which
 
-from dtypedoctor.cli.output import kept
 from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.errors import ExitCode
 from dtypedoctor.examination.results import NOT_REQUESTED, Outcome, Treatment
+from dtypedoctor.interruptions import say
 from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.replay.capsule import Capsule
-from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report
+from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report, write_report
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.runner.run import STDERR, STDOUT
 from dtypedoctor.trace.ranks import member
@@ -109,3 +109,12 @@ def next_command(treatment: Treatment, directory: Path, shown: Path) -> str:
         return f"dtypedoctor report {shlex.quote(str(shown))} --format md"
     option = " --allow-code" if any(capsule.code()) else ""
     return f"dtypedoctor replay {shlex.quote(str(shown / capsule.directory.relative_to(directory)))}{option}"
+
+
+def kept(directory: Path, report: Report) -> Report:
+    """Writes ``report`` into ``directory``, or says on stderr why that cannot be done."""
+    try:
+        write_report(directory, report)
+    except OSError as error:  # the disk is full, or the directory is gone: it can still be shown
+        say(f"dtypedoctor: cannot write the report to {directory}: {error.strerror}")
+    return report

@@ -5,12 +5,11 @@ import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.runner.command import Program
-from dtypedoctor.runner.directories import RecordFolder, remove_unmeasured, remove_unused
+from dtypedoctor.runner.directories import RecordFolder, removed_if_refused
 from dtypedoctor.runner.process import Guardian, outliving, run_script
 
 if TYPE_CHECKING:
@@ -109,21 +108,3 @@ def arriving(folder: RecordFolder) -> Iterator[None]:
             yield
     finally:
         folder.arrive()
-
-
-@contextmanager
-def removed_if_refused(directory: Path, shown: Path | None = None) -> Iterator[None]:
-    """Takes the run directory, which the user knows as ``shown``, away again where nothing could be run in it, or nothing was measured before
-    Ctrl-C.
-    """
-    try:
-        yield
-    except UsageError:
-        remove_unused(directory)
-        raise
-    except KeyboardInterrupt as error:
-        if remove_unmeasured(directory):
-            raise KeyboardInterrupt(
-                f"interrupted before anything was measured; {shown or directory} was removed"
-            ) from error
-        raise

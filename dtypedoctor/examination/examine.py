@@ -5,10 +5,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from dtypedoctor.analysis import analysis_of, ending_of, said_of_caught, with_caught
+from dtypedoctor.analysis import analysis_of, said_of_caught, with_caught
 from dtypedoctor.diagnosis import preflight
 from dtypedoctor.diagnosis.advice import advise
 from dtypedoctor.diagnosis.checkpoint import Intent, is_checkpoint, read_checkpoint
@@ -20,14 +19,14 @@ from dtypedoctor.diagnosis.wording import class_of_named, named_in
 from dtypedoctor.errors import UsageError
 from dtypedoctor.examination.capsules import caught_in
 from dtypedoctor.examination.fixes import ABLATIONS, exec_option, remedy_named
-from dtypedoctor.examination.processes import rank_of, ranks_of, said_of_spawned
-from dtypedoctor.examination.results import NOT_REQUESTED, Observer, Outcome, RunSummary, Treatment, Trial, not_tried
+from dtypedoctor.examination.processes import rank_of, ranks_of, said_of_spawned, summarise
+from dtypedoctor.examination.results import NOT_REQUESTED, Observer, Outcome, Treatment, Trial, not_tried
 from dtypedoctor.plugins import Remedy
 from dtypedoctor.replay.capsule import CallFix, Capsule, NoCapsule
 from dtypedoctor.runner.run import Run
-from dtypedoctor.trace.events import REPLAY_OF_FAILURES, Metric, NotWatched, Resources
+from dtypedoctor.trace.events import REPLAY_OF_FAILURES, NotWatched
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.execution import EAGER, LogFilter, ReplayedCall
+from dtypedoctor.trace.records.execution import EAGER, ReplayedCall
 
 WATCHED_LIVE = "the program was instrumented while it ran and is not run again from here (of a script, `dtypedoctor exec` does that; in a notebook, run it again with the edit or with dtypedoctor.apply)"
 NOT_COMPARED = Observer(bitwise_equal=None, reason="the script was not run without instrumentation; --rerun does that")
@@ -160,49 +159,6 @@ def rerun_advice(findings: tuple[Finding, ...], trials: tuple[Trial, ...], optio
     if ablations and findings[0].confidence is not Confidence.PROVEN:
         return f"{option}: runs without {' and '.join(ablations)} show whether the failure requires it"
     return ""
-
-
-COMPARED = ("loss", "grad_norm", "reward")
-"""Quantities of a step that a summary has, and two runs are compared by."""
-
-
-def summarise(label: str, run: Run, steps_planned: int = 0) -> RunSummary:
-    """The row of ``run`` in the before/after table."""
-    trace = run.trace
-    metrics = trace.all(Metric)
-    resources = trace.last(Resources)
-    times = [m.values["step_time"] for m in metrics if "step_time" in m.values]
-    return RunSummary(
-        label=label,
-        steps_completed=trace.steps_done,
-        steps_planned=steps_planned,
-        loss=_series("loss", metrics),
-        grad_norm=_series("grad_norm", metrics),
-        reward=_series("reward", metrics),
-        step_time=median(times[1:] or times) if times else None,
-        peak_memory=resources.peak_memory if resources else None,
-        ended=ending_of(run).words,
-        finding_ids=tuple(dict.fromkeys(f.id for f in analysis_of(trace).findings)),
-        seconds=round(run.exit.seconds, 3),
-        nonfinite=_nonfinite(metrics),
-        log_filter=next((seen.what.trainer for seen in trace.observed(LogFilter)), ""),
-    )
-
-
-def _nonfinite(metrics: Sequence[Metric]) -> dict[str, dict[str, str]]:
-    """``nonfinite`` of a :class:`RunSummary`."""
-    found: dict[str, dict[str, str]] = {}
-    for position, metric in enumerate(metrics):
-        for name in COMPARED:
-            if name in metric.nonfinite:
-                found.setdefault(name, {})[str(position)] = metric.spelled.get(name, "nan")
-    return found
-
-
-def _series(name: str, metrics: Sequence[Metric]) -> tuple[float | None, ...]:
-    """The values of one quantity, None where it was not finite; empty where the run does not have it at all."""
-    known = any(name in metric.values or name in metric.nonfinite for metric in metrics)
-    return tuple(metric.values.get(name) for metric in metrics) if known else ()
 
 
 NOTHING_POINTED = "not needed"

@@ -1,16 +1,19 @@
 """Brings what several processes have recorded, the ranks of a job or what a script has spawned, to one run that stands for all of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from dtypedoctor.analysis import How, analysis_of, ended_at, ending_of, with_caught
 from dtypedoctor.diagnosis.distributed import SENT, Rank, leading_rank, with_compared
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.errors import UsageError
+from dtypedoctor.examination.results import RunSummary
 from dtypedoctor.runner.run import Run, SavedRun, led_by, open_run
-from dtypedoctor.trace.events import Header
+from dtypedoctor.trace.events import Header, Metric, Resources
 from dtypedoctor.trace.ranks import BEFORE, node_directories, rank_directories
+from dtypedoctor.trace.records.execution import LogFilter
 from dtypedoctor.trace.records.models import ProcessGroup
 
 
@@ -169,3 +172,46 @@ def _directories(place: Path) -> dict[int, Path]:
     for node in () if found else reversed(node_directories(place)):
         found |= rank_directories(node / BEFORE)
     return dict(sorted(found.items()))
+
+
+COMPARED = ("loss", "grad_norm", "reward")
+"""Quantities of a step that a summary has, and two runs are compared by."""
+
+
+def summarise(label: str, run: Run, steps_planned: int = 0) -> RunSummary:
+    """The row of ``run`` in the before/after table."""
+    trace = run.trace
+    metrics = trace.all(Metric)
+    resources = trace.last(Resources)
+    times = [m.values["step_time"] for m in metrics if "step_time" in m.values]
+    return RunSummary(
+        label=label,
+        steps_completed=trace.steps_done,
+        steps_planned=steps_planned,
+        loss=_series("loss", metrics),
+        grad_norm=_series("grad_norm", metrics),
+        reward=_series("reward", metrics),
+        step_time=median(times[1:] or times) if times else None,
+        peak_memory=resources.peak_memory if resources else None,
+        ended=ending_of(run).words,
+        finding_ids=tuple(dict.fromkeys(f.id for f in analysis_of(trace).findings)),
+        seconds=round(run.exit.seconds, 3),
+        nonfinite=_nonfinite(metrics),
+        log_filter=next((seen.what.trainer for seen in trace.observed(LogFilter)), ""),
+    )
+
+
+def _nonfinite(metrics: Sequence[Metric]) -> dict[str, dict[str, str]]:
+    """``nonfinite`` of a :class:`RunSummary`."""
+    found: dict[str, dict[str, str]] = {}
+    for position, metric in enumerate(metrics):
+        for name in COMPARED:
+            if name in metric.nonfinite:
+                found.setdefault(name, {})[str(position)] = metric.spelled.get(name, "nan")
+    return found
+
+
+def _series(name: str, metrics: Sequence[Metric]) -> tuple[float | None, ...]:
+    """The values of one quantity, None where it was not finite; empty where the run does not have it at all."""
+    known = any(name in metric.values or name in metric.nonfinite for metric in metrics)
+    return tuple(metric.values.get(name) for metric in metrics) if known else ()

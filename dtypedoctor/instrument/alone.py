@@ -23,8 +23,7 @@ from dtypedoctor._torch_private import (
     hooks_of,
     marks_of_sharding,
 )
-from dtypedoctor.instrument.live_call import mapped
-from dtypedoctor.instrument.module_tree import children_in, modules_in, named_tensors, parameters_in
+from dtypedoctor.instrument.module_tree import children_in, mapped, modules_in, named_tensors, parameters_in
 
 __all__ = ["calls_alone", "is_of_several", "is_sharded", "parameter_not_here", "unit_set_aside"]
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from dtypedoctor.instrument.capture import Operator, Tensors, describe, recipe
-from dtypedoctor.instrument.live_call import LiveCall, Repeat, copied, mapped, tensors_of
+from dtypedoctor.instrument.live_call import LiveCall, Repeat, copied, tensors_of
+from dtypedoctor.instrument.module_tree import mapped
 from dtypedoctor.instrument.operators import OperatorMode
 from dtypedoctor.instrument.operators import tensors_of as operands_of
 from dtypedoctor.instrument.sources import Sources

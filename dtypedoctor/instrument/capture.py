@@ -12,17 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import buffers_of, children_of, class_before_sharding, marks_of_sharding, parameters_of
 from dtypedoctor.instrument.alone import is_sharded, parameter_not_here
-from dtypedoctor.instrument.live_call import has_state, tensors_of
-from dtypedoctor.instrument.module_tree import named_modules
-from dtypedoctor.instrument.session import Position
+from dtypedoctor.instrument.frames import importable
+from dtypedoctor.instrument.live_call import tensors_of
+from dtypedoctor.instrument.module_tree import has_state, named_modules
 from dtypedoctor.unpatched import to_json
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.session import Position
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -258,20 +261,6 @@ _DEEPEST = 8
 """Objects in objects that are followed: a key-value cache has layers, which have tensors; a ring would have no end."""
 
 
-def importable(thing: Any) -> str:
-    """``module:qualified.name`` of a class or function that can be imported by it.
-
-    Raises:
-        TypeError: it cannot.
-    """
-    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
-    if not module or module == "__main__" or "<" in name:
-        raise TypeError(f"{name or thing} cannot be imported from anywhere")
-    if getattr(nn.functional, name, None) is thing:  # what is written in C names a private module
-        module = "torch.nn.functional"
-    return f"{module}:{name}"
-
-
 def _holds_only_modules(module: nn.Module) -> bool:
     return type(module) in (nn.ModuleList, nn.ModuleDict)
 
@@ -293,7 +282,7 @@ class Capture:
         KeyError: the model has no such module.
     """
 
-    def __init__(self, model: nn.Module, fqn: str, *, own: bool, call: int, position: Position) -> None:
+    def __init__(self, model: nn.Module, fqn: str, *, own: bool, call: int, position: "Position") -> None:
         self._module = dict(named_modules(model))[fqn]
         self._own = own
         self._call = call

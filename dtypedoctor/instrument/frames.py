@@ -11,6 +11,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
 
 from torch.autograd.function import FunctionCtx
+from torch.nn import functional
 
 from dtypedoctor._torch_private import OpOverload
 from dtypedoctor.cells import cell_of
@@ -254,3 +255,17 @@ def function_context(frame: FrameType | None) -> FunctionCtx | None:
 def function_name(context: FunctionCtx) -> str:
     """Name of the custom function that ``context`` belongs to."""
     return type(context).__name__.removesuffix("Backward")
+
+
+def importable(thing: Any) -> str:
+    """``module:qualified.name`` of a class or function that can be imported by it.
+
+    Raises:
+        TypeError: it cannot.
+    """
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
+    if not module or module == "__main__" or "<" in name:
+        raise TypeError(f"{name or thing} cannot be imported from anywhere")
+    if getattr(functional, name, None) is thing:  # what is written in C names a private module
+        module = "torch.nn.functional"
+    return f"{module}:{name}"

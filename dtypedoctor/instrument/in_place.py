@@ -32,8 +32,8 @@ from dtypedoctor.instrument.copies import MAX_HELD, CopiesOfParameters, share_of
 from dtypedoctor.instrument.failing_statement import show_operands
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.frames import source_of
-from dtypedoctor.instrument.live_call import LiveCall, as_leaf, mapped, tensors_of
-from dtypedoctor.instrument.module_tree import ByModule, modules_in, named_tensors, owner_of, parameters_in
+from dtypedoctor.instrument.live_call import LiveCall, as_leaf, tensors_of
+from dtypedoctor.instrument.module_tree import ByModule, mapped, modules_in, named_tensors, owner_of, parameters_in
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import why_opaque
 from dtypedoctor.instrument.optimizer_replay import OptimizerReplays

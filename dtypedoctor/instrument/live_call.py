@@ -5,7 +5,6 @@ call again runs the program's code: it draws from the program's generators (whic
 arguments. In a process that goes on, pass copies (:func:`copied`) and put the module's buffers back.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from dtypedoctor._torch_private import as_the_program, buffers_of, parameters_of
-from dtypedoctor.instrument.module_tree import modules_in, named_modules
+from dtypedoctor.instrument.module_tree import DEEPEST, has_state, mapped, modules_in, named_modules
 from dtypedoctor.instrument.settings import RandomState, Settings
 from dtypedoctor.interruptions import contained
 
@@ -29,13 +28,9 @@ __all__ = [
     "as_leaf",
     "copied",
     "from_outside",
-    "has_state",
-    "mapped",
     "tensors_of",
 ]
 
-_DEEPEST = 12
-"""Containers and objects in each other that are followed; what lies deeper is shared with the original."""
 _DEVICES = ("cpu", "cuda")
 
 
@@ -140,7 +135,7 @@ class LiveCall:
     def inputs(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors among the arguments, with names such as ``input.0`` and ``input.mask``; later in the same order."""
         for name, value in (*enumerate(self.args), *self.kwargs.items()):
-            yield from _paths(value, f"input.{name}", _DEEPEST)
+            yield from _paths(value, f"input.{name}", DEEPEST)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The module's parameters, with names such as ``weight.proj.weight``."""
@@ -326,57 +321,6 @@ def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
         memo: copies made so far by the identity of what they are copies of; pass the same one for all arguments of a call.
     """
     return mapped(value, _copy, {} if memo is None else memo)
-
-
-def mapped(value: Any, function: Callable[[Tensor], Tensor], memo: dict[int, Any], deepest: int = _DEEPEST) -> Any:
-    """``value`` with ``function`` applied to every tensor in it.
-
-    Tuples, lists and dictionaries are made again, and so are objects by what they hold, without their constructors (a key-value cache has layers,
-    which have tensors). Modules, functions and classes stay the same objects. ``memo`` keeps the originals alive beside the results.
-    """
-    known = memo.get(id(value))
-    if known is not None:
-        return known[1]
-    if isinstance(value, Tensor):
-        made: Any = function(value)
-    elif deepest and isinstance(value, (tuple, list, dict)):
-        made = _mapped_container(value, function, memo, deepest - 1)
-    elif deepest and has_state(value):
-        kind: Any = type(value)
-        made = kind.__new__(kind)
-        memo[id(value)] = (value, made)  # before its contents, which may lead back to it
-        for name, item in vars(value).items():
-            made.__dict__[name] = mapped(item, function, memo, deepest - 1)
-    else:
-        return value
-    memo[id(value)] = (value, made)
-    return made
-
-
-def _mapped_container(value: Any, function: Callable[[Tensor], Tensor], memo: dict[int, Any], deepest: int) -> Any:
-    kind: Any = type(value)
-    if not isinstance(value, dict):
-        items = [mapped(item, function, memo, deepest) for item in value]
-        return kind(*items) if hasattr(value, "_fields") else kind(items)
-    made = kind.__new__(kind)
-    put = OrderedDict.__setitem__ if isinstance(value, OrderedDict) else dict.__setitem__
-    for name, item in value.items():
-        put(made, name, mapped(item, function, memo, deepest))
-    for name, item in getattr(value, "__dict__", {}).items():  # attributes of a class of its own, as ModelOutput's
-        made.__dict__[name] = mapped(item, function, memo, deepest)
-    return made
-
-
-_SHARED = (nn.Module, type, torch.Generator, torch.Stream, torch.dtype, torch.device)
-_CONSTRUCTORS: tuple[Any, ...] = (object.__new__, SimpleNamespace.__new__)
-"""``__new__`` of the classes whose objects are made of their attributes alone."""
-
-
-def has_state(value: Any) -> bool:
-    """Whether ``value`` is an object of a Python class that is made of its attributes alone."""
-    if isinstance(value, _SHARED) or callable(value):
-        return False
-    return hasattr(value, "__dict__") and type(value).__new__ in _CONSTRUCTORS
 
 
 def _paths(value: Any, path: str, deepest: int) -> Iterator[tuple[str, Tensor]]:

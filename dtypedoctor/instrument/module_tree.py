@@ -4,10 +4,13 @@
 call those of each child. These read the dictionaries in which ``nn.Module`` keeps what it was given, past ``__getattr__`` as well.
 """
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import COMPILED_MODULE, buffers_of, children_of, parameters_of
@@ -119,3 +122,58 @@ def owner_of(root: nn.Module, name: str) -> tuple[nn.Module, str]:
         assert child is not None  # a tensor was reached through it
         owner = child
     return owner, attribute
+
+
+DEEPEST = 12
+"""Containers and objects in each other that are followed; what lies deeper is shared with the original."""
+
+
+def mapped(value: Any, function: Callable[[Tensor], Tensor], memo: dict[int, Any], deepest: int = DEEPEST) -> Any:
+    """``value`` with ``function`` applied to every tensor in it.
+
+    Tuples, lists and dictionaries are made again, and so are objects by what they hold, without their constructors (a key-value cache has layers,
+    which have tensors). Modules, functions and classes stay the same objects. ``memo`` keeps the originals alive beside the results.
+    """
+    known = memo.get(id(value))
+    if known is not None:
+        return known[1]
+    if isinstance(value, Tensor):
+        made: Any = function(value)
+    elif deepest and isinstance(value, (tuple, list, dict)):
+        made = _mapped_container(value, function, memo, deepest - 1)
+    elif deepest and has_state(value):
+        kind: Any = type(value)
+        made = kind.__new__(kind)
+        memo[id(value)] = (value, made)  # before its contents, which may lead back to it
+        for name, item in vars(value).items():
+            made.__dict__[name] = mapped(item, function, memo, deepest - 1)
+    else:
+        return value
+    memo[id(value)] = (value, made)
+    return made
+
+
+def _mapped_container(value: Any, function: Callable[[Tensor], Tensor], memo: dict[int, Any], deepest: int) -> Any:
+    kind: Any = type(value)
+    if not isinstance(value, dict):
+        items = [mapped(item, function, memo, deepest) for item in value]
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
+    made = kind.__new__(kind)
+    put = OrderedDict.__setitem__ if isinstance(value, OrderedDict) else dict.__setitem__
+    for name, item in value.items():
+        put(made, name, mapped(item, function, memo, deepest))
+    for name, item in getattr(value, "__dict__", {}).items():  # attributes of a class of its own, as ModelOutput's
+        made.__dict__[name] = mapped(item, function, memo, deepest)
+    return made
+
+
+_SHARED = (nn.Module, type, torch.Generator, torch.Stream, torch.dtype, torch.device)
+_CONSTRUCTORS: tuple[Any, ...] = (object.__new__, SimpleNamespace.__new__)
+"""``__new__`` of the classes whose objects are made of their attributes alone."""
+
+
+def has_state(value: Any) -> bool:
+    """Whether ``value`` is an object of a Python class that is made of its attributes alone."""
+    if isinstance(value, _SHARED) or callable(value):
+        return False
+    return hasattr(value, "__dict__") and type(value).__new__ in _CONSTRUCTORS

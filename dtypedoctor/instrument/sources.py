@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from dtypedoctor.instrument.capture import importable
-from dtypedoctor.instrument.frames import is_own_file
+from dtypedoctor.instrument.frames import importable, is_own_file
 from dtypedoctor.unpatched import unwrap
 
 __all__ = ["SOURCE", "Sources"]

@@ -73,6 +73,11 @@ class Program:
         words = [*self.command] or [sys.executable, *target, *self.args]
         return [*torchrun(self.processes), *words[1:]] if self.processes else words
 
+    @property
+    def folder(self) -> Path | None:
+        """Where its script lies."""
+        return Path(self.path).resolve().parent if self.path not in (None, "-") else None
+
     def described(self) -> dict[str, Any]:
         """The program as a scenario of one script, which is what requests and report.json hold."""
         target: dict[str, Any] = {"path": self.path, "module": self.module, "code": self.code}

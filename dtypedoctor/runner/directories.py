@@ -253,3 +253,21 @@ def _remove_own(directory: Path) -> None:
 
 def _own(names: list[str]) -> Iterator[str]:
     return (name for name in names if name in _OWN or _DETAIL.fullmatch(name))
+
+
+@contextlib.contextmanager
+def removed_if_refused(directory: Path, shown: Path | None = None) -> Iterator[None]:
+    """Takes the run directory, which the user knows as ``shown``, away again where nothing could be run in it, or nothing was measured before
+    Ctrl-C.
+    """
+    try:
+        yield
+    except UsageError:
+        remove_unused(directory)
+        raise
+    except KeyboardInterrupt as error:
+        if remove_unmeasured(directory):
+            raise KeyboardInterrupt(
+                f"interrupted before anything was measured; {shown or directory} was removed"
+            ) from error
+        raise

@@ -1,4 +1,6 @@
-"""Turns lines into records and samples, and counts those that cannot be read. Lines of samples are parsed thousands at a time."""
+"""Turns lines into records and samples, and counts those that cannot be read. Lines of samples are parsed thousands at a time.
+
+Of a long run the details of its steps lie in numbered files, of which some are folded into totals."""
 
 import contextlib
 import gc

@@ -1,7 +1,8 @@
 """Tries fixes on the failing call of a replay, in the process that has just kept it as a capsule: what works is *fixed on this call*.
 
 One call is made for each fix, with the fix in place, and one without it after that, which must fail as before: so nothing but the fix has made the
-difference. The call is built from the files of the capsule once the program is over (:func:`try_on_capsules`), and shares nothing with it.
+difference. The call is built from the files of the capsule once the program is over (:func:`try_on_capsules`), and shares nothing with it. What the capsule of a stranger
+names is looked up before anything is made of it, and rejected where it is not what its name says.
 """
 
 import importlib
@@ -28,7 +29,8 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json
 from dtypedoctor.instrument.capsule import Kind, signature
 from dtypedoctor.instrument.capture import Operator
-from dtypedoctor.instrument.live_call import AutocastState, LiveCall, Repeat, copied, mapped, tensors_of
+from dtypedoctor.instrument.live_call import AutocastState, LiveCall, Repeat, copied, tensors_of
+from dtypedoctor.instrument.module_tree import mapped
 from dtypedoctor.instrument.settings import RandomState, Settings
 from dtypedoctor.instrument.untouched import as_before
 from dtypedoctor.interruptions import contained

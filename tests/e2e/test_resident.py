@@ -113,7 +113,7 @@ sys.path.insert(0, {root!r})
 import torch
 from dtypedoctor.lab.models.build import Built
 from dtypedoctor.lab.scenarios.model import Scenario
-from dtypedoctor.lab.worker.stock import NotRestoredError, Stock
+from dtypedoctor.lab.worker.main import NotRestoredError, Stock
 scenario = Scenario.model_validate({scenario!r})
 stock = Stock()
 device = torch.device("cpu")

@@ -1,4 +1,5 @@
-"""The whole bisection: the case, a workload to probe with, modules, corrections, reproduction, cost, modes."""
+"""The whole bisection: the case, a workload to probe with, modules, corrections, reproduction, cost, modes. And the one inside of a capsule's module, whose
+one call either raises or outputs inf or NaN, or does not."""
 
 import signal
 from collections.abc import Callable, Sequence

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dtypedoctor.cli.output import kept
+from dtypedoctor.cli.reported import kept
 from dtypedoctor.diagnosis.checkpoint import cached
 from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import say

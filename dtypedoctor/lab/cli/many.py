@@ -12,8 +12,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from dtypedoctor.cli.output import kept
-from dtypedoctor.cli.reported import exit_code
+from dtypedoctor.cli.reported import exit_code, kept
 from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.foreign_files import append_file, parse_json, read_file, write_file
 from dtypedoctor.interruptions import say

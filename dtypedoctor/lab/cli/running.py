@@ -17,7 +17,6 @@ from pathlib import Path
 
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.cli.reported import reported
-from dtypedoctor.cli.scripts import removed_if_refused
 from dtypedoctor.errors import UsageError
 from dtypedoctor.lab.bisect.bisect import bisect_inside
 from dtypedoctor.lab.cli.live import IMPORTS, LiveView
@@ -28,7 +27,7 @@ from dtypedoctor.lab.scenarios.model import Request, Scenario, Script
 from dtypedoctor.lab.trials.changes import is_capsule
 from dtypedoctor.lab.trials.treatment import Plan, treat
 from dtypedoctor.report.model import Report
-from dtypedoctor.runner.directories import clear
+from dtypedoctor.runner.directories import clear, removed_if_refused
 from dtypedoctor.runner.process import (
     ending_by_interrupt,
     unless_interrupted,

@@ -10,7 +10,7 @@ from dtypedoctor.analysis import analysis_of, ending_of
 from dtypedoctor.diagnosis.registry import canonical, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.wording import failing_line
-from dtypedoctor.examination.examine import COMPARED, summarise
+from dtypedoctor.examination.processes import COMPARED, summarise
 from dtypedoctor.examination.results import (
     WRONG_OUTPUT,
     Bearing,
