@@ -3,7 +3,7 @@
 A capsule is data, but its data says which classes are made, what they hold, and which functions they call. So everything that it names must be on a
 list, by its full name: a prefix is not enough, because ``torch.nn.parallel.distributed:os.system`` begins like a part of torch. A name has no step
 that could lead on to another module. Whether a name is what its list says is looked up by who has torch, before anything is made
-(:mod:`dtypedoctor.worker.capsule_call`).
+(:mod:`dtypedoctor.worker.call_fixes`).
 """
 
 import re

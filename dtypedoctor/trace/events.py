@@ -506,7 +506,7 @@ class End:
     """``completed`` or ``raised``."""
     steps_completed: int
     details: int = 0
-    """Number of the last file of details (:mod:`dtypedoctor.trace.details`); 0 where there is none."""
+    """Number of the last file of details (:mod:`dtypedoctor.trace.loader`); 0 where there is none."""
 
 
 KINDS: dict[str, type[Any]] = {

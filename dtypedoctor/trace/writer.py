@@ -95,7 +95,7 @@ class Listener(Protocol):
 
 
 class TraceWriter:
-    """Appends records to ``DIRECTORY/events.jsonl``, and in a long run to the files beside it (:mod:`dtypedoctor.trace.details`).
+    """Appends records to ``DIRECTORY/events.jsonl``, and in a long run to the files beside it (:mod:`dtypedoctor.trace.loader`).
 
     The files are opened without a buffer and each record is written by one system call, so a process that is killed at
     any moment leaves whole records and at most one torn line at the end.

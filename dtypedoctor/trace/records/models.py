@@ -89,7 +89,7 @@ class ProcessGroup:
 class CollectiveCall:
     """A collective or message as this rank calls it; the observation's ``fqn`` is the module that it belongs to.
 
-    It is written where :class:`~dtypedoctor.trace.succession.Succession` expects another one: a training loop that repeats itself writes
+    It is written where :class:`~dtypedoctor.trace.ranks.Succession` expects another one: a training loop that repeats itself writes
     nothing more (:func:`dtypedoctor.diagnosis.distributed.calls_of` has all of them from these and from the counts of the cursor's page).
 
     Attributes:
