@@ -22,7 +22,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "scenario-keys.md"
 
 def key_lists() -> dict[str, str]:
     """A Markdown list of its keys for each part of a scenario, by the part's name, from the outside in."""
-    return {part.__name__: _list(part) for part in _parts(Scenario, set())}
+    said: dict[str, str] = {}
+    return {part.__name__: _list(part, said) for part in _parts(Scenario, set())}
 
 
 def with_lists(page: str) -> str:
@@ -58,12 +59,21 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     return [model for argument in get_args(annotation) for model in _models_in(argument)]
 
 
-def _list(part: type[BaseModel]) -> str:
-    return "\n".join(
-        f"- `{key}` ({_kind(field)}): {field.description}"
-        for key, field in part.model_fields.items()
-        if key != "kind" or not field.is_required()
-    )
+def _list(part: type[BaseModel], said: dict[str, str]) -> str:
+    """A line for each key; one line for those of which ``said``, lines by the part that has them, holds the same."""
+    lines: list[str] = []
+    shared: dict[str, list[str]] = {}
+    for key, field in part.model_fields.items():
+        if key == "kind" and field.is_required():
+            continue
+        line = f"- `{key}` ({_kind(field)}): {field.description}"
+        if line in said:
+            shared.setdefault(said[line], []).append(f"`{key}`")
+        else:
+            said[line] = part.__name__
+            lines.append(line)
+    lines += [f"- {', '.join(keys)}: as of [{other}](#{other.lower()})." for other, keys in shared.items()]
+    return "\n".join(lines)
 
 
 def _kind(field: FieldInfo) -> str:
