@@ -26,6 +26,8 @@ _NOT_THE_USERS = (
 )
 _PASSING_ON = frozenset({"__torch_function__", "__torch_dispatch__"})
 """Methods by which a subclass of tensors hands on what somebody else computes with it."""
+_OF_GRAPHS = ("<eval_with_key>", "codegen(")
+"""In the file names of code that torch generates for the graphs that it compiles."""
 _CASTS = frozenset({"float", "half", "bfloat16", "double"})
 _DTYPES = frozenset({"float16", "bfloat16", "float32", "float64", *_CASTS})
 
@@ -68,7 +70,8 @@ def is_users(module: str) -> bool:
 def users_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame that is neither torch's nor the doctor's; None where there is none."""
     while frame is not None:
-        if is_users(frame.f_globals.get("__name__", "")) and frame.f_code.co_name not in _PASSING_ON:
+        of_users = is_users(frame.f_globals.get("__name__", "")) and frame.f_code.co_name not in _PASSING_ON
+        if of_users and not any(part in frame.f_code.co_filename for part in _OF_GRAPHS):
             return frame
         frame = frame.f_back
     return None

@@ -107,8 +107,8 @@ class Instruments:
         """Replays calls that fail; begins only where it is asked to."""
         self._bad = BadValues(session)
         self._operators_kept: KeptOperators | None = None
-        self._exports = Exports(session.guard, self._bad.left)
-        self._bad.noticed = self._exports.start
+        self._exports = Exports(session.guard, self._values_leave)
+        self._bad.noticed = self.checks[Shadows].noticed = self._exports.start
         self.sentinel = self._new_sentinel()
         self._of_thread = threading.local()
         self._threads = Threads(session.guard, self._thread_begins, self._thread_ends)
@@ -222,6 +222,10 @@ class Instruments:
         """What was not measured because it was not its turn, in words."""
         if self._budget is not None:
             yield from self._budget.left_out(self.modules.passed_by)
+
+    def _values_leave(self, way: str, tensor: Tensor) -> None:
+        self._bad.left(way, tensor)
+        self.checks[Shadows].left(way, tensor)
 
     def begin_stage(self, step: int) -> None:
         """A step of the scenario begins: its first training step is number ``step`` of the process."""

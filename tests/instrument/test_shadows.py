@@ -19,7 +19,8 @@ def told_of(directory: Path, work: Callable[[], object]) -> list[Finding]:
     """What is found of rounded values."""
     torch.manual_seed(0)
     findings = diagnose(watched(directory, lambda _: work()))
-    return [one for one in findings if one.id in ("rounded-result", "rounded-sum", "rounded-indices", "update-stall")]
+    ids = ("rounded-result", "rounded-sum", "rounded-indices", "rounded-rotary-buffer", "update-stall")
+    return [one for one in findings if one.id in ids]
 
 
 def line_of(finding: Finding) -> str:
@@ -173,6 +174,91 @@ def average_inside() -> None:
         optimizer.step()
 
 
+def diffusion() -> None:
+    """The products of a noise schedule, which a program computes from numbers alone."""
+    kept = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000, dtype=HALF), 0)
+    [(1 - kept[step]).sqrt() * torch.randn(4).to(HALF) for step in range(999, 0, -100)]
+
+
+def returns() -> None:
+    """Discounted rewards, which are computed from themselves."""
+    value = torch.zeros(100).to(HALF)
+    for _ in range(200):
+        value = 0.999 * value + (0.5 + torch.rand(100)).to(HALF) * 0.01
+
+
+class SquaresMinusSquare(nn.Module):
+    """A variance by the mean of squares less the square of the mean, before a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 4)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Normalizes and multiplies."""
+        mean = rows.mean(-1, keepdim=True)
+        spread = (rows * rows).mean(-1, keepdim=True) - mean * mean
+        return self.layer((rows - mean) * torch.rsqrt(spread.clamp(min=0) + 1e-2))
+
+
+def variance() -> None:
+    """Of values far from 0."""
+    SquaresMinusSquare().half()((20 + torch.randn(32, 64)).half())
+
+
+def stamps() -> None:
+    """Gaps between seconds since 1970, in float32."""
+    layer, seconds = nn.Linear(19, 4), 1_700_000_000 + torch.randint(5, 60, (32, 20)).cumsum(1)
+    times = seconds.float()
+    layer(torch.log1p(times[:, 1:] - times[:, :-1]))
+
+
+def frequencies() -> None:
+    """The weights of common words are below float16's smallest number."""
+    counts = torch.tensor([8e7, 6e7, 5e7, 5e7, 9e6, 6e6, 4e6, 2e6])
+    scores, words = torch.randn(64, 8).half().requires_grad_(), torch.multinomial(counts.sqrt(), 64, replacement=True)
+    weight = (1 / counts).to(scores.dtype)
+    nn.functional.cross_entropy(scores, words, weight=weight / weight.sum()).backward()
+
+
+def boxes() -> None:
+    """The overlap of small boxes far from the corner of a large image."""
+    size, corner = 8 + 8 * torch.rand(300, 2), 1500 + 400 * torch.rand(300, 2)
+    one = torch.cat([corner, corner + size], 1)
+    a, b = one.to(HALF), (one + torch.randn_like(one)).to(HALF)
+    inner = (torch.minimum(a[:, 2:], b[:, 2:]) - torch.maximum(a[:, :2], b[:, :2])).clamp(min=0).prod(-1)
+    areas = [(x[:, 2] - x[:, 0]) * (x[:, 3] - x[:, 1]) for x in (a, b)]
+    torch.gt(inner / (areas[0] + areas[1] - inner), 0.5)
+
+
+def beams() -> None:
+    """Scores of long texts, whose spacing is larger than what a word adds."""
+    scores = torch.zeros(4).to(HALF)
+    for _ in range(300):
+        scores, _ = (scores[:, None] + torch.randn(4, 50).to(HALF).log_softmax(-1)).flatten().topk(4)
+
+
+def handed_on() -> None:
+    """Timesteps that go through a list of Python's, and come back in float32."""
+    times = (torch.linspace(0, 1, 50) * 999).to(HALF).tolist()
+    angles = torch.tensor(times)[:, None] * torch.exp(-torch.arange(8) / 2.0)
+    angles.sin()
+
+
+def through_numpy() -> None:
+    """Ids that go through numpy."""
+    ids = torch.randint(0, 60000, (64,)).half()
+    torch.randn(60000)[torch.from_numpy(ids.numpy().astype("int64"))]
+
+
+def micro_batches() -> None:
+    """Gradients of many backward passes, which autograd adds up."""
+    weight = nn.Parameter(torch.ones(8).to(HALF))
+    for _ in range(600):
+        (weight * 0.003).sum().backward()
+    torch.optim.SGD([weight], 0.1).step()
+
+
 @pytest.mark.parametrize(
     ("work", "id", "line", "says"),
     [
@@ -190,6 +276,16 @@ def average_inside() -> None:
         (joined, "rounded-indices", "ids[:, None].float()", "450 of 600 have changed"),
         (average_inside, "update-stall", "self.mean.lerp_", "rounds"),
         (averaged, "update-stall", "average.update_parameters(model)", "rounds"),
+        (diffusion, "rounded-result", "torch.cumprod(1 - torch.linspace(", "neighboring entries are equal"),
+        (returns, "rounded-result", "value = 0.999 * value", "drifts away"),
+        (variance, "rounded-result", "spread = (rows * rows)", "a layer takes it at"),
+        (stamps, "rounded-result", "times[:, 1:] - times[:, :-1]", "a layer takes it"),
+        (frequencies, "rounded-result", "weight = (1 / counts)", "the loss that is differentiated"),
+        (boxes, "rounded-result", "torch.gt(inner / (areas[0]", "another mask"),
+        (beams, "rounded-result", ".flatten().topk(4)", "as often as not"),
+        (handed_on, "rounded-rotary-buffer", "* 999).to(HALF).tolist()", "takes the sine"),
+        (through_numpy, "rounded-indices", "torch.randint(0, 60000, (64,)).half()", "have changed"),
+        (micro_batches, "rounded-sum", "(weight * 0.003).sum().backward()", "adds up 600 terms in bfloat16"),
     ],
 )
 def test_rounding_that_matters_is_found_where_the_value_is_used(
@@ -328,6 +424,65 @@ def averages_inside() -> None:
             model(torch.rand(32, 256).to(next(model.buffers()).dtype))
 
 
+def learned() -> None:
+    """A policy with clipped ratios, a critic, a focal loss, gates near a half, texts and images that are brought together."""
+    policy, sides = nn.Linear(8, 4).to(HALF), [nn.Linear(16, 32).to(HALF), nn.Linear(12, 32).to(HALF)]
+    for _ in range(4):
+        rows, taken = torch.randn(64, 8).to(HALF), torch.randint(0, 4, (64, 1))
+        advantages = torch.randn(64).to(HALF)
+        old = policy(rows).float().log_softmax(-1).gather(1, taken)[:, 0].detach()
+        ratio = (policy(rows).float().log_softmax(-1).gather(1, taken)[:, 0] - old).exp().to(HALF)
+        (-torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()).backward()
+        (policy(rows).mean() - policy(-rows).mean()).item()
+        chance = policy(rows)[:, 0].sigmoid()
+        (-((1 - chance) ** 2) * chance.log()).mean().backward()
+        ((chance > 0.5) == (rows[:, 0] > 0)).float().mean().item()
+        pictures = torch.randn(64, 16).to(HALF)
+        left, right = (
+            nn.functional.normalize(m(x), dim=-1) for m, x in zip(sides, (pictures, pictures[:, :12]), strict=True)
+        )
+        scores = left @ right.t() / 0.07
+        nn.functional.cross_entropy(scores, torch.arange(64)).backward(), scores.argmax(1)
+
+
+def compared() -> None:
+    """A model in two dtypes, and what quantization takes."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8))
+    rows, weights = torch.randn(32, 16), torch.randn(100)
+    wide = model(rows)
+    off = wide - model.half()(rows.half()).float()
+    off.abs().max().item(), off.square().mean().sqrt().item()
+    rest = weights - weights.half().float()
+    rest.abs().max().item(), (rest / weights).abs().mean().item(), (weights.half().float() == weights).sum().item()
+    torch.tensor(1e-8).half().item()
+
+
+class Attention(nn.Module):
+    """Written out, with a bias for the distance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.three, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Attends to what came before."""
+        query, key, value = self.three(self.norm(rows)).chunk(3, -1)
+        at = torch.arange(rows.shape[1]).to(rows.dtype)
+        scores = query @ key.transpose(1, 2) / 32**0.5 + (at[None] - at[:, None]) / 8
+        scores = scores.masked_fill(torch.ones(len(at), len(at)).triu(1).bool(), float("-inf"))
+        return rows + self.out(scores.softmax(-1) @ value)
+
+
+def attended() -> None:
+    """Layers of attention in both dtypes, and quantized weights."""
+    for dtype in (torch.float16, HALF):
+        model = nn.Sequential(nn.Embedding(64, 32), *[Attention() for _ in range(4)], nn.Linear(32, 64)).to(dtype)
+        model(torch.randint(0, 64, (2, 48)))[:, -1].argmax(-1)
+        weight = model[-1].weight
+        scale = weight.abs().amax(1, keepdim=True) / 7
+        nn.functional.linear(torch.randn(4, 32).to(dtype), (weight / scale).round().clamp(-8, 7) * scale)
+
+
 @pytest.mark.parametrize(
     "work",
     [
@@ -342,6 +497,9 @@ def averages_inside() -> None:
         in_float32,
         large_numbers,
         averages_inside,
+        learned,
+        compared,
+        attended,
     ],
 )
 def test_programs_that_are_right_in_half_precision_are_told_nothing_of(

@@ -15,22 +15,29 @@ where the value is used:
 * an **angle** of which a sine is taken, and that is off by a good part of a turn;
 * **positions** that are rounded together, and then computed with;
 * a **sum**: what is added to over and over, and has become wrong because the terms are rounded away;
-* **memory that is written in place** and becomes inf where float64 is finite: a buffer, a statistic.
+* **memory that is written in place** and becomes inf where float64 is finite: a buffer, a statistic;
+* a **comparison**, by which a mask is made or a loop goes on, that has another result;
+* a **schedule** that the program computes from numbers alone, and of which entries coincide;
+* a value that is built up from itself, line by line, and **drifts** away: a recurrent state, an average;
+* a **loss**, a **number** that Python reads, and what a layer is **given**, where half of the digits that the dtype has are lost.
+
+For the last three the operator is named at which the relative error grows most: a difference of near values, a division by what is nearly 0.
 """
 
 import math
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dtypedoctor._torch_private import DisableTorchFunction, memory_key, schema_of, without_autocast
+from dtypedoctor._torch_private import DisableTorchFunction, memory_key, schema_of, tree_map, without_autocast
+from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.naming import short_name
 from dtypedoctor.instrument.operators import Arguments, in_wider, leaves_memory_as_it_was, tensors_of, written
@@ -64,15 +71,32 @@ AMPLIFIED = 16
 """Times that a relative error in float32 has to grow in one operator for this to be its cause: a difference of near values, distances by squares."""
 MOST_SUMS = 2_048
 """Sums that are followed at once."""
+RECURRENT, AT_ONE_RECURRENCE = 1 << 10, 1 << 10
+"""Elements up to which a value that is computed from itself is followed for longer, and calls at one line then."""
+DEVIATIONS = 4
+"""Standard deviations of as many random roundings as there were, beyond which a drift is none of them; that of one is a quarter of the dtype's epsilon."""
+FEW_CHOSEN = 64
+"""Choices of a row that are compared as a set."""
+_OF_DATA = 20
+"""Bits of a difference below which the rounding of data in float32 makes it, where half precision is compared with it."""
+CANCELLED = 3
+"""Differences of two near numbers at one line from which on they are more than a coincidence."""
+LARGEST_PRODUCT = 1 << 24
+"""Multiplications of a product of two tensors that is run in float64."""
+GRID = 16
+"""Entries of a schedule."""
+NUMBERS = 4_096
+"""Numbers that Python has read and may hand to another operator."""
 MOST_LINES = 100
 """Lines whose uses are told of."""
 
 _SEARCHES = frozenset({"searchsorted", "bucketize"})
 _CHOICES = frozenset({"argmax", "argmin", "max", "min", "topk", "kthvalue", "median", "cummax", "cummin"})
 _CONTRACTIONS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "dot", "addmv", "convolution", "linear", "matmul"})
-"""Products with weights: the scores that a network makes differ from float64 by the rounding of all its layers, and what is chosen among them may, too. Values begin anew there."""
-_OUTER = frozenset({"mm", "bmm"})
-"""Those of them that are no more than products where there is one term to sum: of positions and frequencies."""
+"""Products. What a network makes differs from float64 by the rounding of all its layers, and what is chosen among its scores may, too: values begin anew at products with weights."""
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+_DIFFERENCES = frozenset({"add", "sub", "rsub", "add_", "sub_"})
+_COPIES = frozenset({"_to_copy", "clone", "copy_", "cat", "stack", "flip", "index", "index_select"})
 _SINES = frozenset({"sin", "cos"})
 NOISE, CHANCE = 4 * torch.finfo(torch.float32).eps, 1e-3
 """What whole numbers may be off after divisions and products in float32; and how likely other numbers may be as near."""
@@ -122,6 +146,27 @@ class _Memory:
     now: Tensor
     origin: Origin
     error: float
+    relative: float
+    """The error beside the values, in the Euclidean norm."""
+    lost_at: Origin
+    """Where that has grown most, and by how much."""
+    factor: float
+    passes: dict[Any, int]
+    """How often the value has gone through an operator at a line."""
+    peak: float
+    """The largest magnitude that it has had."""
+    overflowed: bool = False
+    """Whether inf or NaN has led to it, of which others tell."""
+
+
+@dataclass(slots=True)
+class _Total:
+    """Squares of the errors and of the float64 values of all that a line has used, with the worst of them."""
+
+    use: RoundedUse
+    errors: float = 0.0
+    squares: float = 0.0
+    worst: float = 0.0
 
 
 @dataclass(slots=True)
@@ -180,7 +225,7 @@ class _Call:
     def origin(self) -> Origin:
         """The origin of the operand that is most off; this operator where all of them are exact, or where it loses far more than float32 had lost before."""
         if self.known and not self._loses_most():
-            return max(self.known.values(), key=_error_of).origin
+            return max(self.known.values(), key=lambda memory: memory.relative).origin
         tensors, real, exact = [copy for copy, _ in self.operands], self.results[0], self.exact[0]
         whole = all(map(_is_whole, tensors)) if tensors else self.name == "arange"
         sums = any(tensor.numel() > real.numel() for tensor in tensors)
@@ -201,6 +246,26 @@ class _Call:
                 largest_error=apart,
             )
         return replace(origin, largest=largest, apart=apart, positions=positions)
+
+    def lost_most(self, relative: float) -> tuple[Origin, float]:
+        """The operator, of this one and those before, at which the relative error has grown most, and by how much."""
+        before = max(self.known.values(), key=lambda memory: memory.relative, default=None)
+        rounding = 2.0 ** -_BITS.get(self.results[0].dtype, 24)
+        factor = relative / max(before.relative if before is not None else 0.0, rounding)
+        if before is not None and before.factor >= factor:
+            return before.lost_at, before.factor
+        return Origin(str(self.func), self.line, self.results[0].dtype, whole=False), factor
+
+    def passes(self) -> dict[Any, int]:
+        """How often the result, or what it is computed from, has gone through operators at lines."""
+        passes: dict[Any, int] = {}
+        for memory in self.known.values():
+            for at, count in memory.passes.items():
+                passes[at] = max(count, passes.get(at, 0))
+        if len(passes) > MOST_LINES:
+            passes = {}
+        passes[self.func, self.line] = passes.get((self.func, self.line), 0) + 1
+        return passes
 
 
 class Shadows(Observer):
@@ -223,13 +288,28 @@ class Shadows(Observer):
         self._made: dict[int, StorageWeakRef] = {}
         self._choices: set[tuple[Any, torch.Size]] = set()
         self._left = 0
+        self._generated: dict[int, StorageWeakRef] = {}
+        """Memories of what was computed from numbers alone: schedules, grids, tables."""
+        self._weights: dict[int, StorageWeakRef] = {}
+        """Memories of casts and copies of weights."""
+        self._numbers: dict[float, tuple[float, Origin]] = {}
+        """Float64 values of numbers that have left torch, and where they were rounded."""
+        self._met: dict[int, StorageWeakRef] = {}
+        """Memories of which it is known whether they hold such numbers."""
+        self.noticed: Callable[[], None] = lambda: None
+        """Called where a value is followed that may leave torch."""
+        self._totals: dict[tuple[str, str, str], _Total] = {}
+        self._cancelled: Counter[Line | None] = Counter()
 
     def saw(self, seen: Seen) -> None:
         """An operator has run inside of a module that is looked at."""
-        results = seen.results or written(seen.func, seen.given)
-        if not self._takes_part(seen.func, seen.operands, results):
+        if _name(seen.func) == "_local_scalar_dense":
+            self.read(seen.operands[0], line_of(sys._getframe()))
             return
-        if not self._is_turn(seen.func, results, line := line_of(sys._getframe())):
+        results = seen.results or written(seen.func, seen.given)
+        if not self._takes_part(seen.func, tensors_of(seen.given), results):
+            return
+        if not self._is_turn(seen.func, tensors_of(seen.given), results, line := line_of(sys._getframe())):
             return
         overwritten = {_key(tensor) for tensor in written(seen.func, seen.given)}
         is_state = not overwritten <= self._made.keys()
@@ -248,15 +328,69 @@ class Shadows(Observer):
             return
         with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
             memory = self._memory_of(tensor, tensor)
-            if (
-                memory is None
-                or memory.origin.dtype not in NARROW
-                or not (memory.origin.whole and memory.origin.sums)
-                or not _is_whole(exact := _view(memory.exact, tensor))
-            ):
-                return
-            if bool(tensor.isfinite()) and bool(exact.isfinite()):
+            if memory is not None:
+                self._number_read(memory, tensor, _view(memory.exact, tensor), line)
+
+    def _number_read(self, memory: _Memory, tensor: Tensor, exact: Tensor, line: Line | None) -> None:
+        if bool(tensor.isfinite()) and bool(exact.isfinite()):
+            self._judge_schedule(memory, "aten._local_scalar_dense.default", line)
+            if memory.origin.dtype in NARROW and memory.origin.whole and memory.origin.sums and _is_whole(exact):
                 self._counted(memory.origin, line, tensor.long(), exact.long(), tensor != exact)
+            else:
+                self._lost("number", memory, tensor, exact, "", line)
+            self._left_torch(memory, tensor, exact)
+
+    def left(self, _: str, tensor: Tensor) -> None:
+        """A tensor leaves torch, for a list or for numpy; what is made of its numbers may come back."""
+        if self.position.muted or not self._memories or _key(tensor) not in self._memories:
+            return
+        with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+            memory = self._memory_of(tensor, tensor)
+            if memory is not None:
+                line = line_of(sys._getframe())
+                self._judge_schedule(memory, "aten._local_scalar_dense.default", line)
+                self._left_torch(memory, tensor, _view(memory.exact, tensor))
+
+    def _left_torch(self, memory: _Memory, tensor: Tensor, exact: Tensor) -> None:
+        if tensor.numel() <= NUMBERS - len(self._numbers) and memory.origin.dtype in NARROW:
+            pairs = zip(tensor.flatten().tolist(), exact.flatten().tolist(), strict=True)
+            self._numbers.update((now, (right, memory.origin)) for now, right in pairs)
+
+    def _come_back(self, tensors: Sequence[Tensor], line: Line | None) -> None:
+        """Follows tensors that hold nothing but numbers which have left torch, as far as is known at the first operator on them."""
+        for tensor in tensors:
+            key = _key(tensor)
+            if key in self._memories or _is_held(self._met, tensor) or not _is_plain(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            self._met[key] = StorageWeakRef(storage)
+            if tensor.device.type != "cpu" or tensor.is_complex() or storage.nbytes() > NUMBERS * tensor.element_size():
+                continue
+            whole = torch.empty(0, dtype=tensor.dtype).set_(storage)
+            known = [self._numbers.get(number) for number in whole.tolist()]
+            if None in known or len(set(known)) < FEWEST:
+                continue
+            exact = torch.tensor([number[0] for number in known if number], dtype=torch.float64)
+            origin = next(number[1] for number in known if number)
+            if _is_integer(tensor) and origin.whole:
+                self._counted(origin, line, whole, exact.long(), whole != exact)
+            elif tensor.is_floating_point():
+                error, relative = float((whole - exact).abs().max()), _relative_norm(whole, exact)
+                peak = float(exact.abs().max())
+                self._memories[key] = _Memory(
+                    self._met[key], exact, whole.clone(), origin, error, relative, origin, 1.0, {}, peak
+                )
+                self._elements += exact.numel()
+
+    def before_backward(self, tensors: list[Tensor]) -> None:
+        """A backward pass begins: of a loss that has lost its digits the gradients have, too."""
+        if self.position.backward_depth or not self._memories:
+            return
+        with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+            for tensor in tensors:
+                memory = self._memory_of(tensor, tensor) if measurable(tensor) else None
+                if memory is not None:
+                    self._lost("loss", memory, tensor, _view(memory.exact, tensor), "", None)
 
     def ran_outside(
         self, func: Any, kept: Arguments, given: Arguments, results: Sequence[Tensor], line: Line | None
@@ -270,7 +404,8 @@ class Shadows(Observer):
             results: what it returned, or has written to.
             line: the line that called it.
         """
-        if self._takes_part(func, tensors_of(given), results) and self._is_turn(func, results, line):
+        operands = tensors_of(given)
+        if self._takes_part(func, operands, results) and self._is_turn(func, operands, results, line):
             with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
                 self._ran(func, kept, given, results, line)
 
@@ -279,20 +414,77 @@ class Shadows(Observer):
         for use in self._uses.values():
             if use.changed:
                 self.session.emit(use)
+        for total in self._totals.values():
+            least = digits_lost(total.use.dtype)
+            if total.use.use == "number":  # which is a note, mostly
+                least = math.sqrt(least)
+            if total.errors > least**2 * total.squares:
+                self.session.emit(total.use)
         self._uses.clear()
+        self._totals.clear()
         self._memories.clear()
 
     def _takes_part(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
         """Whether an operator computes with small values in half precision, or with what was made of them; in float32 where a choice is to be expected."""
         tensors = (*operands, *results)
         self._expect_choice(func, operands)
+        if self._numbers:
+            with self._looking, self.position.mute(), torch.no_grad():
+                self._come_back(operands, line_of(sys._getframe()))
+                self._met.update((_key(tensor), StorageWeakRef(tensor.untyped_storage())) for tensor in results)
+        if results:
+            self._note_source(func, operands, results)
         if not (_may_round(func, tensors) or self._precedes_choice(operands)) and self._memories.keys().isdisjoint(
             map(_key, operands) if self._memories else ()
         ):
             return False
         if not results or not _has_wide_form(func) or not all(map(_is_plain, tensors)):
             return False
-        return _begins_nothing(func, operands) and _are_small(operands, results) and self._reads(results[0])
+        if not _are_small(operands, results) or not self._reads(results[0]):
+            return False
+        if _name(func) in _CONTRACTIONS and not all(_is_whole(t.flatten()[:8]) and _is_whole(t) for t in operands):
+            weights = [self._is_weight(tensor) for tensor in operands]
+            if any(weights):
+                self._enters_layer(func, [t for t, of in zip(operands, weights, strict=True) if not of])
+                return False
+            return results[0].numel() * operands[-1].shape[0] <= LARGEST_PRODUCT
+        return True
+
+    def _note_source(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Whether results are computed from numbers alone, or are copies of weights."""
+        for memories in (self._generated, self._weights, self._met):
+            _keep_few(memories)
+        made = _small_memories(results)
+        if not made:
+            return
+        if _name(func) in _COPIES and any(map(self._is_weight, operands)):
+            self._weights.update(made)
+        if self._is_of_numbers(func, operands, results):
+            self._generated.update(made)
+        else:
+            for key in self._generated.keys() & made.keys():
+                del self._generated[key]
+
+    def _is_of_numbers(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+        """Whether an operator computes with nothing but numbers, and what was computed from numbers."""
+        begins = bool(operands) or results[0].numel() >= GRID
+        return begins and _has_wide_form(func) and all(t.dim() == 0 or _is_held(self._generated, t) for t in operands)
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        """Whether a tensor is trained, is a parameter, a view of one, or a cast."""
+        root = tensor._base if tensor._base is not None else tensor
+        return isinstance(root, nn.Parameter) or (root.requires_grad and root.is_leaf) or _is_held(self._weights, root)
+
+    def _enters_layer(self, func: Any, activations: Sequence[Tensor]) -> None:
+        """Values are multiplied with weights, where they begin anew."""
+        for tensor in activations if self._memories else ():
+            if _key(tensor) not in self._memories:
+                continue
+            with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+                memory = self._memory_of(tensor, tensor)
+                if memory is not None:
+                    exact = _view(memory.exact, tensor)
+                    self._lost("input", memory, tensor, exact, str(func), line_of(sys._getframe()))
 
     def _expect_choice(self, func: Any, operands: Sequence[Tensor]) -> None:
         """A program that has chosen among float32 values will do so again: what comes before it then is followed, for a while."""
@@ -314,11 +506,13 @@ class Shadows(Observer):
                 self._forget(key)
         return self._left > 0
 
-    def _is_turn(self, func: Any, results: Sequence[Tensor], line: Line | None) -> bool:
+    def _is_turn(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor], line: Line | None) -> bool:
         """Whether an operator is run in float64 once more; a sum has to be followed from its first term to the last."""
         is_sum = _name(func) in _ADDS and results[0].numel() <= SUM
         self._at_line[func, line] += 1
         may_run = is_sum or self._at_line[func, line] <= AT_ONE_LINE
+        if not may_run and self._at_line[func, line] <= AT_ONE_RECURRENCE and results[0].numel() <= RECURRENT:
+            may_run = is_sum = any(_key(tensor) in self._memories for tensor in operands)
         self._operators[is_sum] += may_run * (1 + results[0].numel() // UNIT)
         return may_run and self._operators[is_sum] <= ALLOWANCE
 
@@ -343,7 +537,8 @@ class Shadows(Observer):
                 values[id(copy)] = _view(memory.exact, real).clone()
             elif copy.is_floating_point():
                 values[id(copy)] = copy.detach().double()
-        exact = in_wider(func, kept, torch.float64, _FLOATS, values)
+        wide = tree_map(self._exact_number, kept) if self._numbers else kept
+        exact = in_wider(func, wide, torch.float64, _FLOATS, values)
         if len(exact) != len(results) or any(a.shape != b.shape for a, b in zip(exact, results, strict=True)):
             return
         overwritten = {id(tensor) for tensor in written(func, given)}
@@ -358,6 +553,9 @@ class Shadows(Observer):
             [*results, *(real for real, _ in besides)],
             [*exact, *(values[id(copy)] for _, copy in besides)],
         )
+        exact = [
+            self._without_vanished(func, operands, values, pair, line) for pair in zip(results, exact, strict=True)
+        ]
         call = _Call(func, kept, operands, known, values, results, exact, line)
         self._judge_real_part(call)
         if known and _rounds(call):
@@ -372,6 +570,43 @@ class Shadows(Observer):
         for real, other in zip(results, exact, strict=True):
             if real.is_floating_point():
                 self._keep(call, real, other, in_place=id(real) in overwritten)
+
+    def _exact_number(self, value: Any) -> Any:
+        """What a number that Python has read would be in float64."""
+        return self._numbers[value][0] if type(value) is float and value in self._numbers else value
+
+    def _without_vanished(
+        self,
+        func: Any,
+        operands: list[tuple[Tensor, Tensor]],
+        values: dict[int, Tensor],
+        pair: tuple[Tensor, Tensor],
+        line: Line | None,
+    ) -> Tensor:
+        """The float64 result with the real one where a sum of terms of both signs leaves nothing that says more than what the terms themselves are off by.
+
+        What Kahan's sum keeps is 0 in float64. Two terms, or two numbers, may be near each other by chance.
+        """
+        real, exact = pair
+        terms = [values.get(id(copy)) for copy, _ in operands]
+        if real.dtype not in _BITS or real.is_complex() or None in [t if t is None else 0 for t in terms]:
+            return exact
+        name = _name(func)
+        if name in _DIFFERENCES and len(terms) == 2 and len({t.shape for t in terms if t is not None}) == 1:
+            size = terms[0].abs() + terms[1].abs()  # type: ignore[union-attr]
+            least = size * 2.0 ** -_bits_of_difference([copy for copy, _ in operands])
+            if real.numel() == 1 and bool(exact.abs() < size / 16) and bool(size > 0):
+                self._cancelled[line] += 1
+                if self._cancelled[line] < CANCELLED:
+                    return real.double()
+            return torch.where(exact.abs() <= least, real.double(), exact)
+        if name in ("sum", "mean") and terms and terms[0] is not None and terms[0].numel() > real.numel() > 0:
+            few = real.numel() / terms[0].numel()
+            size = float(terms[0].abs().sum()) / real.numel() * (few if name == "mean" else 1)
+            near = (real.double() - exact).abs() <= digits_lost(short_name(real.dtype)) * size
+            mixed = exact.abs() < size / 16
+            return torch.where(near & mixed, real.double(), exact)
+        return exact
 
     def _memory_of(self, real: Tensor, copy: Tensor) -> _Memory | None:
         """What is known of the memory of an operand, which was ``copy``, unless somebody has written to it unseen."""
@@ -400,7 +635,28 @@ class Shadows(Observer):
         error = float((values - wide).abs().max())
         if not error or (not math.isfinite(error) and bool((wide.isfinite() & ~values.isfinite()).any())):
             return  # nothing is lost; or what float64 makes is no better
-        self._memories[key] = _Memory(StorageWeakRef(storage), values, whole.clone(), call.origin, error)
+        relative, largest = _relative_norm(wide, values), float(values.abs().nan_to_num(0.0, 0.0, 0.0).max())
+        lost_at, factor = call.lost_most(relative)
+        passes = call.passes()
+        peak = max([largest, *(m.peak for m in call.known.values() if passes[call.func, call.line] > 1)])
+        overflowed = bool((~wide.isfinite() & values.isfinite()).any()) or any(
+            m.overflowed for m in call.known.values()
+        )
+        self._memories[key] = _Memory(
+            StorageWeakRef(storage),
+            values,
+            whole.clone(),
+            call.origin,
+            error,
+            relative,
+            lost_at,
+            factor,
+            passes,
+            peak,
+            overflowed,
+        )
+        self.noticed()
+        self._judge_drift(call, self._memories[key], real, exact)
         self._elements += values.numel()
         if self._elements > HELD:
             for gone in [number for number, memory in self._memories.items() if memory.held.expired()]:
@@ -418,6 +674,11 @@ class Shadows(Observer):
             self._judge_choice(call)
             return
         self._judge_positions(call)
+        if call.name not in _COPIES and call.name not in _COMPARISONS:
+            for memory in call.known.values():
+                self._judge_schedule(memory, str(call.func), call.line)
+        if call.name in _COMPARISONS:
+            self._judge_comparison(call)
         if call.name in _SINES and not call.operands[0][1].requires_grad:  # else it is an activation
             self._judge_angles(call)
         self._judge_step(call)
@@ -434,7 +695,10 @@ class Shadows(Observer):
         chosen = next((number for number, tensor in enumerate(call.results) if _is_integer(tensor)), None)
         if chosen is not None and call.name in _CHOICES:
             real, exact = call.results[chosen], call.exact[chosen]
-            self._used("decision", call, _chooses_otherwise(call, real, exact), real, exact)
+            near, far = _chooses_otherwise(call, real, exact)
+            self._used("decision", call, far, real, exact)
+            if call.origin.dtype in NARROW:
+                self._used("choice", call, near, real, exact)
             self._judge_ties(call, real, exact)
 
     def _judge_positions(self, call: _Call) -> None:
@@ -572,14 +836,111 @@ class Shadows(Observer):
             )
         )
 
+    def _judge_comparison(self, call: _Call) -> None:
+        """Masks, and conditions of loops and branches; of a mask, what differs is seen beside the fewer of its two values."""
+        real, exact = call.results[0], call.exact[0].bool()
+        sides = [call.values.get(id(copy), copy).double() for copy, _ in call.operands]
+        sides += [torch.tensor(float(x)) for x in call.arguments[0] if isinstance(x, (int, float))]
+        if len(sides) != 2:
+            return
+        if call.name in ("eq", "ne"):  # of fractions that are rounded it means nothing
+            apart = (sides[0] == sides[0].round()) & (sides[1] == sides[1].round())
+        else:
+            bits = _BITS[call.origin.dtype] - SLACK
+            apart = _coarser(sides[0], bits) != _coarser(sides[1], bits)
+        few = max(1, min(int(exact.sum()), int((~exact).sum()))) if real.numel() > 1 else 1
+        changed = (real != exact) & apart & sides[0].isfinite() & sides[1].isfinite()
+        self._used("mask" if real.numel() > 1 else "condition", call, changed, real, exact, few)
+
+    def _judge_schedule(self, memory: _Memory, op: str, line: Line | None) -> None:
+        """A schedule that the program has computed from numbers alone, of which entries coincide."""
+        key = memory.held.cdata
+        if key not in self._generated or memory.origin.positions is not None or memory.exact.numel() < GRID:
+            return
+        del self._generated[key]  # once
+        if memory.origin.dtype not in NARROW or not _is_grid(memory.exact):
+            return
+        lost = memory.now[1:] == memory.now[:-1]
+        if bool(lost.any()):
+            at = int(lost.nonzero()[0]) + 1
+            self._uses["schedule", op, "" if line is None else line.source] = RoundedUse(
+                use="schedule",
+                op=op,
+                source="" if line is None else line.source,
+                made_by=memory.origin.op,
+                made_at=memory.origin.source,
+                dtype=short_name(memory.origin.dtype),
+                value=_number(memory.now, at),
+                exact=_number(memory.exact, at),
+                changed=int(lost.sum()),
+                of=memory.now.numel(),
+            )
+
+    def _judge_drift(self, call: _Call, memory: _Memory, real: Tensor, exact: Tensor) -> None:
+        """Values that are computed from themselves, over and over, and are further off than as many random roundings leave them."""
+        rounds = memory.passes[call.func, call.line]
+        source = "" if call.line is None else call.line.source
+        if rounds < FEWEST or source in self._told or memory.overflowed or memory.origin.dtype not in NARROW:
+            return
+        off = (real.double() - exact).abs().nan_to_num(0.0, 0.0, 0.0)
+        dtype = short_name(memory.origin.dtype)
+        random = DEVIATIONS * 2.0 ** -(_BITS[memory.origin.dtype] + 1) * math.sqrt(rounds)
+        self._used("drift", call, off > max(digits_lost(dtype), random) * memory.peak, real, exact, last=True)
+
+    def _lost(self, use: str, memory: _Memory, real: Tensor, exact: Tensor, used_by: str, line: Line | None) -> None:
+        """Adds values that are used up to what their line has used so far."""
+        if memory.overflowed:
+            return
+        finite = real.isfinite() & exact.isfinite()
+        right, now = torch.where(finite, exact, 0.0), torch.where(finite, real.double(), 0.0)
+        off = (now - right).abs()
+        error, size = float(off.square().sum()), float(right.square().sum())
+        lost, used_at = memory.lost_at, "" if line is None else line.source
+        key = (use, used_at, lost.source)
+        total = self._totals.get(key)
+        if total is None:
+            if not size or len(self._totals) == MOST_LINES:
+                return
+            told = RoundedUse(
+                use=use,
+                op=lost.op,
+                source=lost.source,
+                made_by=memory.origin.op,
+                made_at=memory.origin.source,
+                dtype=short_name(memory.origin.dtype),
+                value="",
+                exact="",
+                changed=0,
+                of=0,
+                used_by=used_by,
+                used_at=used_at,
+            )
+            total = self._totals[key] = _Total(told)
+        total.errors, total.squares = total.errors + error, total.squares + size
+        changed = int((off > digits_lost(total.use.dtype) * right.abs()).sum())
+        total.use = replace(total.use, changed=total.use.changed + changed, of=total.use.of + real.numel())
+        if real.numel() and float(off.max()) > total.worst:
+            total.worst, at = float(off.max()), int(off.argmax())
+            total.use = replace(total.use, value=_number(real, at), exact=_number(exact, at))
+
     def _judge_state(self, call: _Call, overwritten: set[int]) -> None:
         """Memory that outlives the call and holds inf where float64 holds finite values."""
         for real, exact in zip(call.results, call.exact, strict=True):
             if id(real) in overwritten and real.is_floating_point():
                 self._used("state", call, ~real.isfinite() & exact.isfinite(), real, exact)
 
-    def _used(self, use: str, call: _Call, changed: Tensor, real: Tensor, exact: Tensor) -> None:
-        """Adds a use to those of its line."""
+    def _used(
+        self,
+        use: str,
+        call: _Call,
+        changed: Tensor,
+        real: Tensor,
+        exact: Tensor,
+        of: int | None = None,
+        *,
+        last: bool = False,
+    ) -> None:
+        """Adds a use to those of its line, or puts it in their place; ``of`` how many, all where that is not said."""
         key = (use, str(call.func), "" if call.line is None else call.line.source)
         known = self._uses.get(key)
         if known is None and len(self._uses) == MOST_LINES:
@@ -601,25 +962,64 @@ class Shadows(Observer):
                 of=known.of if known is not None else 0,
                 nonfinite=not all(bool(copy.isfinite().all()) for copy, _ in call.operands if copy.is_floating_point()),
             )
-        self._uses[key] = replace(known, changed=known.changed + count, of=known.of + changed.numel())
+        of = changed.numel() if of is None else of
+        before = (0, 0) if last else (known.changed, known.of)
+        self._uses[key] = replace(known, changed=before[0] + count, of=before[1] + of)
 
 
-def _chooses_otherwise(call: _Call, real: Tensor, exact: Tensor) -> Tensor:
-    """Where a choice is another one between values that are not nearly equal in float64."""
+def _chooses_otherwise(call: _Call, real: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a choice is another one; and where that is so between values that are not nearly equal in float64."""
     operand = call.operands[0][0]
-    values = _coarser(call.values[id(operand)], _BITS[call.origin.dtype] - SLACK)
+    values = call.values[id(operand)]
+    rough = _coarser(values, _BITS[call.origin.dtype] - SLACK)
     dim = call.argument("dim")
     if dim is None:
-        return (real != exact) & (values.flatten()[real] != values.flatten()[exact])
+        near, far = (v.flatten()[real] != v.flatten()[exact] for v in (values, rough))
+        return near, far
     inside = real.dim() < values.dim()
     at, right = (index.unsqueeze(dim) if inside else index for index in (real, exact))
-    apart = (at != right) & (values.gather(dim, at) != values.gather(dim, right))
-    return apart.squeeze(dim) if inside else apart
+    far = rough.gather(dim, at) != rough.gather(dim, right)
+    if inside:
+        return (values.gather(dim, at) != values.gather(dim, right)).squeeze(dim), far.squeeze(dim)
+    at, right = at.movedim(dim, -1), right.movedim(dim, -1)  # of several the order says less than which they are
+    return (at[..., None] != right[..., None, :]).all(-1) if at.shape[-1] <= FEW_CHOSEN else torch.zeros_like(far), far
 
 
-def _error_of(memory: _Memory) -> float:
-    """How far a memory is off; where that is NaN, as far as can be."""
-    return math.inf if math.isnan(memory.error) else memory.error
+def _bits_of_difference(terms: Sequence[Tensor]) -> int:
+    """Bits of a difference of two terms that mean something: twice those that they have themselves, of half precision no more than float32 has."""
+    bits = 2 * min((_BITS[term.dtype] for term in terms if term.dtype in _BITS), default=24)
+    return min(bits, _OF_DATA) if bits < 48 else bits - 4
+
+
+def digits_lost(dtype: str) -> float:
+    """The relative error with which half of the digits of a dtype are lost; of float32 those that float16 has."""
+    return math.sqrt(max(DTYPES[dtype].epsilon, DTYPES["float16"].epsilon) / 2)
+
+
+def _relative_norm(real: Tensor, exact: Tensor) -> float:
+    """The error beside the values, in the Euclidean norm over the finite elements."""
+    finite = real.isfinite() & exact.isfinite()
+    right = torch.where(finite, exact, 0.0)
+    size = float(right.norm())
+    return float((torch.where(finite, real, 0.0) - right).norm()) / size if size else 0.0
+
+
+def _keep_few(memories: dict[int, StorageWeakRef]) -> None:
+    """Forgets memories that are gone, or all, where there are many."""
+    if len(memories) > NUMBERS:
+        for key in [key for key, held in memories.items() if held.expired()] or list(memories):
+            del memories[key]
+
+
+def _small_memories(tensors: Sequence[Tensor]) -> dict[int, StorageWeakRef]:
+    storages = [t.untyped_storage() for t in tensors if measurable(t) and t.numel() <= SMALL]
+    return {memory_key(storage): StorageWeakRef(storage) for storage in storages}
+
+
+def _is_held(memories: dict[int, StorageWeakRef], tensor: Tensor) -> bool:
+    """Whether the memory of a tensor is one of these, and none that has taken the address of one that is gone."""
+    held = memories.get(_key(tensor))
+    return held is not None and not held.expired()
 
 
 def _relative_error(real: Tensor, exact: Tensor) -> float:
@@ -659,16 +1059,6 @@ def _coarser(values: Tensor, bits: int) -> Tensor:
     """The values rounded to so many significant bits."""
     mantissa, exponent = torch.frexp(values)
     return torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent)
-
-
-def _begins_nothing(func: Any, operands: Sequence[Tensor]) -> bool:
-    """Whether it is no product with weights; one with a single term to sum is none, and one of whole numbers counts."""
-    name = _name(func)
-    return (
-        name not in _CONTRACTIONS
-        or (name in _OUTER and operands[0].shape[-1] == 1)
-        or all(_is_whole(operand.flatten()[:8]) and _is_whole(operand) for operand in operands)
-    )
 
 
 def _may_round(func: Any, tensors: Sequence[Tensor]) -> bool:

@@ -453,6 +453,7 @@ class RoundedUse:
         value, exact: the first element that differs, and what float64 makes of it.
         changed, of: elements that differ, and all that were compared.
         nonfinite: whether the values that are used are inf or NaN.
+        used_by, used_at: the operator and the line that use what ``op`` has made, where these are others.
     """
 
     KIND: ClassVar[str] = "rounded-use"
@@ -468,6 +469,8 @@ class RoundedUse:
     changed: int
     of: int
     nonfinite: bool = False
+    used_by: str = ""
+    used_at: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
