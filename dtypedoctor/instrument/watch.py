@@ -320,6 +320,11 @@ class ModuleWatch:
         self._planned = step = self._position.step
         self._looks_at_step = self._looks = self._budget is None or self._budget.step_begins(step)
         self._next_kept = 0.0
+        if (
+            self._passed is not None and not calls_running()
+        ):  # torch tells nobody of the end of a call that an interruption has left
+            self._passed, self._skipping = None, False
+            self._hooks.put_back()
 
     def _plan_call(self, module: nn.Module) -> None:
         """An outermost call begins. Those that no backward pass follows are counted by themselves, and before the first step is done all are."""

@@ -170,6 +170,35 @@ def test_an_exception_in_a_module_that_is_passed_by_is_told_of_there(tmp_path: P
     assert {s.step for s in trace.samples if trace.sites[s.site].kind == "loss"} == {1, 2, 4, 5}
 
 
+def test_an_interruption_between_looks_ends_the_watch_of_no_later_call(tmp_path: Path) -> None:
+    """Torch tells nobody that the call is over for which the hooks were lifted; they are back in the next step, also where another model is called."""
+
+    class Part(nn.Module):
+        stops = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.stops:
+                raise KeyboardInterrupt
+            return x
+
+    part, net, other = Part(), Stack(), Stack()
+    net.layers[2][1] = part
+    optimizer = torch.optim.SGD([*net.parameters(), *other.parameters()], lr=1e-3)
+
+    def train(_: Instruments) -> None:
+        for step in range(1, 10):
+            part.stops = step == 3
+            try:
+                (net if step <= 3 else other)(torch.ones(2, 4)).square().mean().backward()
+            except KeyboardInterrupt:
+                assert step == 3
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trace = watched(tmp_path, train, budget=Budget(every=4))
+    assert len(measured(trace, 5)) == len(measured(trace, 9)) == len(measured(trace, 1)) > LAYERS
+
+
 def test_gradients_that_are_not_finite_are_measured_between_looks_by_name(tmp_path: Path) -> None:
     """All others of that step are not; the loss is finite, and only the gradients tell of it."""
 
