@@ -34,7 +34,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / ".mutation"
-MUTATED = ("diagnosis", "rules", "trials")
+MUTATED = ("diagnosis", "rules", "examination", "lab/trials", "lab/bisect", "lab/compare")
 TESTS = ROOT / "tests" / "unit"
 
 MOST_TESTS = 400
