@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import dtypedoctor
-from dtypedoctor.lab.runner.view import NoViewError, View
+from dtypedoctor.runner.view import NoViewError, View
 
 # How long an example and its making take depends on the machine. And each run has the same examples, or a new one fails a change that
 # has nothing to do with it: runs with the release tests look for new ones.

@@ -63,7 +63,7 @@ RerunInPlace = Annotated[
     ),
 ]
 Once = Annotated[
-    bool, typer.Option("--once", hidden=True, help="Run the script one time only, as without this option.")
+    bool, typer.Option("--once", help="Run the script one time only: no edit is tried in a copy of its files.")
 ]
 Verify = Annotated[
     bool,
@@ -100,7 +100,9 @@ def execute(
     ] = False,
     open_page: OpenPage = False,
 ) -> int:
-    """Run a script once, instrumented, and diagnose it.
+    """Run a script, instrumented, and diagnose it.
+
+    An edit that the report shows was tried before: in a second run, for at most a minute, in a copy of the files and without network.
 
     Exits 0 if nothing is found and the script succeeds, 10 otherwise. The script's output stays on its own streams; the report
     goes to stderr. Options of dtypedoctor stand before SCRIPT, those of the script after it.
@@ -144,7 +146,8 @@ def execute(
     def record(folder: RecordFolder) -> "tuple[Report, int]":
         option = "--rerun" if here is None and nodes is None else "--nproc-per-node N --rerun"
         if not runs_again:
-            return record_script(program, folder, capsule_limit=capsule_limit << 20, rerun=option)
+            again = here is None and nodes is None and not once
+            return record_script(program, folder, capsule_limit=capsule_limit << 20, rerun=option, tries_edits=again)
         from dtypedoctor.lab.cli.reruns import treat_script
 
         asked = {"certify": certify, "ablations": rerun, "capsule_limit": capsule_limit << 20, "rerun_option": option}

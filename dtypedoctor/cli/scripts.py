@@ -1,24 +1,32 @@
 """What ``exec`` does once its arguments are read: it starts the script, and then imports what reads the trace while that runs."""
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtypedoctor.errors import UsageError
+from dtypedoctor.errors import DoctorError, UsageError
+from dtypedoctor.interruptions import say
+from dtypedoctor.redaction.redact import REQUEST
 from dtypedoctor.runner.command import Program
 from dtypedoctor.runner.directories import RecordFolder, removed_if_refused
 from dtypedoctor.runner.process import Guardian, outliving, run_script
+from dtypedoctor.trace.ranks import BEFORE
 
 if TYPE_CHECKING:
     from dtypedoctor.examination.results import Treatment
+    from dtypedoctor.examination.tried_edits import Attempt
     from dtypedoctor.report.model import Report
     from dtypedoctor.runner.run import Run
 
 
-def record_script(program: Program, folder: RecordFolder, *, capsule_limit: int, rerun: str) -> "tuple[Report, int]":
+def record_script(
+    program: Program, folder: RecordFolder, *, capsule_limit: int, rerun: str, tries_edits: bool
+) -> "tuple[Report, int]":
     """Runs a user's program once, with this process's streams, and diagnoses it.
 
     Args:
@@ -26,6 +34,7 @@ def record_script(program: Program, folder: RecordFolder, *, capsule_limit: int,
         folder: where everything that is found out is kept. It arrives when the program has ended and the report is written.
         capsule_limit: bytes that the capsule of a failing call may take.
         rerun: how ``exec`` is asked for another run.
+        tries_edits: run it again with the edits that may be shown.
 
     Returns:
         The report, and the program's own exit status as a shell would give it.
@@ -53,8 +62,39 @@ def record_script(program: Program, folder: RecordFolder, *, capsule_limit: int,
             static=static if checkpoints else (),
             capsule_limit=capsule_limit,
             rerun=rerun,
+            attempt=edited_runs(program, folder, guardian) if tries_edits else None,
         )
         return finished(treatment, folder)
+
+
+def edited_runs(program: Program, folder: RecordFolder, guardian: Guardian) -> "Attempt":
+    """What runs a program again with some of its files edited, alone, after its first run."""
+
+    def attempt(label: str, edited: Mapping[str, str], seconds: int) -> "Run | str":
+        from dtypedoctor.examination.processes import Leading
+        from dtypedoctor.runner.view import NoViewError, View
+
+        say("dtypedoctor: running the script again with an edit, in a copy of its files and without network …")
+        again = {**program.request(0), "capsule_limit": None, "repeats": "before", "repeatable": True}
+        try:
+            began = (folder.private / BEFORE / REQUEST).stat().st_mtime
+            with View(Path.cwd(), began).before(folder.private / label, edited) as words:
+                run = run_script(
+                    program.words,
+                    again,
+                    folder.private / label,
+                    live=False,
+                    time_limit=min(seconds, program.time_limit),
+                    through=words,
+                    guardian=guardian,
+                )
+            return Leading()(run)
+        except (NoViewError, DoctorError, OSError) as error:
+            return str(error)
+        finally:  # what it has shown is in the report
+            shutil.rmtree(folder.private / label, ignore_errors=True)
+
+    return attempt
 
 
 @contextmanager

@@ -2,16 +2,17 @@
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 from dtypedoctor.diagnosis.edits import INSTEAD, REMARKS, edits_for
 from dtypedoctor.diagnosis.registry import page, spec_of
-from dtypedoctor.diagnosis.rule import Advice, Edit, Excerpt, Finding, FindingSpec, Severity
-from dtypedoctor.diagnosis.scene import Scene, Source, masked_line, scalers
+from dtypedoctor.diagnosis.rule import Advice, Excerpt, Finding, FindingSpec, Severity
+from dtypedoctor.diagnosis.scene import Scene, Source, masked_line
 from dtypedoctor.diagnosis.update_edits import fitting
-from dtypedoctor.diagnosis.wording import class_of, listed, short, shown_line
+from dtypedoctor.diagnosis.wording import class_of, short, shown_line
 from dtypedoctor.errors import DoctorError
 from dtypedoctor.foreign_files import working_directory
 from dtypedoctor.text import counted, memory
@@ -48,60 +49,24 @@ def _scene(finding: Finding, trace: Trace, script: str | None, began: float) -> 
 
 
 def _advice(scenes: Sequence[Scene], *, own_files: bool) -> Iterator[Advice]:
-    shown: dict[tuple[str, int], tuple[str, str]] = {}
-    unmended = ""  # a reader in a hurry applies the only diff that there is, so those of milder findings wait
     for scene in scenes:
         finding = scene.finding
         spec = spec_of(finding.id)
         if spec.partly_frozen is not None and _is_partly_frozen(scene):
             text, code = (_filled(part, scene) for part in spec.partly_frozen)
             yield Advice(finding=finding.id, text=text, code=code)
-            continue
-        if spec.instead is not None and (text := spec.instead(finding)):
+        elif spec.instead is not None and (text := spec.instead(finding)):
             yield Advice(finding=finding.id, text=text)
-            continue
-        edits, maker = edits_for(scene, spec.edits) if own_files else ((), "")
-        instead = INSTEAD.get(maker, "")
-        if edits and unmended and finding.severity is not Severity.ERROR:
-            text = _uncapitalized(_text(spec, scene, instead))
-            yield Advice(finding=finding.id, text=f"First {unmended}, then this: {text}")
-            continue
-        if not edits and scene is scenes[0] and _ends_the_run(scene):
-            unmended = f"fix {finding.id}, which ends the run"
-        text = f"{_text(spec, scene, instead)} {_filled(REMARKS.get(maker, ''), scene)}".rstrip()
-        text += _covers(edits, shown) + _scaler_left(spec, scene, edits)
-        shown |= {(edit.file, edit.line): (finding.id, edit.new) for edit in edits}
-        yield Advice(finding=finding.id, text=text, edits=edits, maker=maker if edits else "")
+        else:
+            first, *others = _ways(spec, scene, own_files=own_files)
+            yield replace(first, others=tuple(others))
 
 
-def _covers(edits: tuple[Edit, ...], shown: Mapping[tuple[str, int], tuple[str, str]]) -> str:
-    """A sentence where the edit of an earlier finding gives the same line bfloat16 and this one gives it float32; else empty."""
-    for edit in edits:
-        other, new = shown.get((edit.file, edit.line), ("", ""))
-        if other and new.replace("bfloat16", "float32") == edit.new != new:
-            return (
-                f" It changes the line that the edit for {other} changes: float32 covers both, so make this edit only."
-            )
-    return ""
-
-
-def _scaler_left(spec: FindingSpec, scene: Scene, edits: tuple[Edit, ...]) -> str:
-    """Where the program goes on making a gradient scaler that bfloat16 needs no more, and what to write there; empty where the edit switches it off."""
-    to_bfloat16 = not edits or any("bfloat16" in edit.new and "bfloat16" not in edit.old for edit in edits)
-    if spec.edits[:1] != ("half-to-bfloat16",) or not to_bfloat16:
-        return ""
-    changed = {(edit.file, edit.line) for edit in edits}
-    left = [
-        place for source in scene.program_files() for place in _scalers_in(source, scene.shown(source.path), changed)
-    ]
-    return f" Switch the gradient scaler off too, with `enabled=False` in its call at {listed(left)}." if left else ""
-
-
-def _scalers_in(source: Source, file: str, changed: set[tuple[str, int]]) -> Iterator[str]:
-    """The places of a file that make a gradient scaler, but for those with a changed line."""
-    for call in scalers(source):
-        if changed.isdisjoint((file, line) for line in range(call.lineno, (call.end_lineno or call.lineno) + 1)):
-            yield f"{file}:{call.lineno}"
+def _ways(spec: FindingSpec, scene: Scene, *, own_files: bool) -> Iterator[Advice]:
+    """What may mend it, each way with its edits; one without any where none is seen."""
+    for edits, maker in edits_for(scene, spec.edits) if own_files else [((), "")]:
+        text = f"{_text(spec, scene, INSTEAD.get(maker, ''))} {REMARKS.get(maker, '')}".rstrip()
+        yield Advice(finding=scene.finding.id, text=text, edits=edits, maker=maker if edits else "")
 
 
 def _excerpts(scene: Scene) -> tuple[Excerpt, ...]:
@@ -171,10 +136,6 @@ def _uncapitalized(text: str) -> str:
     return f"{text[:1].lower()}{text[1:]}"
 
 
-def _ends_the_run(scene: Scene) -> bool:
-    return scene.finding.severity is Severity.ERROR and scene.raised is not None and not scene.raised.caught
-
-
 def _filled(text: str, scene: Scene) -> str:
     """``text`` with the names and dtypes of the finding."""
     finding = scene.finding
@@ -183,7 +144,6 @@ def _filled(text: str, scene: Scene) -> str:
     model, before = _optimizer_of(scene) if about_optimizer else ("", "")
     return text.format(
         cost=_cost_of_float32(scene) if "{cost}" in text else "",
-        stalls=_may_stall(scene) if "{stalls}" in text else "",
         model=model,
         before_optimizer=before,
         module=module,
@@ -228,17 +188,6 @@ def _cost_of_float32(scene: Scene) -> str:
     tensors = 2 + _MOMENTS[optimizer]  # weight and gradient
     kept = f" and {counted(_MOMENTS[optimizer], 'moment')} of {optimizer}"
     return f" (costs {memory(2 * tensors * elements)} more for {counted(elements, 'trained weight')}: weight, gradient{kept} take 4 bytes each, not 2)"
-
-
-def _may_stall(scene: Scene) -> str:
-    """What becomes of float16 weights that are trained as bfloat16 ones, to follow a sentence; empty where none is trained."""
-    half = any(note.requires_grad and note.dtype == "float16" for note in _parameters_of(scene))
-    return (
-        " Trained weights in bfloat16 lose updates below 0.2% of their value: weights near 1, as those of norms, may keep their first value"
-        " at small learning rates. Float32 weights under autocast do not, and take more memory."
-        if half
-        else ""
-    )
 
 
 def _optimizer_of(scene: Scene) -> tuple[str, str]:

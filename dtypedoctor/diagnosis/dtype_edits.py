@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dtypedoctor.diagnosis.ops import graph_of, overload_free
 from dtypedoctor.diagnosis.rule import Link
 from dtypedoctor.diagnosis.scene import (
-    ATOMS,
     Change,
     Changes,
     Scene,
@@ -24,10 +23,10 @@ from dtypedoctor.diagnosis.scene import (
 )
 from dtypedoctor.diagnosis.wording import class_of
 from dtypedoctor.dtypes import DTYPES
-from dtypedoctor.trace.events import Flow, Op, ParameterNote, TensorNote
+from dtypedoctor.trace.events import Op, ParameterNote, TensorNote
 
 
-def cast_operand(scene: Scene) -> Changes | None:
+def cast_operand(scene: Scene) -> Changes | list[Changes] | None:
     """Casts what the failing call gets, where the program itself makes that call."""
     found, op = scene.failing_node(), scene.rejected
     if found is None or op is None:
@@ -42,47 +41,26 @@ def cast_operand(scene: Scene) -> Changes | None:
     return _arguments(source, node, op, scene) if isinstance(node, ast.Call) else None
 
 
-def cast_head_input(scene: Scene) -> Changes | None:
-    """Casts the input of the last module to float32, where its weights are trained in that: in half precision they would lose updates."""
-    found, op = scene.failing_node(), scene.rejected
-    if found is None or op is None:
-        return None
-    source, node, inside_library = found
-    if inside_library or not isinstance(node, ast.Call) or not _calls_module(scene):
-        return None
-    if not (_trains_float32(scene, op) and has_torch(source) and _is_returned_by_outermost(scene, source, node)):
-        return None
-    return some(source, list(source.after(node.args[0], cast("float32"))) if node.args else [])
-
-
 def cast_exported(scene: Scene) -> Changes | None:
     """Casts to float32 what a function gets whose result is no tensor, as that of ``numpy()``: nothing has to be cast back."""
-    found, op = scene.failing_node(), scene.rejected
+    op = scene.rejected
     replay = graph_of(scene.trace).replay(op, "all-as-float32") if op is not None else None
-    if found is None or op is None or replay is None or replay.note or replay.dtype is not None:
-        return None
-    source, node, inside_library = found
-    if inside_library or not isinstance(node, ast.Call):
-        return None
-    method = isinstance(node.func, ast.Attribute) and node.func.attr == op.op.rpartition(".")[2]
-    operands = _method_of(node) if method else _positional(node)[:1]
-    return some(source, [change for operand in operands for change in source.after(operand, cast("float32"))])
+    ways = cast_around(scene) if replay is not None and replay.dtype is None else []
+    return ways[0] if ways else None
 
 
-def _trains_float32(scene: Scene, op: Op) -> bool:
-    """Whether a parameter among the operands is float32 and trained."""
-    notes = [scene.parameters.get(tensor.name or "") for tensor in op.inputs if tensor.origin == "parameter"]
-    return any(note is not None and note.requires_grad and note.dtype == "float32" for note in notes)
-
-
-def _is_returned_by_outermost(scene: Scene, source: Source, node: ast.expr) -> bool:
-    """Whether the forward of the outermost module returns what the failing call does, so that no module follows it."""
-    raised = scene.raised
-    frames = raised.frames if raised is not None else []
-    called = next((n for n, frame in enumerate(frames) if frame.endswith(" _wrapped_call_impl")), len(frames))
-    forward = next((frame for frame in frames[called:] if frame.endswith(" forward")), "")
-    returns = source.around(node, ast.Return)
-    return forward.startswith(f"{source.path}:{node.lineno} ") and bool(returns) and returns[-1].value is node
+def cast_around(scene: Scene) -> list[Changes]:
+    """Casts to float32 what a function gets that lacks a dtype; and its result back, or each of its results."""
+    found, op = scene.failing_node(), scene.rejected
+    if found is None or op is None or found[2] or not isinstance(found[1], ast.Call):
+        return []
+    source, node = found[0], found[1]
+    operands = _method_of(node) if _method(node) == op.op.rpartition(".")[2] else _positional(node)[:1]
+    changes = [change for operand in operands for change in source.after(operand, cast("float32"))]
+    begin, end, back = source.start(node), source.end(node), cast(scene.finding.dtype or "float32")
+    each = [(begin, begin, f"[t{back} for t in ".encode()), (end, end, b"]")]
+    results: list[list[Change]] = [[], list(source.after(node, back)), each]
+    return [(source, [*changes, *more]) for more in results] if changes else []
 
 
 def _arguments(source: Source, node: ast.Call, op: Op, scene: Scene) -> Changes | None:
@@ -116,30 +94,14 @@ def _held(op: Op) -> str | None:
 
 def _module_input(source: Source, node: ast.Call, op: Op, scene: Scene, held: str) -> Changes | None:
     """The input of a module, cast to the dtype that it holds; its output cast back where what follows needs that."""
-    argument: ast.expr | None = node.args[0]
-    if _fits(op, held):
-        return None  # what does not is inside of the module
+    argument = node.args[0]
     if _outermost_call(scene) == (source, node):
-        argument = _argument_in_question(node, op, scene, held)
-    if argument is None:
-        return None
+        argument = next(filter(None, (_argument_of(tensor, node, held) for tensor in op.inputs)), argument)
     changes = source.after(argument, cast(held))
     given = [dtype for dtype in floats(op.inputs) if dtype != held]
     if given and held == scene.finding.dtype and scene.finding.id not in _KEEPS_DTYPE:
         changes += source.after(node, cast(given[0]))  # what follows is in the dtype of the activations
     return source, changes
-
-
-def _fits(op: Op, held: str) -> bool:
-    """Whether what a module was given has the dtype that it holds."""
-    return set(floats(tensor for tensor in op.inputs if tensor.origin not in ("parameter", "buffer"))) == {held}
-
-
-def _argument_in_question(node: ast.Call, op: Op, scene: Scene, held: str) -> ast.expr | None:
-    """The argument of the outermost call that does not fit; None where what does not fit has got its dtype inside of that call."""
-    named = next(filter(None, (_argument_of(tensor, node, held) for tensor in op.inputs)), None)
-    cast_inside = any(link.dtype_in != link.dtype_out for link in scene.finding.provenance if link.dtype_in)
-    return named if named is not None or cast_inside else node.args[0]
 
 
 def _argument_of(tensor: TensorNote, node: ast.Call, held: str) -> ast.expr | None:
@@ -180,14 +142,14 @@ def _stored_value(source: Source, target: ast.Subscript) -> Changes | None:
 
 def _into_destination(source: Source, node: ast.Call, method: str, op: Op) -> Changes | None:
     """``out.index_add_(0, rows, values)``: what is written, in the dtype of ``out``; so too where the same function does it to something else."""
-    tensors = _tensors_in(node, op, len(op.inputs) - 1, behind=1)
-    written = [i for i, tensor in zip(tensors, op.inputs[1:], strict=False) if tensor.dtype in DTYPES]
-    calls = [call for call in ast.walk(function_around(source, node)) if isinstance(call, ast.Call)]
+    tensors = zip(_tensors_in(node, op, len(op.inputs) - 1, behind=1), op.inputs[1:], strict=False)
+    written = [i for i, tensor in tensors if tensor.dtype in DTYPES]
     changes: list[Change] = []
-    for call in calls:
-        if isinstance(call.func, ast.Attribute) and call.func.attr == method and len(call.args) == len(node.args):
+    for call in ast.walk(function_around(source, node)):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == method:
             into = f".to({source.text(call.func.value)}.dtype)"
-            changes += [change for i in written for change in source.after(call.args[i], into)]
+            for argument in (call.args[i] for i in written if i < len(call.args)):
+                changes += source.after(argument, into)
     return some(source, changes)
 
 
@@ -208,41 +170,18 @@ def _tensors_in(node: ast.Call, op: Op, count: int, *, behind: int = 0) -> list[
     return positions if len(positions) == count else []
 
 
-def _side(source: Source, node: ast.BinOp, op: Op, scene: Scene) -> Changes | None:
-    """``left @ right``: the odd side in the dtype of the other."""
+def _side(source: Source, node: ast.BinOp, op: Op, scene: Scene) -> list[Changes]:
+    """``left @ right``: the odd side in the dtype of the other; or its variable, for what comes after as well."""
     dtypes = [t.dtype for t in op.inputs if t.dtype in DTYPES]
     if len(dtypes) != 2 or scene.finding.dtype not in dtypes:
-        return None
+        return []
     odd = dtypes.index(scene.finding.dtype)
-    side = (node.left, node.right)[odd]
-    return source, [*source.after(side, cast(dtypes[1 - odd])), *_later_products(source, node, side)]
-
-
-def _later_products(source: Source, node: ast.BinOp, side: ast.expr) -> Iterator[Change]:
-    """The same variable in later products of the function, ``grad.t() @ x``: it gets the dtype of what it meets there."""
-    name = _root(side)
-    function = function_around(source, node)
-    stored = [
-        one
-        for one in ast.walk(function)
-        if isinstance(one, ast.Name) and one.id == name and isinstance(one.ctx, ast.Store)
-    ]
-    again = min((one.lineno for one in stored if one.lineno > node.lineno), default=source.end(node) + 1)
-    for later in ast.walk(function):
-        if (
-            not isinstance(later, ast.BinOp)
-            or not isinstance(later.op, ast.MatMult)
-            or not isinstance(node.op, ast.MatMult)
-        ):
-            continue
-        for one, other in ((later.left, later.right), (later.right, later.left)):
-            if (
-                later is not node
-                and _root(one) == name
-                and node.lineno <= later.lineno <= again
-                and isinstance(other, ATOMS)
-            ):
-                yield from source.after(one, f".to({source.text(other)}.dtype)")
+    side, into = (node.left, node.right)[odd], cast(dtypes[1 - odd])
+    ways = [(source, list(source.after(side, into)))]
+    name, statements = _root(side), source.around(node, ast.stmt)
+    if name and statements:
+        ways.append((source, list(source.before(statements[-1], f"{name} = {name}{into}"))))
+    return ways
 
 
 def _root(node: ast.expr) -> str:
@@ -316,16 +255,11 @@ def make_in_dtype(scene: Scene) -> Changes | None:
         return None
     source, call, wanted = made
     calls = [node for node in ast.walk(function_around(source, call)) if isinstance(node, ast.Call)]
-    if any(source.text(node.func).endswith(".float") for node in calls):  # what is made is not all that is float32
-        return None
-    alike = _made_alike(source, call, calls)
-    return source, [change for node in alike for change in with_keyword(source, node, f"dtype=torch.{wanted}")]
-
-
-def _made_alike(source: Source, call: ast.expr, calls: Sequence[ast.Call]) -> list[ast.Call]:
-    alike = [node for node in calls if ast.unparse(node) == ast.unparse(call)]
     in_function = function_around(source, call) is not source.tree
-    return [node for node in alike if in_function or node.lineno == call.lineno]
+    alike = [
+        one for one in calls if ast.unparse(one) == ast.unparse(call) and (in_function or one.lineno == call.lineno)
+    ]
+    return source, [change for node in alike for change in with_keyword(source, node, f"dtype=torch.{wanted}")]
 
 
 def _factory_of(scene: Scene) -> tuple[Source, ast.expr, str] | None:
@@ -355,69 +289,20 @@ def _is_factory(node: ast.AST) -> bool:
 
 
 def cast_where_set(scene: Scene) -> Changes | None:
-    """Casts the odd parameter or buffer to the dtype that it meets, on the line that gave it its own; not where its module is given its dtype as well."""
-    return _set_to(scene, scene.other) if not _would_refuse_its_input(scene) else None
-
-
-def _would_refuse_its_input(scene: Scene) -> bool:
-    """Whether the module of the odd parameter was called with tensors of that dtype alone, which nothing casts: in another dtype it would raise before."""
-    first = next((note for note in _odd_notes(scene) if not note.buffer), None)
-    if first is None:
-        return False
-    owner = first.name.rpartition(".")[0]
-    calls = [
-        flow for flow in scene.trace.all(Flow) if flow.fqn == owner and flow.phase == "forward" and not flow.autocast
-    ]
-    given = {dtype for flow in calls for dtype in flow.inputs if dtype in DTYPES}
-    return given == {first.dtype}
+    """Casts the odd parameter or buffer to the dtype that it meets, on the line that gave it its own."""
+    return _set_to(scene, scene.other)
 
 
 def cast_met_weights(scene: Scene) -> Changes | None:
-    """Casts the weights that the odd operand meets, where they alone have another dtype than most weights have, or the odd one's module needs its own."""
+    """Casts the weights that the odd operand meets."""
     names = [_name_in(link) for link in scene.finding.met[-1:]]
     notes = [note for name in names for note in _alike(scene, name)]
-    if scene.finding.dtype != scene.most_weights and not _would_refuse_its_input(scene):
-        return None
     return _set_notes(scene, notes, scene.finding.dtype)
 
 
 def set_float32(scene: Scene) -> Changes | None:
-    """Makes the parameters of the finding float32, on the line that gave them their dtype; not where the program casts what they meet."""
-    if _is_table(scene):
-        return None
-    notes = [note for note in _odd_notes(scene) if note.set_span and note.dtype != "float32"]
-    casts_others = any(_casts_others(source, notes) for source in scene.program_files())
-    return _set_to(scene, "float32") if not casts_others else None
-
-
-def _casts_others(source: Source, notes: Sequence[ParameterNote]) -> bool:
-    """Whether a file casts other tensors to the dtype of these parameters, outside of regions: float32 weights would refuse them."""
-    spans = {(_file_of(note), *note.set_span) for note in notes}
-    calls = list(source.every(ast.Call))
-    own = [call for call in calls if _span_of(source, call) in spans]
-    follow = _casts_in(source, [call for call in own if _assigned(source, call)])  # these change with the variable
-    dtypes = ({f"torch.{note.dtype}" for note in notes} | _casts_in(source, own)) - follow
-    others = _casts_in(source, [call for call in calls if call not in own])
-    return not dtypes.isdisjoint(others - {""}) and b"autocast(" not in source.data
-
-
-def _casts_in(source: Source, calls: Sequence[ast.Call]) -> set[str]:
-    """What calls cast to."""
-    return {_cast_to(source, call) for call in calls}
-
-
-def _cast_to(source: Source, call: ast.Call) -> str:
-    """``torch.bfloat16`` for ``x.to(torch.bfloat16)`` and ``x.bfloat16()``; empty for a call that casts nothing."""
-    if _method(call) == "to" and call.args:
-        return source.text(call.args[0])
-    return _DTYPE_OF.get(_method(call), "") if not call.args else ""
-
-
-_DTYPE_OF = {"half": "torch.float16", "bfloat16": "torch.bfloat16"}
-
-
-def _span_of(source: Source, node: ast.expr) -> tuple[str | int | None, ...]:
-    return (str(source.path), node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
+    """Makes the parameters of the finding float32, on the line that gave them their dtype."""
+    return _set_to(scene, "float32") if not _is_table(scene) else None
 
 
 def _method(call: ast.Call) -> str:
@@ -430,21 +315,15 @@ def _set_to(scene: Scene, dtype: str | None) -> Changes | None:
 
 
 def _set_notes(scene: Scene, parameters: Sequence[ParameterNote], dtype: str | None) -> Changes | None:
-    """Gives parameters a dtype, on the lines that gave them theirs; not because of an average or an optimizer, which are outside of modules."""
-    if scene.rejected is not None and scene.rejected.root < 0:
-        return None
+    """Gives parameters a dtype, on the lines that gave them theirs."""
     notes = [note for note in parameters if note.set_span and note.dtype != dtype]
     source = scene.source(_file_of(notes[0])) if notes else None
     if source is None or dtype is None:
         return None
-    changes = _recasts(source, notes, dtype)
-    return (source, changes) if changes and has_torch(source) else None
-
-
-def _recasts(source: Source, notes: Sequence[ParameterNote], dtype: str) -> list[Change]:
-    """The changes of the lines of one file that gave parameters their dtype."""
     here = [source.spanned(note.set_span) for note in notes if _file_of(note) == _file_of(notes[0])]
-    return [change for node in here for change in _recast(source, node, dtype)]
+    return some(
+        source, [change for node in here for change in _recast(source, node, dtype)] if has_torch(source) else []
+    )
 
 
 def _file_of(note: ParameterNote) -> str:
@@ -494,7 +373,7 @@ def cast_promoted_output(scene: Scene) -> Changes | None:
         return None
     source = found[0]
     into = _dtype_of_input(source, value) or f"torch.{scene.other}"
-    return source, _cast_of_product(source, value, into)
+    return source, list(source.after(value, f".to({into})"))
 
 
 def _promoting_line(scene: Scene) -> tuple[Source, int] | None:
@@ -519,15 +398,6 @@ def _dtype_of_input(source: Source, value: ast.expr) -> str:
     name = function.args.args[1].arg
     names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]
     return "" if any(isinstance(node.ctx, ast.Store) for node in names) else f"{name}.dtype"
-
-
-def _cast_of_product(source: Source, value: ast.expr, into: str) -> list[Change]:
-    """``self.weight * h.to(x.dtype)``: the cast comes after the product, not before it."""
-    cast = f".to({into})"
-    sides = [value.left, value.right] if isinstance(value, ast.BinOp) else []
-    casts = [side for side in sides if source.text(side).endswith(cast)]
-    before = [(source.end(side) - len(cast.encode()), source.end(side), b"") for side in casts]
-    return [*source.after(value, cast), *before]
 
 
 _METHODS = frozenset({"half", "float", "bfloat16", "double"})
@@ -800,7 +670,7 @@ def _decorated(source: Source, cls: ast.ClassDef, device: str) -> list[Change]:
     for name, decorator in _DECORATORS.items():
         if name in methods:
             changes += _decoration(source, methods[name], decorator, "" if lost else device)
-    return [] if lost and _has_product(cls) else changes
+    return changes
 
 
 def _decoration(source: Source, method: ast.FunctionDef, decorator: str, device: str) -> list[Change]:
@@ -814,36 +684,20 @@ def _decoration(source: Source, method: ast.FunctionDef, decorator: str, device:
 _DECORATORS = {"forward": "custom_fwd", "backward": "custom_bwd"}
 
 
-def _has_product(cls: ast.ClassDef) -> bool:
-    """Whether a class computes what a region casts: its backward would meet two dtypes without the decorators."""
-    products = ("matmul", "mm", "bmm", "linear", "einsum", "conv1d", "conv2d", "conv3d", "addmm", "baddbmm")
-    return any(
-        (isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult))
-        or (isinstance(node, ast.Attribute) and node.attr in products)
-        for node in ast.walk(cls)
-    )
-
-
-def without_integer_cast(scene: Scene) -> Changes | None:
-    """Takes ``.to(other.dtype)`` away, which made integers of numbers, on the line that the finding names."""
+def without_integer_cast(scene: Scene) -> list[Changes]:
+    """Takes ``.to(other.dtype)`` away, which made integers of numbers, on the line that the finding names: a change for each."""
     found = scene.failing_line()
     if found is None:
-        return None
-    source, line = found
-    calls = [node for node in source.on_line(line) if isinstance(node, ast.Call)]
-    casts = [change for call in calls for change in _cast_to_another(source, call)]
-    return some(source, casts if len(casts) == 1 else [])
+        return []
+    calls = [node for node in found[0].on_line(found[1]) if isinstance(node, ast.Call)]
+    return [(found[0], changes) for call in calls if (changes := _cast_to_another(found[0], call))]
 
 
 def _cast_to_another(source: Source, call: ast.Call) -> list[Change]:
-    """``.to(other.dtype)`` taken away; empty for ``x.to(x.dtype)``, and for a dtype that is named."""
+    """``.to(other.dtype)`` taken away; empty for a dtype that is named."""
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "to" or not call.args:
         return []
-    inner = call.func.value
-    while isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
-        inner = inner.func.value
-    dtype = ast.unparse(call.args[0])
-    if not dtype.endswith(".dtype") or dtype == f"{ast.unparse(inner)}.dtype":
+    if not ast.unparse(call.args[0]).endswith(".dtype"):
         return []
     return [(_closed(source, source.end(call.func.value)), source.end(call), b"")]
 

@@ -5,7 +5,7 @@ checked: applied line by line it still parses, and no line of it holds what may 
 """
 
 import ast
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -15,13 +15,23 @@ from dtypedoctor.diagnosis.rule import Edit
 from dtypedoctor.diagnosis.scene import Change, Changes, Scene, Source, may_be_shown
 
 
-def edits_for(scene: Scene, makers: Sequence[str]) -> tuple[tuple[Edit, ...], str]:
-    """The lines that the first maker changes which sees what to change, and its name; where none does, no lines, and the name of what would help."""
+def edits_for(scene: Scene, makers: Sequence[str]) -> Iterator[tuple[tuple[Edit, ...], str]]:
+    """The lines that each maker changes which sees what to change, and its name; where none does, no lines, and the name of what would help."""
+    shown: set[tuple[Edit, ...]] = {()}
+    written = "cast-written" if _is_a_write(scene) else ""
     for name in update_edits.fitting(scene, tuple(makers)):
-        made = MAKERS[name](scene)
-        if made is not None and (edits := _with_copies(scene, name, *made)):
-            return edits, "cast-written" if name == "cast-operand" and _is_a_write(scene) else name
-    return (), "cast-written" if _is_a_write(scene) else ""
+        for source, changes in _ways(MAKERS[name](scene)):
+            edits = _with_copies(scene, name, source, changes)
+            if edits not in shown:
+                shown.add(edits)
+                yield edits, written or name if name == "cast-operand" else name
+    if len(shown) == 1:
+        yield (), written
+
+
+def _ways(made: Changes | list[Changes] | None) -> list[Changes]:
+    """What a maker has made: one change, several of which each may be the right one, or none."""
+    return [made] if isinstance(made, tuple) else made or []
 
 
 def _is_a_write(scene: Scene) -> bool:
@@ -39,15 +49,18 @@ _OF_WEIGHTS = frozenset(
 def _with_copies(scene: Scene, maker: str, source: Source, changes: list[Change]) -> tuple[Edit, ...]:
     """The changed lines, with those that keep copies of weights from sharing the storage of the weights, in other files of the program too."""
     modules = {tuple(note.set_span) for note in scene.parameters.values() if note.set_span}
-    dtypes = dtypes_in(changes) if maker in _OF_WEIGHTS else ()
+    dtypes = dtypes_in(changes) if maker in _OF_WEIGHTS else set()
     edits = _checked(scene, source, [*changes, *still_copying(source, changes, modules, dtypes)])
-    others = [one for one in scene.imported_files() if one.path != source.path] if edits and dtypes else []
-    for one in others:
-        also = _ELSEWHERE.get(maker, _nothing)(one)
-        more = _checked(scene, one, [*also, *still_copying(one, also, set(), dtypes)])
-        if also and not more:
-            return ()  # half of a change is none
-        edits += more
+    return edits + _elsewhere(scene, maker, source, dtypes) if edits and dtypes else edits
+
+
+def _elsewhere(scene: Scene, maker: str, changed: Source, dtypes: set[str]) -> tuple[Edit, ...]:
+    """What follows in the other files of the program from a change of one that gives weights these dtypes."""
+    edits: tuple[Edit, ...] = ()
+    for source in scene.imported_files():
+        if source.path != changed.path:
+            also = _ELSEWHERE.get(maker, _nothing)(source)
+            edits += _checked(scene, source, [*also, *still_copying(source, also, set(), dtypes)])
     return edits
 
 
@@ -127,7 +140,7 @@ def _changed(part: bytes, begin: int, changes: Sequence[Change]) -> str:
     return part.decode().rstrip("\r\n").replace("\r\n", "\n")
 
 
-_IN_BFLOAT16 = "The edit keeps memory and speed and gives up 3 of 11 bits of precision.{stalls}"
+_IN_BFLOAT16 = "The edit keeps memory and speed and gives up 3 of 11 bits of precision."
 _UNCOMPILED = "The edit runs it uncompiled, in plain PyTorch's time."
 _IN_FLOAT32 = "The edit computes all of it in float32: the simplest change, and the slowest."
 _IN_REGION = "The edit keeps the dtype of the weights, so they train as before; products in the region are computed in half precision."
@@ -152,7 +165,6 @@ REMARKS = {
 INSTEAD = {
     "autocast-around": "Call the model under autocast, which casts what meets in a product.",
     "cast-exported": "Cast what `{op}` gets to float32: it has no {dtype}.",
-    "cast-head-input": "Cast the input of {module} to {dtype}, in which its weights are trained.",
     "cast-weights-where-set": "Cast the {dtype} weights to {other}, the dtype of what they meet, on the line that made them {dtype}.",
     "cast-met-weights": "Cast the weights that meet it to {dtype}, on the line that gave them another dtype.",
     "weights-to-float32": "Keep the weights in float32, on the line that gave them half precision: the autocast region casts them where it computes.",
@@ -170,11 +182,11 @@ TRIED_AS = {
 ON_THE_OPERATOR = frozenset({"cast-operand", "cast-written", "cast-exported"})
 """Edits of the failing line that change what an experiment on the operator has changed."""
 
-Maker = Callable[[Scene], Changes | None]
+Maker = Callable[[Scene], Changes | list[Changes] | None]
 MAKERS: dict[str, Maker] = {
     "cast-operand": dtype_edits.cast_operand,
     "cast-exported": dtype_edits.cast_exported,
-    "cast-head-input": dtype_edits.cast_head_input,
+    "cast-around": dtype_edits.cast_around,
     "make-in-dtype": dtype_edits.make_in_dtype,
     "cast-where-set": dtype_edits.cast_where_set,
     "cast-met-weights": dtype_edits.cast_met_weights,

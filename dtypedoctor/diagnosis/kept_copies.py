@@ -32,7 +32,10 @@ _OF_MODULES = frozenset(
 _LISTS_TENSORS = re.compile(r"\.(named_)?(parameters|buffers)\(|state_dict\(")
 _MAKES_MODULES = re.compile(r"(^|\.)(_*[A-Z]\w*|deepcopy|from_\w+|\w*([Mm]odel|net|module)\w*)$")
 _DTYPE = re.compile(r"\b(bfloat16|float16|float32|float64|half|float|double)\b")
-_STORES = (ast.Tuple, ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+_KEPT_IN = (
+    ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp, ast.Yield, ast.Lambda,
+    ast.IfExp, ast.Starred, ast.NamedExpr,
+)  # fmt: skip
 
 
 def still_copying(
@@ -49,7 +52,7 @@ def still_copying(
     casts = _Casts(source, changes, of_weights)
     calls = ((call, span_of(call) in modules) for call in source.every(ast.Call))
     found = [call for call, of_module in calls if casts.may_stop(call, surely=of_module)]
-    return [(source.end(call), source.end(call), b".clone()") for call in found if casts.is_kept(call, set())]
+    return [(source.end(call), source.end(call), b".clone()") for call in found if casts.is_kept(call)]
 
 
 def dtypes_in(changes: Sequence[Change]) -> set[str]:
@@ -134,61 +137,21 @@ class _Casts:
         pairs = (pair for node in ast.walk(self.source.tree) for pair in _values(node))
         return any(own == name and isinstance(made, ast.Call) and self._is_module(made) for own, made in pairs)
 
-    def is_kept(self, node: ast.expr, seen: set[str]) -> bool:
-        """Whether the value of an expression is kept: in an attribute, a container, a variable that is; or written in place."""
+    def is_kept(self, node: ast.expr) -> bool:
+        """Whether the value of an expression may be kept or written in place, and is not only computed with; a copy too many does no harm."""
         parent = self.parents.get(node)
         if isinstance(parent, ast.Attribute):
-            return self._is_kept_by_method(parent, seen)
+            call = self.parents.get(parent)
+            in_place = parent.attr.endswith("_") and not parent.attr.endswith("__")
+            return in_place or (parent.attr in _SHARING and isinstance(call, ast.Call) and self.is_kept(call))
         if isinstance(parent, ast.Call):
             return node is not parent.func and _keeps(parent)
-        if isinstance(parent, ast.IfExp | ast.Starred | ast.NamedExpr):
-            return self.is_kept(parent, seen)
-        if isinstance(parent, ast.Return | ast.Yield | ast.Lambda):
+        if isinstance(parent, ast.Tuple | ast.Return):
             return _names_tensor(node)
-        if isinstance(parent, _STORES):
-            return self._is_container_kept(parent, node)
-        return any(self._is_kept_in(target, seen) for target in _targets(parent) if not _is_cast_of(node, target))
-
-    def _is_kept_by_method(self, method: ast.Attribute, seen: set[str]) -> bool:
-        """``cast.mul_(x)`` writes in place; ``cast.cpu()`` may be the same tensor."""
-        call = self.parents.get(method)
-        if not isinstance(call, ast.Call) or call.func is not method:
-            return False
-        in_place = method.attr.endswith("_") and not method.attr.endswith("__") and method.attr != "requires_grad_"
-        return in_place or (method.attr in _SHARING and self.is_kept(call, seen))
-
-    def _is_container_kept(self, container: ast.expr, node: ast.expr) -> bool:
-        """Not where a function that only reads gets it: ``torch.save({...})``; nor where it is taken apart: ``a, b = x.half(), y``, ``return x.half(), y``."""
-        parent = self.parents.get(container)
-        if isinstance(parent, _STORES):
-            return self._is_container_kept(parent, node)
-        if isinstance(container, ast.Tuple) and isinstance(parent, ast.Assign | ast.Return):
-            return _names_tensor(node) and not any(isinstance(target, ast.Tuple) for target in _targets(parent))
-        return not isinstance(parent, ast.Call) or _keeps(parent)
-
-    def _is_kept_in(self, target: ast.expr, seen: set[str]) -> bool:
-        """An attribute, an element that has a name, or a variable that is kept or written in place; not rows of a tensor."""
-        if isinstance(target, ast.Subscript):
-            return not any(isinstance(one, ast.Slice | ast.Tuple) for one in ast.walk(target.slice))
-        if not isinstance(target, ast.Name) or target.id in seen:
-            return isinstance(target, ast.Attribute)
-        seen.add(target.id)
-        return any(self._is_use_kept(one, seen) for one in self.source.every(ast.Name) if self._beside(one, target))
-
-    def _is_use_kept(self, one: ast.Name, seen: set[str]) -> bool:
-        """``x += y`` writes in place."""
-        return (
-            isinstance(self.parents.get(one), ast.AugAssign)
-            if isinstance(one.ctx, ast.Store)
-            else self.is_kept(one, seen)
+        return isinstance(parent, _KEPT_IN) or any(
+            not _is_cast_of(node, target) and (isinstance(target, ast.Attribute) or _names_tensor(node))
+            for target in _targets(parent)
         )
-
-    def _beside(self, one: ast.Name, other: ast.Name) -> bool:
-        """Whether a variable is another one: of the same name, in the same function."""
-        if one.id != other.id:
-            return False
-        around = [self.source.around(node, ast.FunctionDef)[-1:] for node in (one, other)]
-        return around[0] == around[1]
 
 
 def _receiver(call: ast.Call) -> ast.expr | None:

@@ -121,6 +121,7 @@ class Advice:
         code: a line to add where the text says; empty where the edits are all, or nothing is to be added.
         maker: what has made the edits; empty where there are none.
         tried: on what the edits were tried: ``call``, ``step`` or ``run``; None where they were not, or there are none.
+        others: other ways, each with its edits, the best first.
     """
 
     finding: str
@@ -129,6 +130,7 @@ class Advice:
     code: str = ""
     maker: str = ""
     tried: str | None = None
+    others: "tuple[Advice, ...]" = ()
 
     @property
     def is_shown(self) -> bool:

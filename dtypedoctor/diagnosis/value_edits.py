@@ -51,27 +51,16 @@ _IN_HALF = dict.fromkeys(("acos", "asin"), ".clamp(-0.99, 0.99)")
 """The same for float16 and bfloat16, in which 1 - 1e-6 is 1."""
 
 
-def keep_in_domain(scene: Scene) -> Changes | None:
-    """Keeps the argument of the function that returned NaN or inf inside of its domain, on the line that the finding names."""
+def keep_in_domain(scene: Scene) -> list[Changes]:
+    """Keeps the argument of what returned NaN or inf inside of its domain, on the line that the finding names: a change for each function that it may be."""
     found = scene.failing_line()
-    if found is None or _was_given_inf(scene):
-        return None
+    if found is None:
+        return []
     source, line = found
     names = _names_of_operator(scene)
     bounds = {name: bound for name, bound in _bounds(scene).items() if name in names}
-    nodes = list(source.on_line(line))
-    is_tensor = _divides_by_tensors(scene) if sum(map(_is_division, nodes)) == 1 else False
-    made = list(filter(None, (_bounded(source, node, bounds, names, is_tensor) for node in nodes)))
-    return (source, made[0]) if len(made) == 1 else None  # of several, which one failed is not known
-
-
-def _was_given_inf(scene: Scene) -> bool:
-    """Whether an operand of the failing operator is not finite: no bound of its argument helps then."""
-    place = scene.finding.source, scene.finding.op
-    failing = [
-        op for op in scene.trace.all(Op) if (op.source, op.op) == place and any(not t.finite for t in op.outputs)
-    ]
-    return bool(failing) and not all(t.finite for t in failing[0].inputs)
+    made = (_bounded(source, node, bounds, names) for node in source.on_line(line))
+    return [(source, changes) for changes in made if changes]
 
 
 def _names_of_operator(scene: Scene) -> set[str]:
@@ -90,60 +79,37 @@ def _bounds(scene: Scene) -> dict[str, str]:
     return _ARGUMENT | half | (_IN_FLOAT16 if dtype == "float16" else {})
 
 
-def _divides_by_tensors(scene: Scene) -> bool | None:
-    """Whether the divisions that the finding's line makes are by tensors, and not by numbers; None where none was recorded."""
-    here = (op for op in scene.trace.all(Op) if op.source == scene.finding.source and op.phase == "forward")
-    by_tensors = [len(op.inputs) == 2 for op in here if overload_free(op.op).rstrip("_") == "div"]
-    return all(by_tensors) if by_tensors else None
-
-
 _DIVISIONS = frozenset({"div", "divide", "true_divide"})
 
 
-def _is_division(node: ast.expr) -> bool:
-    """``a / b``, ``torch.div(a, b)``, ``a.div(b)``."""
-    if isinstance(node, ast.BinOp):
-        return isinstance(node.op, ast.Div)
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _DIVISIONS
-
-
-def _bounded(
-    source: Source, node: ast.expr, bounds: Mapping[str, str], names: set[str], is_tensor: bool | None
-) -> list[Change]:
-    """The change of one expression; empty where it is not the one that left its domain."""
-    if _is_division(node):
-        divisor = _divided_by(node)
-        return _divisor(source, divisor, bounds["div"], is_tensor) if divisor is not None and "div" in bounds else []
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return _bounded_call(source, node, node.func, bounds, names)
-    return []
-
-
-def _divided_by(node: ast.expr) -> ast.expr | None:
-    """What a division divides by."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return _argument(node, node.func, 1)
-    return node.right if isinstance(node, ast.BinOp) else None
-
-
-def _bounded_call(
-    source: Source, node: ast.Call, function: ast.Attribute, bounds: Mapping[str, str], names: set[str]
-) -> list[Change]:
-    name = function.attr
+def _bounded(source: Source, node: ast.expr, bounds: Mapping[str, str], names: set[str]) -> list[Change]:
+    """The change of one expression; empty where it computes something else."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        return _divisor(source, node.right, bounds)
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return []
+    name = node.func.attr
+    if name in _DIVISIONS:
+        divisor = _argument(node, node.func, 1)
+        return _divisor(source, divisor, bounds) if divisor is not None else []
     if name == "std" and names & {"std", "var", "sqrt"}:
-        return _deviation(source, node, function)
+        return _deviation(source, node, node.func)
     if name == "cross_entropy" and len(node.args) == 2:
-        return _mean_of_labels(source, node) if names_a_module(function.value) else []
-    argument = _argument(node, function, 0)
+        return _mean_of_labels(source, node) if names_a_module(node.func.value) else []
+    argument = _argument(node, node.func, 0)
     return source.after(argument, bounds[name]) if name in bounds and argument is not None else []
 
 
 def _deviation(source: Source, node: ast.Call, function: ast.Attribute) -> list[Change]:
-    """``x.std(0)``: of a single value it is 0 / 0 where it divides by one less; not where the program chose that."""
-    given = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "unbiased")]
-    chosen = any(isinstance(one, ast.Constant) and isinstance(one.value, bool) for one in given)
-    is_numpy = ast.unparse(function.value) in _NUMBERS
-    return with_keyword(source, node, "correction=0") if not chosen and not is_numpy else []
+    """``x.std(0)``: of a single value it is 0 / 0, as it divides by one less; of several it stays what it is."""
+    values = source.text(function.value)
+    if not isinstance(function.value, ast.Name | ast.Attribute) or values in {*_NUMBERS, "torch"} or len(node.args) > 1:
+        return []
+    dimension = next(iter([*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "dim")]), None)
+    if dimension is not None and source.text(dimension) in ("True", "False"):
+        return []  # the program chose what it divides by
+    count = f"{values}.shape[{source.text(dimension)}]" if dimension is not None else f"{values}.numel()"
+    return with_keyword(source, node, f"correction=min(1, {count} - 1)")
 
 
 _NUMBERS = frozenset({"math", "cmath", "np", "numpy"})
@@ -158,75 +124,30 @@ def _argument(node: ast.Call, function: ast.Attribute, number: int) -> ast.expr 
     return given[number] if len(given) == number + 1 else None
 
 
-def _divisor(source: Source, divisor: ast.expr, bound: str, is_tensor: bool | None) -> list[Change]:
-    """Keeps what is divided by away from 0, where it is a tensor, with its sign; empty for what may be a number, or must be computed once."""
-    if _may_be_number(source, divisor) or not (is_tensor or (is_tensor is None and _is_reduced(divisor))):
-        return []
-    if _is_positive(divisor):
-        return source.after(divisor, bound)
-    if not has_torch(source) or not _is_repeatable(divisor):
-        return []
-    text, least = source.text(divisor), bound.removeprefix(".clamp_min(").removesuffix(")")
-    compared = text if isinstance(divisor, ATOMS) else f"({text})"
-    return [source.instead(divisor, f"torch.where({compared} == 0, {least}, {text})")]
-
-
-def _may_be_number(source: Source, node: ast.expr, depth: int = 3) -> bool:
-    """Whether an expression is a number of Python's, or made of such numbers alone: ``len(x)``, ``count`` where that is one."""
-    if isinstance(node, ast.BinOp):
-        return all(_may_be_number(source, side, depth) for side in (node.left, node.right))
-    if isinstance(node, ast.Name) and depth:
-        return any(_may_be_number(source, value, depth - 1) for value in _values_of(source, node.id))
-    if isinstance(node, ast.Call):
-        return _calls_for_number(node.func)
-    return isinstance(node, ast.Constant | ast.UnaryOp) or ".shape" in ast.unparse(node)
-
-
-def _values_of(source: Source, name: str) -> Iterator[ast.expr]:
-    """What a file assigns to a variable."""
-    for one in source.every(ast.Assign):
-        yield from (one.value for target in one.targets if ast.unparse(target) == name)
-
-
-def _calls_for_number(function: ast.expr) -> bool:
-    """``len``, ``int``, ``math.sqrt``, ``x.item``, ``x.numel``."""
-    if isinstance(function, ast.Attribute):
-        return function.attr in _NUMBER_METHODS or ast.unparse(function.value).partition(".")[0] in _NUMBERS
-    return True  # a function of Python's, or of the program's
-
-
-_NUMBER_METHODS = frozenset({"item", "numel", "size", "dim", "nelement", "element_size", "tolist", "__len__"})
 _POSITIVE = frozenset({"norm", "abs", "std", "var", "exp", "sqrt", "square", "count_nonzero", "clamp_min"})
 """Methods whose results are not negative."""
 _KEEPING = frozenset({"sum", "mean", "amax", "amin", "unsqueeze", "squeeze", "float", "detach"})
 """Methods whose results are not negative where their tensor is not."""
-_FUNCTIONS = _POSITIVE | _KEEPING | {"pow", "to", "half", "bfloat16", "view", "reshape", "expand", "any", "all"}
-"""Methods that return a tensor, and the same one each time."""
-
-
-def _is_reduced(node: ast.expr) -> bool:
-    """Whether an expression is a call of a method that returns a tensor."""
-    if isinstance(node, ast.BinOp):
-        return _is_reduced(node.left) or _is_reduced(node.right)
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _FUNCTIONS
 
 
 def _is_positive(node: ast.expr) -> bool:
     """Whether an expression cannot be negative, by what it says itself."""
-    if isinstance(node, ast.Compare | ast.Constant):  # a negative number is no constant but a minus before one
-        return True
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        return _is_positive(node.left) and _is_positive(node.right)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        name = node.func.attr
-        return name in _POSITIVE or (name in _KEEPING and _is_positive(node.func.value))
-    return False
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return isinstance(node, ast.Compare)
+    return node.func.attr in _POSITIVE or (node.func.attr in _KEEPING and _is_positive(node.func.value))
 
 
-def _is_repeatable(node: ast.expr) -> bool:
-    """Whether an expression may be written twice: it calls nothing but functions that only compute."""
-    calls = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
-    return all(isinstance(one, ast.Attribute) and one.attr in _FUNCTIONS for one in calls)
+def _divisor(source: Source, divisor: ast.expr, bounds: Mapping[str, str]) -> list[Change]:
+    """Keeps what is divided by away from 0, with its sign; an expression is computed once."""
+    if "div" not in bounds or not has_torch(source) or isinstance(divisor, ast.Constant):
+        return []
+    if _is_positive(divisor):
+        return list(source.after(divisor, bounds["div"]))
+    text, least = source.text(divisor), bounds["div"].removeprefix(".clamp_min(").removesuffix(")")
+    if isinstance(divisor, ast.Name | ast.Attribute):
+        return [source.instead(divisor, f"torch.where({text} == 0, {least}, {text})")]
+    name = "d" if not any(one.id == "d" for one in source.every(ast.Name)) else "divisor"
+    return [source.instead(divisor, f"torch.where(({name} := {text}) == 0, {least}, {name})")]
 
 
 def _mean_of_labels(source: Source, node: ast.Call) -> list[Change]:
@@ -293,14 +214,9 @@ def finite_mask(scene: Scene) -> Changes | None:
     recorded = f"torch.{mask.fill.outputs[0].dtype}" if mask is not None else ""
     filled = [(value, dtype) for value, dtype in _infinities(source, recorded) if _may_fill(scene, source, mask, value)]
     changes = [source.instead(value, f"torch.finfo({dtype}).min") for value, dtype in filled if dtype]
-    for value in (
-        keyword.value
-        for call in source.every(ast.Call)
-        for keyword in call.keywords
-        if keyword.arg == "key_padding_mask"
-    ):
-        if isinstance(value, ast.Name):
-            changes += source.after(value, f" & ~{value.id}.all(-1, keepdim=True)")
+    for keyword in source.every(ast.keyword):
+        if keyword.arg == "key_padding_mask" and isinstance(keyword.value, ast.Name):
+            changes += source.after(keyword.value, f" & ~{keyword.value.id}.all(-1, keepdim=True)")
     return some(source, changes)
 
 
@@ -391,54 +307,22 @@ def _made_infinity(op: Op) -> bool:
     return is_sum and any(t.num_neginf for t in op.outputs) and not any(t.num_neginf or t.num_posinf for t in op.inputs)
 
 
-def skip_batch(scene: Scene) -> Changes | None:
-    """Goes on with the next batch where one holds inf or NaN, in the loop that trains."""
+def skip_batch(scene: Scene) -> list[Changes]:
+    """Goes on with the next batch where one holds inf or NaN, in a loop that trains: a change for each such loop."""
     loops = [(s, loop) for s in scene.program_files() if has_torch(s) for loop in s.every(ast.For) if _trains(loop)]
-    ran = [one for one in loops if _has_run(scene, *one)] or loops
-    return some(ran[0][0], _skipping(*ran[0])) if len(ran) == 1 else None  # of several, which one trains is not known
-
-
-def _has_run(scene: Scene, source: Source, loop: ast.For) -> bool:
-    """Whether an operator of the run was called by a line of a loop: a file may have others that it never comes to."""
-    lines = range(loop.lineno, (loop.end_lineno or loop.lineno) + 1)
-    places = (op.source.rpartition(":") for op in scene.trace.all(Op) if op.source)
-    here = f"/{source.path.as_posix()}"
-    return any(here.endswith(f"/{file}") and line.isdecimal() and int(line) in lines for file, _, line in places)
+    return [(source, changes) for source, loop in loops if (changes := _skipping(source, loop))]
 
 
 def _skipping(source: Source, loop: ast.For) -> list[Change]:
     names, first = _batch_of(source, loop)
-    if not names or first is None or (len(names) == 1 and _holds_others(loop, names[0])):
+    if not names or first is None:
         return []
-    batch = _values_of_batch(loop, names[0]) if len(names) == 1 else f"[{', '.join(names)}]"
-    test = f"if any(torch.is_tensor(x) and not x.isfinite().all() for x in {batch}):"
+    batch = f"[{', '.join(names)}]"
+    if len(names) == 1:  # what a tokenizer returns is no dictionary that torch knows
+        batch = f"dict({names[0]}) if hasattr({names[0]}, 'keys') else {names[0]}"
+    leaves = f"x for x in torch.utils._pytree.tree_leaves({batch}) if torch.is_tensor(x)"
+    test = f"if not all(x.isfinite().all() for x in [{leaves}]):"
     return source.before(first, test, "    continue  # inf or NaN in the data")
-
-
-def _values_of_batch(loop: ast.For, name: str) -> str:
-    """The tensors of a batch that one variable holds. Where the loop only passes it on, it may be a tensor, a list of some or a mapping."""
-    if _is_mapping(loop, name):
-        return f"{name}.values()"
-    if _is_used_itself(loop, name):
-        return f"[{name}]"
-    return (
-        f"({name}.values() if hasattr({name}, 'keys') else {name} if isinstance({name}, (list, tuple)) else [{name}])"
-    )
-
-
-def _is_used_itself(loop: ast.For, name: str) -> bool:
-    """Whether a loop computes with a variable, as it can with a tensor and not with a list."""
-    used: list[ast.expr] = []
-    for node in ast.walk(loop):
-        if isinstance(node, ast.BinOp):
-            used += [node.left, node.right]
-        elif isinstance(node, ast.Attribute) and node.attr in _OF_TENSORS:
-            used.append(node.value)
-    return any(isinstance(one, ast.Name) and one.id == name for one in used)
-
-
-_OF_TENSORS = (_FUNCTIONS | {"shape", "dtype", "size", "dim"}) - {"to"}
-"""Attributes of tensors that what a tokenizer returns lacks."""
 
 
 def _trains(loop: ast.For) -> bool:
@@ -462,38 +346,6 @@ def _batch_of(source: Source, loop: ast.For) -> tuple[list[str], ast.stmt | None
         made = first if isinstance(first, ast.Assign) else None
         target, first = (made.targets[0], next(body, None)) if made is not None else (None, None)
     return [one.id for one in ast.walk(target) if isinstance(one, ast.Name)] if target is not None else [], first
-
-
-def _holds_others(loop: ast.For, name: str) -> bool:
-    """Whether a variable seems to be a list of tensors, ``x, y = batch``, or to choose rows of one, ``data[rows]``: its own values say nothing."""
-    for node in ast.walk(loop):
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.targets[0], ast.Tuple | ast.List)
-            and _names(node.value, name)
-        ):
-            return not isinstance(node.value, ast.Tuple) or not _is_mapping(loop, name)
-        if isinstance(node, ast.Starred) and _names(node.value, name):
-            return True
-        if isinstance(node, ast.Subscript) and (_names(node.slice, name) or _is_numbered(node, name)):
-            return True
-    return False
-
-
-def _is_numbered(node: ast.Subscript, name: str) -> bool:
-    """``batch[0]``"""
-    is_number = isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int)
-    return is_number and ast.unparse(node.value) == name
-
-
-def _is_mapping(loop: ast.For, name: str) -> bool:
-    """Whether ``batch["x"]`` or ``**batch`` is used in a loop."""
-    for node in ast.walk(loop):
-        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == name and isinstance(node.slice, ast.Constant):
-            return isinstance(node.slice.value, str)
-        if isinstance(node, ast.keyword) and node.arg is None and ast.unparse(node.value) == name:
-            return True
-    return False
 
 
 def _stepped(scene: Scene) -> tuple[Source, ast.Expr, str] | None:
@@ -572,48 +424,19 @@ _COUNTER = re.compile(r"\.([A-Za-z_]\w*) == -?\d+\b")
 
 
 def counter_in_tensor(scene: Scene) -> Changes | None:
-    """Keeps a number that changes, and that compiled code depends on, in a tensor; not where it is used as an index, or may be anything but a number."""
+    """Keeps a number that changes, and that compiled code depends on, in a tensor."""
+    counted = _counters(scene)
     for source in scene.program_files():
-        counted = _counters(scene) - _indices(source)
-        values = [node.value for node in _assignments_to_modules(source) if _sets(node.targets[0], counted)]
+        values = [node.value for node in source.every(ast.Assign) if _sets(node.targets[0], counted)]
+        values = [one for one in values if not (isinstance(one, ast.Constant) and isinstance(one.value, str))]
         if values and has_torch(source):
-            tensors = [source.instead(value, f"torch.tensor({source.text(value)})") for value in values]
-            return some(source, tensors if all(_is_number(source, value) for value in values) else [])
+            return source, [source.instead(value, f"torch.tensor({source.text(value)})") for value in values]
     return None
 
 
 def _counters(scene: Scene) -> set[str]:
     """The attributes that compiled code was compiled anew for."""
     return {name for text in scene.finding.evidence for name in _COUNTER.findall(text)}
-
-
-def _assignments_to_modules(source: Source) -> Iterator[ast.Assign]:
-    """The assignments of a file but for those in classes that have no ``forward``: their attributes are not a module's."""
-    others = [
-        one
-        for one in source.every(ast.ClassDef)
-        if not any(getattr(part, "name", "") == "forward" for part in one.body)
-    ]
-    inside = {node for one in others for node in ast.walk(one)}
-    return (node for node in source.every(ast.Assign) if node not in inside)
-
-
-def _is_number(source: Source, node: ast.expr) -> bool:
-    """Whether an expression is a number: written as one, or the variable of a loop over a range."""
-    if isinstance(node, ast.Name):
-        loops = source.around(node, ast.For)
-        return any(
-            ast.unparse(loop.target) == node.id and ast.unparse(loop.iter).startswith("range(") for loop in loops
-        )
-    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
-
-
-def _indices(source: Source) -> set[str]:
-    """Attributes that a file uses as an index, or as the end of a range."""
-    used: list[ast.expr] = [node.slice for node in source.every(ast.Subscript)]
-    for call in source.every(ast.Call):
-        used += call.args if source.text(call.func) == "range" else []
-    return {one.attr for node in used for one in ast.walk(node) if isinstance(one, ast.Attribute)}
 
 
 def _sets(target: ast.expr, names: set[str]) -> bool:

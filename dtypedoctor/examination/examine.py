@@ -12,7 +12,6 @@ from dtypedoctor.diagnosis import preflight
 from dtypedoctor.diagnosis.advice import advise
 from dtypedoctor.diagnosis.checkpoint import Intent, is_checkpoint, read_checkpoint
 from dtypedoctor.diagnosis.distributed import across_ranks
-from dtypedoctor.diagnosis.edits import ON_THE_OPERATOR, TRIED_AS
 from dtypedoctor.diagnosis.rule import Advice, Confidence, Excerpt, Finding, Severity
 from dtypedoctor.diagnosis.unsettled import is_unsettled
 from dtypedoctor.diagnosis.wording import class_of_named, named_in
@@ -21,8 +20,8 @@ from dtypedoctor.examination.capsules import caught_in
 from dtypedoctor.examination.fixes import ABLATIONS, exec_option, remedy_named
 from dtypedoctor.examination.processes import rank_of, ranks_of, said_of_spawned, summarise
 from dtypedoctor.examination.results import NOT_REQUESTED, Observer, Outcome, Treatment, Trial, not_tried
+from dtypedoctor.examination.tried_edits import Attempt, EditTrials, judge_edits
 from dtypedoctor.plugins import Remedy
-from dtypedoctor.replay.capsule import CallFix, Capsule, NoCapsule
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES, NotWatched
 from dtypedoctor.trace.model import Trace
@@ -40,6 +39,7 @@ def examine(
     capsule_limit: int | None = None,
     rerun: str = "",
     own_files: bool = True,
+    attempt: Attempt | None = None,
 ) -> Treatment:
     """Diagnoses a run that is over.
 
@@ -50,6 +50,7 @@ def examine(
         capsule_limit: bytes that the capsule of the failing call may take; without it none is kept.
         rerun: how ``exec`` is asked to run it again; empty where it cannot be from here.
         own_files: whether the program's source may be read: not where the trace is somebody else's, who could name any file in it.
+        attempt: runs the program with an edit; None where it is not run again.
     """
     run = with_caught(run)
     look = look_of(run)
@@ -71,7 +72,7 @@ def examine(
         replayed=look.certificate,
         capsule=capsule,
         findings=findings,
-        advice=judge_edits(findings, advice, capsule, ()),
+        advice=judge_edits(findings, advice, EditTrials(run, capsule, attempt=attempt)),
         excerpts=excerpts,
         observer=NOT_COMPARED if rerun else Observer(bitwise_equal=None, reason=WATCHED_LIVE),
         reference=None,
@@ -245,47 +246,3 @@ def _moment_of(replays: Sequence[ReplayedCall]) -> str:
     if any(replay.copies for replay in replays):
         return "once the failure was known, with copies of the parameters"
     return "at the moment of the failure"
-
-
-_WHERE = {"call": "on the failing call", "run": "in a run"}
-
-
-def judge_edits(
-    findings: Sequence[Finding],
-    advice: Sequence[Advice],
-    capsule: Capsule | NoCapsule | None,
-    trials: Sequence[Trial],
-) -> tuple[Advice, ...]:
-    """The advice with how each edit was tried, and without those that were tried and do not help.
-
-    Args:
-        findings: the root cause first.
-        advice: on each of them.
-        capsule: the failing call, on which fixes were tried.
-        trials: runs that were made with a fix.
-    """
-    on_the_call = capsule.fixes if isinstance(capsule, Capsule) else ()  # it fails as the first finding says
-    judged = []
-    for position, (finding, one) in enumerate(zip(findings, advice, strict=True)):
-        how, why_not = _trial(finding, one.maker, () if position else on_the_call, trials)
-        text = f"{one.text} It was tried {_WHERE[how]} and does not help: {why_not}." if how and why_not else one.text
-        judged.append(replace(one, text=text, edits=() if why_not else one.edits, tried=how))
-    return tuple(judged)
-
-
-def _trial(finding: Finding, maker: str, fixes: Sequence[CallFix], trials: Sequence[Trial]) -> tuple[str | None, str]:
-    """How an edit was tried (None: not at all), and why it does not help; empty where it does."""
-    fix = TRIED_AS.get(maker)
-    for trial in trials:
-        if trial.remedy == fix and trial.outcome is not Outcome.NOT_TRIED:
-            return "run", _objection(trial)
-    for row in fixes:
-        # What raises has met a dtype that stands in the module's own code, where the edit would change it.
-        if row.fix == fix and row.outcome != Outcome.NOT_TRIED and not row.reason.startswith("raises "):
-            return "call", _objection(row)
-    return ("call" if maker in ON_THE_OPERATOR and finding.proven_by is not None else None), ""
-
-
-def _objection(tried: Trial | CallFix) -> str:
-    """Why a fix that was tried does not help; empty where it does."""
-    return "" if tried.outcome == Outcome.FIXED else tried.reason

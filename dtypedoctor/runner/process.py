@@ -340,7 +340,7 @@ def run_script(
         live: it has this process's streams. Otherwise what it writes is only kept, and it reads standard input again from the beginning if that is a
             file; else it reads nothing.
         time_limit: seconds.
-        through: program and arguments that stand before the command, and become it (:mod:`dtypedoctor.lab.runner.view`).
+        through: program and arguments that stand before the command, and become it (:mod:`dtypedoctor.runner.view`).
         meanwhile: see :func:`run_process`.
         guardian: see :func:`run_process`.
 

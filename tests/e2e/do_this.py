@@ -68,7 +68,7 @@ def edited(script: Path, edits: Sequence[Edit]) -> str:
 
 
 def _diagnosed(script: Path, folder: Path) -> tuple[list[str], tuple, str]:
-    treatment = treat_forked(script, folder, Plan(certify=False, only=frozenset()))
+    treatment = treat_forked(script, folder, Plan(certify=False, only=frozenset()), tries_edits=True)
     report = build_report(treatment, command="", files={}, next_command="")
     return [finding.id for finding in report.findings], report.do_this, treatment.before_summary.ended
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +33,7 @@ from dtypedoctor.redaction.redact import REQUEST
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.to_json import render_json
+from dtypedoctor.runner import view
 from dtypedoctor.runner.process import prepare
 from dtypedoctor.runner.run import Run, WorkerExit, collect
 from dtypedoctor.trace.ranks import STATES
@@ -87,7 +88,9 @@ def diagnose_case(case: Case, folder: Path) -> Diagnosed:
     )
 
 
-def treat_forked(path: Path, folder: Path, plan: Plan, remedies: Sequence[str] = ()) -> Treatment:
+def treat_forked(
+    path: Path, folder: Path, plan: Plan, remedies: Sequence[str] = (), *, tries_edits: bool = False
+) -> Treatment:
     """Treats a script in ``folder`` and asks for ``remedies``; each run is a fork."""
     work = folder / "work"
     work.mkdir()
@@ -95,7 +98,11 @@ def treat_forked(path: Path, folder: Path, plan: Plan, remedies: Sequence[str] =
     def launch(label: str, request: Request) -> Run:
         return run_forked(request, folder / label, work)
 
-    return treat(scenario_of(path, remedies), launch, plan)
+    def attempt(label: str, edited: Mapping[str, str], seconds: int) -> Run:
+        request = Request(scenario=scenario_of(path), replay=True, repeats="before", repeatable=True)
+        return run_forked(request, folder / label, work, edited=edited)
+
+    return treat(scenario_of(path, remedies), launch, plan, attempt=attempt if tries_edits else None)
 
 
 def scenario_of(path: Path, remedies: Sequence[str] = ()) -> Scenario:
@@ -122,21 +129,34 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def run_forked(request: Request, directory: Path, work: Path, replay: str = "") -> Run:
-    """The request in a child that has the heavy libraries imported."""
+def run_forked(
+    request: Request, directory: Path, work: Path, replay: str = "", edited: Mapping[str, str] | None = None
+) -> Run:
+    """The request in a child that has the heavy libraries imported; a file that is edited on trial has its other text in this child alone."""
     prepare(asked_of(request), directory)
     began = time.monotonic()
-    code = fork(live, directory, work, replay).wait()
+    code = fork(live, directory, work, replay, edited).wait()
     ended = WorkerExit(code=code, timed_out=False, seconds=time.monotonic() - began)
     return collect(directory, ended, foreign=True)
 
 
-def live(directory: Path, work: Path, replay: str = "") -> int:
+def live(directory: Path, work: Path, replay: str = "", edited: Mapping[str, str] | None = None) -> int:
     """The child's side: its streams and its working directory, then the request."""
     redirect(directory / "output.txt")
     os.chdir(work)
+    if edited:
+        view._enter(str(work), tempfile.mkdtemp(), str(directory), _copied(edited))
     os.environ[HOW_TO_REPLAY] = replay
     return serve(directory)
+
+
+def _copied(edited: Mapping[str, str]) -> dict[str, str]:
+    """A file for each text, by the path of the file that it is to cover."""
+    folder = Path(tempfile.mkdtemp())
+    copies = {path: folder / str(number) for number, path in enumerate(edited)}
+    for path, text in edited.items():
+        copies[path].write_text(text, encoding="utf-8")
+    return {path: str(copy) for path, copy in copies.items()}
 
 
 def serve(directory: Path) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command import forked, python, report_of
 
-from dtypedoctor.lab.runner.view import NoViewError, View
+from dtypedoctor.runner.view import NoViewError, View
 
 OVERFLOW = """
     import os, torch

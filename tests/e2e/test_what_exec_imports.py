@@ -48,7 +48,7 @@ NOT_FOR_A_SCRIPT = {
     "dtypedoctor.report.pictures",
     "dtypedoctor.report.to_html",
     "dtypedoctor.lab.runner.launch",
-    "dtypedoctor.lab.runner.view",
+    "dtypedoctor.runner.view",
     "dtypedoctor.lab.scenarios",
     "dtypedoctor.lab.trials",
     "torch",

@@ -1,13 +1,13 @@
 """Edits of a program's source: what each maker changes, and what is never read or shown."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from traces import TraceBuilder, tensor
 
-from dtypedoctor.diagnosis.advice import _covers, _scaler_left, advise
 from dtypedoctor.diagnosis.edits import MAKERS, edits_for
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Link, Severity
@@ -27,12 +27,17 @@ def scene(tmp_path: Path, *lines: str, op: str = "aten.log.default", folder: Pat
     return Scene(replace(FINDING, op=op), TraceBuilder().build(), (folder or tmp_path,), script)
 
 
+def first_edits(read: Scene, makers: Sequence[str]) -> tuple[tuple[Edit, ...], str]:
+    """The edits of the first maker that makes some."""
+    return next(edits_for(read, makers))
+
+
 @pytest.mark.parametrize(
     ("maker", "op", "old", "new"),
     [
         ("keep-in-domain", "aten.log.default", "y = torch.log(a + b)", "y = torch.log((a + b).clamp_min(1e-6))"),
         ("keep-in-domain", "aten.log.default", "y = x.log()", "y = x.clamp_min(1e-6).log()"),
-        ("keep-in-domain", "aten.div.Tensor", "y = a / b.sum(1)", "y = a / torch.where(b.sum(1) == 0, 1e-4, b.sum(1))"),
+        ("keep-in-domain", "aten.div.Tensor", "y = a / b.sum(1)", "y = a / torch.where((d := b.sum(1)) == 0, 1e-4, d)"),
         ("keep-in-domain", "aten.div.Tensor", "y = a / b.abs().sum(1)", "y = a / b.abs().sum(1).clamp_min(1e-4)"),
         ("keep-in-domain", "aten.sqrt.default", "y = math.sqrt(2) * torch.sqrt(b)", "y = math.sqrt(2) * torch.sqrt(b.clamp_min(1e-6))"),
         ("keep-in-domain", "aten.div.Tensor", "y = d.sum(-1).sqrt()", "y = d.sum(-1).clamp_min(1e-6).sqrt()"),
@@ -55,29 +60,25 @@ def test_an_edit_holds_the_line_as_it_is_and_as_it_should_be(
     maker: str, op: str, old: str, new: str, tmp_path: Path
 ) -> None:
     """One line, as it stands in the file, and what it should be."""
-    found, _ = edits_for(scene(tmp_path, old, op=op), [maker])
+    found, _ = first_edits(scene(tmp_path, old, op=op), [maker])
     assert found == (Edit(file="train.py", line=2, old=old, new=new),)
 
 
 @pytest.mark.parametrize("made", ["GradScaler()", "torch.amp.GradScaler(\n    'cuda'\n)", "Scaler()"])
 def test_an_edit_to_bfloat16_switches_the_scaler_off(made: str, tmp_path: Path) -> None:
-    """Whatever the class is called in the file; nothing is left to say then. Without such an edit, the words name the line."""
+    """Whatever the class is called in the file."""
     lines = ("m = m.half()", "from torch.amp import GradScaler as Scaler", f"s = {made}")
     found = scene(tmp_path, *lines, op="aten.mul.Tensor")
-    edits, _ = edits_for(found, ["half-to-bfloat16"])
+    edits, _ = first_edits(found, ["half-to-bfloat16"])
     assert any("enabled=False" in edit.new for edit in edits)
-    spec = spec_of("loss-scale-exhausted")
-    assert _scaler_left(spec, found, edits) == ""
-    assert "at train.py:4." in _scaler_left(spec, found, ())
-    assert _scaler_left(spec, scene(tmp_path, "s = GradScaler(enabled=False)"), ()) == ""
 
 
 def test_a_line_with_what_may_be_a_secret_is_not_shown(tmp_path: Path) -> None:
     """An edit quotes its whole line."""
-    assert edits_for(scene(tmp_path, "y = x.log(); login(password='hunter2')"), ["keep-in-domain"])[0] == ()
-    assert edits_for(scene(tmp_path, f"y = x.log(); say('{'word ' * 20}')"), ["keep-in-domain"])[0] == ()
+    assert first_edits(scene(tmp_path, "y = x.log(); login(password='hunter2')"), ["keep-in-domain"])[0] == ()
+    assert first_edits(scene(tmp_path, f"y = x.log(); say('{'word ' * 20}')"), ["keep-in-domain"])[0] == ()
     of_two_lines = scene(tmp_path, 't = """Patient', 'has pneumonia""" + str(x.half())')
-    assert edits_for(of_two_lines, ["half-to-bfloat16"])[0] == ()
+    assert first_edits(of_two_lines, ["half-to-bfloat16"])[0] == ()
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_files_elsewhere_are_not_read(tmp_path: Path) -> None:
     inside = tmp_path / "inside"
     inside.mkdir()
     outside = scene(tmp_path, "y = x.log()", folder=inside)
-    assert edits_for(outside, ["keep-in-domain"])[0] == ()
+    assert first_edits(outside, ["keep-in-domain"])[0] == ()
     (inside / "link.py").symlink_to(tmp_path / "train.py")
     assert outside.source(inside / "link.py") is None
     (inside / "notes.txt").write_text("x = 1\n")
@@ -120,7 +121,7 @@ def test_files_elsewhere_are_not_read(tmp_path: Path) -> None:
 
 def test_what_cannot_be_read_as_python_is_left_alone(tmp_path: Path) -> None:
     """A script of another version, say."""
-    assert edits_for(scene(tmp_path, "y = x.log("), ["keep-in-domain"])[0] == ()
+    assert first_edits(scene(tmp_path, "y = x.log("), ["keep-in-domain"])[0] == ()
 
 
 def test_every_maker_that_a_spec_names_is_there() -> None:
@@ -155,9 +156,9 @@ def test_a_file_that_was_written_after_the_run_began_is_not_read(tmp_path: Path)
     read = scene(tmp_path, "y = x.log()")
     assert read.script is not None
     began = read.script.stat().st_mtime
-    assert edits_for(replace(read, began=began, _read={}), ["keep-in-domain"])[0]
+    assert first_edits(replace(read, began=began, _read={}), ["keep-in-domain"])[0]
     os.utime(read.script, (began + 60, began + 60))
-    assert edits_for(replace(read, began=began, _read={}), ["keep-in-domain"])[0] == ()
+    assert first_edits(replace(read, began=began, _read={}), ["keep-in-domain"])[0] == ()
     assert read.line_at("train.py:2") is not None
     assert read.line_at("train.py:3") is None
 
@@ -175,12 +176,12 @@ def test_a_file_in_another_encoding_is_left_alone(tmp_path: Path) -> None:
     read = scene(tmp_path)
     assert read.script is not None
     read.script.write_bytes(b"# -*- coding: latin-1 -*-\nimport torch\nx = load('caf\xe9').half()\n")
-    assert edits_for(read, ["half-to-bfloat16", "without-scaler", "lower-learning-rate"]) == ((), "")
+    assert first_edits(read, ["half-to-bfloat16", "without-scaler", "lower-learning-rate"]) == ((), "")
 
 
 def test_lines_are_numbered_as_python_numbers_them(tmp_path: Path) -> None:
     """A form feed ends no line of a program."""
-    found, _ = edits_for(scene(tmp_path, "m = 1\x0c", "m = m.half()"), ["half-to-bfloat16"])
+    found, _ = first_edits(scene(tmp_path, "m = 1\x0c", "m = m.half()"), ["half-to-bfloat16"])
     assert [edit.line for edit in found] == [3]
 
 
@@ -208,15 +209,15 @@ def test_the_argument_that_is_the_odd_operand_is_cast(
                frames=[f"{read.script}:2 forward"], spans=[[2, 2, 0, len(line)]])
     )  # fmt: skip
     read = replace(read, finding=replace(read.finding, dtype="float32"), trace=builder.build())
-    found, _ = edits_for(read, ["cast-operand"])
+    found, _ = first_edits(read, ["cast-operand"])
     assert [edit.new for edit in found] == ([new] if new else [])
 
 
 @pytest.mark.parametrize(
     ("signature", "line", "new"),
     [
-        ("self, x", "return self.weight * h.to(x.dtype)", "return (self.weight * h).to(x.dtype)"),
-        ("self, x", "return h.to(x.dtype) * self.weight", "return (h * self.weight).to(x.dtype)"),
+        ("self, x", "return self.weight * h.to(x.dtype)", "return (self.weight * h.to(x.dtype)).to(x.dtype)"),
+        ("self, x", "return h.to(x.dtype) * self.weight", "return (h.to(x.dtype) * self.weight).to(x.dtype)"),
         ("self, x", "return self.scaled(h)", "return self.scaled(h).to(x.dtype)"),
         ("self, h", "return self.weight * h.bfloat16()", "return (self.weight * h.bfloat16()).to(torch.bfloat16)"),
         ("self, x", "h = self.weight * h", None),
@@ -239,36 +240,6 @@ def test_what_a_norm_returns_is_cast_to_the_dtype_of_its_input(
     )
     met = (Link(fqn="attn", op="load-dtype", dtype_in=None, dtype_out="bfloat16", source=None),)
     read = replace(read, finding=replace(read.finding, dtype="float32", provenance=links, met=met))
-    found, _ = edits_for(read, ["cast-promoted-output"])
+    found, _ = first_edits(read, ["cast-promoted-output"])
     assert [edit.new.strip() for edit in found] == ([new] if new else [])
     assert [edit.line for edit in found] == [5] * len(found)
-
-
-def test_two_edits_of_one_line_say_which_covers_both() -> None:
-    """bfloat16 for an overflow, float32 for a stall: the second is enough; an edit of another line says nothing."""
-    half = "    return net.to(torch.float16)"
-    wide = Edit(file="train.py", line=50, old=half, new="    return net.to(torch.float32)")
-    shown = {("train.py", 50): ("float16-overflow", "    return net.to(torch.bfloat16)")}
-    assert "float32 covers both, so make this edit only." in _covers((wide,), shown)
-    assert _covers((replace(wide, line=51),), shown) == ""
-
-
-def test_the_edit_for_a_milder_finding_waits_for_the_one_that_ends_the_run(tmp_path: Path) -> None:
-    """A reader in a hurry applies the only diff that there is: without an edit for the first finding, no warning shows one."""
-    script = tmp_path / "train.py"
-    script.write_text("import torch\nm = make(torch.bfloat16)\n")
-    found = (
-        replace(FINDING, id="operand-dtype-mismatch", source=None),
-        replace(FINDING, id="rounded-rotary-buffer", severity=Severity.WARNING, dtype="bfloat16", source=None),
-    )
-    for raised, shown in ((True, False), (False, True)):
-        trace = TraceBuilder()
-        if raised:
-            trace.add(
-                Raised(n=1, step=1, call=1, phase="forward", type="RuntimeError", message="", frames=[], modules=[])
-            )
-        run = trace.build()
-        (first, second), _ = advise(found, run, str(script), began=0.0, own_files=True)
-        assert not first.edits
-        assert bool(second.edits) is shown
-        assert second.text.startswith("First fix operand-dtype-mismatch, which ends the run") is raised

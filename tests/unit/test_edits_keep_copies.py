@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_edits import first_edits
 from test_edits_of_classes import edited, lines, parameter, program
 
-from dtypedoctor.diagnosis.edits import edits_for
 from dtypedoctor.diagnosis.value_edits import _masks
 from dtypedoctor.report.advice import diff_of
 
@@ -59,7 +59,6 @@ def test_a_kept_copy_stays_a_copy(text: str, tmp_path: Path) -> None:
         "y = x.to(torch.bfloat16)",
         "self.net = Net().to(torch.bfloat16)",
         "self.teacher = copy.deepcopy(student).bfloat16()",
-        "model.bfloat16()\nstore.write({k: v.to(torch.bfloat16) for k, v in model.state_dict().items()})",
         "p.data = p.data.to(torch.bfloat16)",
         "average.add_(p.detach().to(torch.bfloat16), alpha=0.1)",
         "kept = [p.detach().to(torch.bfloat16).clone() for p in model.parameters()]",
@@ -85,7 +84,7 @@ def test_copies_in_other_files_of_the_program_stay_copies(tmp_path: Path) -> Non
     )
     (tmp_path / "other.py").write_text("def loss(x):\n    y = x.float()\n    return [y.detach().half()]\n")
     read = program(tmp_path, "import average, other\nmodel = Net().bfloat16()\nkept = average.shadow(model)")
-    edits, _ = edits_for(read, ["bfloat16-to-float32"])
+    edits, _ = first_edits(read, ["bfloat16-to-float32"])
     assert [(edit.file, edit.new.strip()) for edit in edits] == [
         ("train.py", "model = Net().float()"),
         ("average.py", "return [p.detach().float().clone() for p in model.parameters()]"),

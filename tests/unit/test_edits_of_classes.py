@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_edits import first_edits
 from traces import TraceBuilder, tensor
 
 from dtypedoctor.diagnosis.advice import _text
@@ -16,7 +17,7 @@ from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Link, Severity
 from dtypedoctor.diagnosis.scene import Scene
 from dtypedoctor.report.advice import diff_of
-from dtypedoctor.trace.events import Flow, Observed, ParameterNote, Raised
+from dtypedoctor.trace.events import Observed, ParameterNote, Raised
 from dtypedoctor.trace.records.execution import Unscaled
 
 FINDING = Finding(
@@ -64,7 +65,7 @@ def failing(tmp_path: Path, *lines: tuple[int, str, str], **op: Any) -> TraceBui
 def edited(read: Scene, *makers: str) -> str:
     """The script after its edits, without its first line; empty where there are none."""
     assert read.script is not None
-    edits, _ = edits_for(read, makers)
+    edits, _ = first_edits(read, makers)
     lines = read.script.read_text().splitlines()
     for edit in edits:
         assert lines[edit.line - 1] == edit.old
@@ -109,49 +110,30 @@ def test_a_bound_is_one_that_the_dtype_can_hold(dtype: str, op: str, old: str, n
     assert edited(program(tmp_path, old, op=f"aten.{op}.default", dtype=dtype), "keep-in-domain") == new
 
 
-@pytest.mark.parametrize(
-    ("op", "line"),
-    [
-        ("div", "y = (a / n.sum()).sum() / len(a)"),
-        ("div", "y = a / count"),
-        ("div", "y = a / whole"),
-        ("div", "y = a / a.numel()"),
-        ("div", "y = a / a.shape[0]"),
-        ("div", "y = a / (2 * a.size(0))"),
-        ("div", "y = a / n.sum().item()"),
-        ("div", "y = torch.div(a, math.sqrt(2))"),
-        ("div", "y = a / unknown"),
-        ("div", "y = a / net(n).sum()"),
-        ("sqrt", "y = a * math.sqrt(2)"),
-        ("log", "y = a * self.log(a)"),
-        ("log", "y = torch.log(a) + torch.log(n)"),
-        ("std", "y = a.std(unbiased=True)"),
-        ("nll_loss", "y = self.cross_entropy(a, n)"),
-    ],
-)
-def test_nothing_but_a_tensor_that_left_the_domain_is_bounded(op: str, line: str, tmp_path: Path) -> None:
-    """A number of Python's has no such method, and of two candidates which one failed is not known."""
-    text = f"{line}\ncount = int(n.sum())\nwhole = 2 * count"
-    assert edited(program(tmp_path, text, op=f"aten.{op}.Tensor"), "keep-in-domain") == ""
+def test_a_divisor_keeps_its_sign_and_is_computed_once(tmp_path: Path) -> None:
+    """Both results are those of the line wherever it was defined."""
+    import torch
 
-
-@pytest.mark.parametrize(("operands", "new"), [(2, "y = a / (torch.where((n + eps) == 0, 1e-6, n + eps))"), (1, "")])
-def test_a_divisor_that_was_seen_to_be_a_tensor_keeps_its_sign(operands: int, new: str, tmp_path: Path) -> None:
-    """What the line divided by is in the trace; both results are those of the line wherever it was defined."""
-    builder = TraceBuilder()
-    builder.op("aten.div.Tensor", "", [tensor(n) for n in range(operands)], [tensor(9)], source="train.py:2")
     old = "y = a / (n + eps)"
-    assert edited(program(tmp_path, old, builder, op="aten.div.Tensor"), "keep-in-domain") == new
-    if new:
-        import torch
+    new = edited(program(tmp_path, old, op="aten.div.Tensor"), "keep-in-domain")
+    assert new == "y = a / (torch.where((d := n + eps) == 0, 1e-6, d))"
+    given = {"a": torch.tensor([0.0, 1.0, 3.0]), "n": torch.tensor([0.0, -2.0, 1e-9]), "eps": 0.0, "torch": torch}
+    results = []
+    for text in (old, new):
+        exec(text, given)  # noqa: S102  (the line as the edit has it)
+        results.append(given["y"])
+    assert results[0][1:].equal(results[1][1:])
+    assert results[1].isfinite().all()
 
-        given = {"a": torch.tensor([0.0, 1.0, 3.0]), "n": torch.tensor([0.0, -2.0, 1e-9]), "eps": 0.0, "torch": torch}
-        results = []
-        for text in (old, new):
-            exec(text, given)  # noqa: S102  (the line as the edit has it)
-            results.append(given["y"])
-        assert results[0][1:].equal(results[1][1:])
-        assert results[1].isfinite().all()
+
+def test_of_two_functions_that_may_have_left_their_domain_each_is_bounded_in_turn(tmp_path: Path) -> None:
+    """Which of them failed is not known: the trials tell."""
+    read = program(tmp_path, "y = torch.log(a) + torch.log(n)", op="aten.log.default")
+    ways = [edit.new for edits, _ in edits_for(read, ["keep-in-domain"]) for edit in edits]
+    assert ways == [
+        "y = torch.log(a.clamp_min(1e-6)) + torch.log(n)",
+        "y = torch.log(a) + torch.log(n.clamp_min(1e-6))",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -159,17 +141,16 @@ def test_a_divisor_that_was_seen_to_be_a_tensor_keeps_its_sign(operands: int, ne
     [
         ("y = x.to(self.weight.dtype)", "y = x"),
         ("y = (a - b).to(tile.dtype).mean()", "y = (a - b).mean()"),
-        ("y = x.to(self.weight.dtype).to(x.dtype)", "y = x.to(x.dtype)"),
-        ("y = x.to(a.dtype) + z.to(b.dtype)", ""),
+        ("y = x.to(a.dtype) + z.to(b.dtype)", "y = x + z.to(b.dtype)"),
         ("y = x.to(torch.int64)", ""),
     ],
 )
 def test_a_cast_to_the_dtype_of_integers_is_taken_away(old: str, new: str, tmp_path: Path) -> None:
-    """Only where one cast of the line can be meant; an integer dtype that is named was asked for."""
+    """An integer dtype that is named was asked for."""
     assert edited(program(tmp_path, old), "without-integer-cast") == new
 
 
-WHOLE = "(batch.values() if hasattr(batch, 'keys') else batch if isinstance(batch, (list, tuple)) else [batch])"
+WHOLE = "dict(batch) if hasattr(batch, 'keys') else batch"
 
 
 @pytest.mark.parametrize(
@@ -177,11 +158,7 @@ WHOLE = "(batch.values() if hasattr(batch, 'keys') else batch if isinstance(batc
     [
         ("for x, y in loader:", (), "[x, y]"),
         ("for i, (x, y) in enumerate(loader):", (), "[x, y]"),
-        ("for i, batch in enumerate(loader):", ("y = batch['labels']",), "batch.values()"),
-        ("for batch in loader:", ("y = 2 * batch",), "[batch]"),
-        ("for batch in loader:", ("y = net(batch.float())",), "[batch]"),
-        ("for batch in loader:", ("y = net(batch)",), WHOLE),
-        ("for batch in loader:", ("y = net(batch.to(device))",), WHOLE),
+        ("for i, batch in enumerate(loader):", ("y = batch['labels']",), WHOLE),
     ],
 )
 def test_a_batch_with_nan_is_left_out_of_the_loop_that_trains(
@@ -198,7 +175,7 @@ def test_a_batch_with_nan_is_left_out_of_the_loop_that_trains(
     ]
     after = edited(program(tmp_path, "\n".join(body)), "skip-batch").splitlines()
     assert after[2:4] == [
-        f"        if any(torch.is_tensor(x) and not x.isfinite().all() for x in {values}):",
+        f"        if not all(x.isfinite().all() for x in [x for x in torch.utils._pytree.tree_leaves({values}) if torch.is_tensor(x)]):",
         "            continue  # inf or NaN in the data",
     ]
     assert [line for line in after if line not in after[2:4]] == body
@@ -216,29 +193,6 @@ def test_a_batch_that_is_passed_on_whole_is_left_out_whatever_it_is(made: str, t
     names = {"good": torch.ones(2), "bad": torch.tensor([1.0, torch.nan]), "seen": seen, "UserDict": UserDict}
     exec(after, names | {"torch": torch, "net": lambda _: torch.ones(1, requires_grad=True)})  # noqa: S102  (the text is what this test wrote)
     assert len(seen) == 1, after
-
-
-@pytest.mark.parametrize(
-    ("head", "made"),
-    [
-        ("for batch in loader:", "x, y = batch"),
-        ("for batch in loader:", "x = batch[0]"),
-        ("for batch in loader:", "x = net(*batch)"),
-        ("for step in range(8):", "rows = torch.randint(9, (2,))\n    x = data[rows]"),
-    ],
-)
-def test_no_batch_is_left_out_by_what_holds_no_values(head: str, made: str, tmp_path: Path) -> None:
-    """A list is no tensor, and the numbers of rows are finite whatever stands in the rows."""
-    text = f"{head}\n    {made}\n    net(x).sum().backward()"
-    assert edited(program(tmp_path, text), "skip-batch") == ""
-
-
-def test_a_batch_is_not_skipped_in_one_of_two_loops(tmp_path: Path) -> None:
-    """Which of them met the values is not known."""
-    assert (
-        edited(program(tmp_path, "for x in a:\n    f(x).backward()\nfor x in b:\n    f(x).backward()"), "skip-batch")
-        == ""
-    )
 
 
 OPTIMIZER = """
@@ -283,24 +237,13 @@ def test_a_step_without_gradients_is_skipped_where_others_have_some(
     assert ("\n    scaler.step(o0)" in after) == (optimizers == 2 and not strangers)
 
 
-@pytest.mark.parametrize(
-    ("use", "last", "counted"),
-    [
-        ("y = x / self.age", "3", True),
-        ("y = self.layers[self.age](x)", "3", False),
-        ("y = x / self.age", "step", False),
-        ("y = x / self.age", "'warmup'", False),
-    ],
-)
-def test_a_number_that_compiled_code_depends_on_is_kept_in_a_tensor(
-    use: str, last: str, counted: bool, tmp_path: Path
-) -> None:
-    """Not where it is an index, which a tensor would break, nor where it may be anything but a number."""
-    text = f"self.age = 0\n{use}\nself.age = {last}"
+def test_a_number_that_compiled_code_depends_on_is_kept_in_a_tensor(tmp_path: Path) -> None:
+    """Whether what uses it takes a tensor, a trial tells."""
+    text = "self.age = 0\ny = x / self.age\nself.age = step"
     read = program(
         tmp_path, text, evidence=("f was compiled again: self._modules['a'].age == 0; self._modules['a'].age == 1",)
     )
-    expected = f"self.age = torch.tensor(0)\n{use}\nself.age = torch.tensor({last})" if counted else ""
+    expected = "self.age = torch.tensor(0)\ny = x / self.age\nself.age = torch.tensor(step)"
     assert edited(read, "counter-in-tensor") == expected
 
 
@@ -324,7 +267,6 @@ def test_a_custom_function_gets_the_decorators_that_carry_the_region_over(tmp_pa
     lost += "\n    @staticmethod\n    def setup_context(ctx, inputs, output):\n        ctx.w = inputs[1]"
     without = edited(program(tmp_path, lost), "custom-function-decorators")
     assert without == lost.replace('    @torch.amp.custom_bwd(device_type="cpu")\n', "")
-    assert edited(program(tmp_path, lost.replace("grad *", "grad @")), "custom-function-decorators") == ""
 
 
 @pytest.mark.parametrize("autocast", [None, {"dtype": "bfloat16"}])
@@ -379,16 +321,6 @@ def test_all_that_one_function_writes_in_place_is_cast(tmp_path: Path) -> None:
     assert "index_copy_(1, at, v.to(self.v.dtype))" in after
 
 
-def test_a_factory_is_not_blamed_where_other_values_are_cast(tmp_path: Path) -> None:
-    """`.float()` in the same function makes float32 of other operands too."""
-    link = Link(fqn="", op="factory", dtype_in=None, dtype_out="float32", source="train.py:3")
-    met = Link(fqn="", op="load-dtype", dtype_in=None, dtype_out="bfloat16", source=None)
-    text = "def f(x):\n    m = torch.zeros(3)\n    return m + x{}\n"
-    read = program(tmp_path, text.format(""), provenance=(link,), met=(met,))
-    assert "torch.zeros(3, dtype=torch.bfloat16)" in edited(read, "make-in-dtype")
-    assert edited(program(tmp_path, text.format(".float()"), provenance=(link,), met=(met,)), "make-in-dtype") == ""
-
-
 def test_of_other_tensors_that_are_made_beside_the_odd_one_none_is_changed(tmp_path: Path) -> None:
     """A sum that needs float32 and positions that are whole numbers stay; keys and values are made alike."""
     link = Link(fqn="", op="factory", dtype_in=None, dtype_out="float32", source="train.py:4")
@@ -425,61 +357,6 @@ def test_a_dtype_in_a_variable_is_changed_where_it_is_assigned(tmp_path: Path) -
     assert edited(read, "set-float32") == "d = getattr(torch, name)\nm = net.to(d).to(torch.float32)\ny = m(x)"
 
 
-@pytest.mark.parametrize(
-    ("made", "called"),
-    [
-        ("net.to(args.kind)", "net(x.to(args.kind))"),
-        ("net.to(torch.bfloat16)", "net(x.to(torch.bfloat16))"),
-        ("net.bfloat16()", "net(x.bfloat16())"),
-    ],
-)
-def test_weights_are_not_widened_alone_where_the_program_casts_its_inputs(
-    made: str, called: str, tmp_path: Path
-) -> None:
-    """Float32 weights refuse a bfloat16 input outside of regions: the whole file goes to float32 then."""
-    text = f"class args:\n    kind = torch.bfloat16\nm = {made}\ny = {called}"
-    span = (4, 4, 4, 4 + len(made))
-    note = parameter("w", "bfloat16", span, set_at=f"{tmp_path}/train.py:4")
-    whole = text.replace("torch.bfloat16", "torch.float32").replace(".bfloat16()", ".float()")
-    assert edited(program(tmp_path, text, None, note), "set-float32", "bfloat16-to-float32") == whole
-    text += "\nregion = torch.autocast('cpu')"
-    assert "torch.float32" in edited(program(tmp_path, text, None, note), "set-float32")
-
-
-def test_weights_that_alone_differ_are_cast_and_not_what_meets_them(tmp_path: Path) -> None:
-    """One block was made float32 beside others in bfloat16; where they are most, they stay."""
-    met = Link(fqn="b", op="load-dtype: b.w (net.b.float())", dtype_in=None, dtype_out="float32", source="train.py:2")
-    odd = parameter("b.w", "float32", (2, 2, 0, 13), set_at=f"{tmp_path}/train.py:2")
-    others = [parameter(name, "bfloat16") for name in ("a.w", "c.w")]
-    read = program(tmp_path, "net.b.float()", None, odd, *others, dtype="bfloat16", met=(met,))
-    assert edited(read, "cast-met-weights") == "net.b.to(torch.bfloat16)"
-    assert edited(program(tmp_path, "net.b.float()", None, odd, dtype="bfloat16", met=(met,)), "cast-met-weights") == ""
-
-
-def test_weights_that_are_given_their_own_dtype_keep_it(tmp_path: Path) -> None:
-    """In the dtype that their output meets, their own input would be refused: the weights that they feed are cast in their place."""
-    text = "a = nn.Linear(2, 2)\nb = nn.Linear(2, 2).half()"
-    odd = parameter("a.weight", "float32", (2, 2, 4, 19), set_at=f"{tmp_path}/train.py:2")
-    met = parameter("b.weight", "float16", (3, 3, 4, 26), set_at=f"{tmp_path}/train.py:3")
-    link = Link(
-        op="load-dtype: a.weight (nn.Linear())", fqn="a", dtype_in=None, dtype_out="float32", source="train.py:2"
-    )
-    other = Link(
-        op="load-dtype: b.weight (nn.Linear().half())", fqn="b", dtype_in=None, dtype_out="float16", source="train.py:3"
-    )
-    for given, cast_odd, cast_met in (
-        ("float32", "", "a = nn.Linear(2, 2)\nb = nn.Linear(2, 2).to(torch.float32)"),
-        ("float16", "a = nn.Linear(2, 2).to(torch.float16)\nb = nn.Linear(2, 2).half()", ""),
-    ):
-        called = Flow(
-            n=1, step=1, call=1, phase="forward", root=0, fqn="a", cls="Linear", inputs=[given], outputs=["float32"]
-        )
-        builder = TraceBuilder().add(called, parameter("c.weight", "float16"))
-        read = program(tmp_path, text, builder, odd, met, provenance=(link,), met=(other,))
-        assert edited(read, "cast-where-set") == cast_odd
-        assert edited(read, "cast-met-weights") == cast_met
-
-
 @pytest.mark.parametrize("name", ["head-dtype-mismatch", "attention-dtype-mismatch", "norm-promotes-to-float32"])
 def test_the_sentence_above_an_edit_of_weights_is_about_weights(name: str, tmp_path: Path) -> None:
     """Where the weights are cast on the line that made them, no sentence asks to cast an input to their dtype."""
@@ -487,7 +364,7 @@ def test_the_sentence_above_an_edit_of_weights_is_about_weights(name: str, tmp_p
     met = replace(own, op="load-dtype: a.w", dtype_out="bfloat16")
     odd = parameter("b.w", "float32", (2, 2, 0, 13), set_at=f"{tmp_path}/train.py:2")
     read = program(tmp_path, "net.b.float()", None, odd, id=name, provenance=(own,), met=(met,))
-    edits, maker = edits_for(read, spec_of(name).edits)
+    edits, maker = first_edits(read, spec_of(name).edits)
     assert [edit.new for edit in edits] == ["net.b.to(torch.bfloat16)"]
     text = _text(spec_of(name), read, INSTEAD.get(maker, ""))
     assert text == (
@@ -655,42 +532,18 @@ def test_a_mask_is_finite_in_the_dtype_that_it_is_cast_to(
         "aten._softmax.default", "", [tensor(3, num_neginf=4)], [tensor(4, nan=4)], source="train.py:2"
     )
     read = program(tmp_path, "w = s.softmax(-1)" if in_another_file else text, builder, op=softmax.op)
-    edits, _ = edits_for(read, ["mask-where-made"])
+    edits, _ = first_edits(read, ["mask-where-made"])
     assert [(edit.file, edit.new) for edit in edits] == [(made_in, f"    {line.format(after)}")]
 
 
-def test_an_operand_of_several_products_is_cast_in_each(tmp_path: Path) -> None:
-    """The next line would raise as the first one did; what has another variable, or another value by then, stays."""
-    text = "def backward(g, w, h):\n    a = g @ w\n    b = g.t() @ h\n    c = h @ w\n    g = h\n    return a, b, c, g @ w\n"
+def test_an_operand_of_several_products_is_cast_before_all_of_them(tmp_path: Path) -> None:
+    """The second way: the next line would raise as the first one did."""
+    text = "def backward(g, w, h):\n    a = g @ w\n    b = g.t() @ h\n    return a, b\n"
     program(tmp_path, text)
     operands = [tensor(1, dtype="float32"), tensor(2, dtype="bfloat16", origin="parameter")]
-    builder = failing(tmp_path, (3, "g @ w", ""), inputs=operands)
-    after = edited(program(tmp_path, text, builder), "cast-operand")
-    assert (
-        after == text.replace("a = g @", "a = g.to(torch.bfloat16) @").replace("g.t() @", "g.t().to(h.dtype) @").strip()
-    )
-
-
-@pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("line", ["return self.head(x)", "x = self.head(x)"])
-def test_a_trained_head_gets_its_input_in_its_own_dtype(line: str, trained: bool, tmp_path: Path) -> None:
-    """Where it is the last module and is trained; the sentence is that of the edit."""
-    text = f"def forward(self, x):\n    {line}\n\nloss = model(x)\n"
-    program(tmp_path, text)
-    operands = [
-        tensor(1, dtype="float32", name="head.0.bias", origin="parameter"),
-        tensor(2, dtype="bfloat16"),
-        tensor(3, dtype="float32", name="head.0.weight", origin="parameter"),
-    ]
-    builder = failing(tmp_path, (5, "model(x)", CALL), (3, "self.head(x)", CALL), inputs=operands)
-    raised = builder.build().last(Raised)
-    assert raised is not None
-    raised.frames[2] = raised.frames[2].replace(" f", " forward")
-    notes = [replace(parameter(name, "float32"), requires_grad=trained) for name in ("head.0.bias", "head.0.weight")]
-    read = program(tmp_path, text, builder, *notes)
-    last = trained and line.startswith("return")
-    after = text.replace("self.head(x)", "self.head(x.to(torch.float32))").strip().replace("\n\n", "\n")
-    assert edited(read, "cast-head-input") == (after if last else "")
+    read = program(tmp_path, text, failing(tmp_path, (3, "g @ w", ""), inputs=operands))
+    ways = [edit.new for edits, _ in edits_for(read, ["cast-operand"]) for edit in edits]
+    assert ways == ["    a = g.to(torch.bfloat16) @ w", "    g = g.to(torch.bfloat16)\n    a = g @ w"]
 
 
 def lerped(tmp_path: Path, *lines: str, takes: list[str], root: int = -1) -> Scene:
@@ -718,9 +571,9 @@ def test_only_an_argument_that_was_seen_to_be_a_tensor_is_cast(tmp_path: Path) -
     made = ("model = net.to(torch.bfloat16)", "average.lerp_(p, 1 - decay)")
     read = lerped(tmp_path, *made, takes=["tensor", "tensor", "float"])
     assert edited(read, "cast-operand").endswith("average.lerp_(p.to(average.dtype), 1 - decay)")
-    assert edits_for(read, ["cast-operand"])[1] == "cast-written"
+    assert first_edits(read, ["cast-operand"])[1] == "cast-written"
     unknown = lerped(tmp_path, *made, takes=[])
-    assert edits_for(unknown, ["cast-operand"]) == ((), "cast-written")  # in words, whatever can be shown
+    assert first_edits(unknown, ["cast-operand"]) == ((), "cast-written")  # in words, whatever can be shown
 
 
 def test_weights_keep_their_dtype_where_they_meet_another_outside_of_modules(tmp_path: Path) -> None:
@@ -752,19 +605,11 @@ def test_what_is_changed_keeps_to_itself(maker: str, op: str, old: str, new: str
     assert edited(program(tmp_path, old, op=f"aten.{op}.default"), maker) == new
 
 
-def test_no_input_is_cast_to_the_dtype_that_it_has(tmp_path: Path) -> None:
-    """The statistics of a norm differ from its weights; its input is in the dtype of these."""
-    program(tmp_path, "y = norm(x)")
-    held = [tensor(2, dtype="bfloat16", origin="parameter"), tensor(3, dtype="float32", origin="buffer")]
-    builder = failing(tmp_path, (2, "norm(x)", CALL), inputs=[tensor(1, dtype="bfloat16"), *held])
-    assert edited(program(tmp_path, "y = norm(x)", builder, dtype="bfloat16"), "cast-operand") == ""
-
-
 def test_a_dtype_is_changed_in_all_files_of_a_program(tmp_path: Path) -> None:
     """The model is cast in one file, its input in another."""
     (tmp_path / "parts.py").write_text("import torch\n\ndef batch(x):\n    return x.half()\n")
     read = program(tmp_path, "import parts\nnet = net.half()\ny = net(parts.batch(x))\n")
-    edits, _ = edits_for(read, ["half-to-bfloat16"])
+    edits, _ = first_edits(read, ["half-to-bfloat16"])
     assert [(edit.file, edit.new.strip()) for edit in edits] == [
         ("train.py", "net = net.bfloat16()"),
         ("parts.py", "return x.bfloat16()"),

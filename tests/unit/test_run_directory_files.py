@@ -40,7 +40,10 @@ ELSEWHERE = {
         "os.open", "open", "(directory / STATES).write_text", "(directory / REPEATS).write_text",  # new files
         "(process / 'environ').read_bytes", "(process / 'comm').read_text", "(process / 'maps').read_bytes",  # /proc
     },
-    "lab/runner/view.py": {"(run / FAILED).read_text", "settings.write_text", "open", "Path('/proc/self/mountinfo').read_text"},  # own temporary folders
+    "runner/view.py": {  # own temporary folders
+        "(run / FAILED).read_text", "settings.write_text", "Path(copies[path]).write_text", "open", "os.open",
+        "Path('/proc/self/mountinfo').read_text",
+    },
     "lab/bisect/probe_runner.py": {"self._path.open"},  # a new file
     "lab/bisect/measurements.py": {"shutil.copyfile"},  # in the place of what was removed
     # the recorder, inside the program, in a directory that it has made

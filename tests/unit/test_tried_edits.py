@@ -1,59 +1,152 @@
-"""An edit is shown only if nothing that was tried in its place has failed to help."""
+"""An edit is shown as a change of the source only where it was tried and helps; else it is told in words."""
 
+from collections.abc import Iterator
+from contextlib import chdir
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from compared import OK
+from test_judge import raised, run, trained
+from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.rule import Advice, Confidence, Edit, Finding, Severity
-from dtypedoctor.examination.examine import judge_edits
 from dtypedoctor.examination.results import Outcome, Trial
+from dtypedoctor.examination.tried_edits import EditTrials, edited_files, judge_edits
 from dtypedoctor.replay.capsule import Capsule
+from dtypedoctor.runner.run import Run
+from dtypedoctor.trace.events import Metric
 
 EDIT = Edit(file="train.py", line=3, old="m = m.half()", new="m = m.bfloat16()")
+OTHER = replace(EDIT, new="m = m.float()")
+FINDING = Finding(
+    id="float16-overflow",
+    severity=Severity.ERROR,
+    confidence=Confidence.PROVEN,
+    summary="It overflows.",
+    cause="",
+    step=3,
+)
+BEFORE = run(trained())
 
 
-def _judged(maker: str, *, fixes: tuple[dict[str, Any], ...] = (), trials: tuple[Trial, ...] = (), proof: str | None = None) -> Advice:  # fmt: skip
-    finding = Finding(
-        id="float16-overflow",
-        severity=Severity.ERROR,
-        confidence=Confidence.PROVEN,
-        summary="It overflows.",
-        cause="",
-        proven_by=proof,
+@pytest.fixture(autouse=True)
+def program(tmp_path: Path) -> Iterator[None]:
+    """The file that is edited, in the working directory."""
+    (tmp_path / "train.py").write_text("import torch\n\nm = m.half()\n")
+    with chdir(tmp_path):
+        yield
+
+
+def test_a_loss_that_differs_in_each_run_says_nothing(tmp_path: Path) -> None:
+    """Nothing seeds the random numbers: another run of the program as it is has another loss, too."""
+    runs: dict[str, Run | str] = {EDIT.new: run(of_losses(5.0, 4.0, 3.0)), EDIT.old: run(of_losses(4.0, 4.0, 3.0))}
+    assert judged(runs=runs).edits == (EDIT,)
+
+
+def of_losses(*losses: float) -> TraceBuilder:
+    """A run with these losses."""
+    trace = TraceBuilder().sample("out", 3.0)
+    for step, loss in enumerate(losses, 1):
+        trace.add(Metric(n=trace.n(), step=step, values={"loss": loss}))
+    return trace
+
+
+def judged(
+    maker: str = "half-to-bfloat16",
+    *,
+    runs: dict[str, Run | str] | None = None,
+    fixes: tuple[dict[str, Any], ...] = (),
+    trials: tuple[Trial, ...] = (),
+    proof: str | None = None,
+    step: int = 3,
+    dtype: str = "float16",
+) -> Advice:
+    """The advice after its trials: ``runs`` by what the third line becomes in them; None where the program cannot be run again."""
+    advice = Advice(
+        finding=FINDING.id,
+        text="Use bfloat16.",
+        edits=(EDIT,),
+        maker=maker,
+        others=(Advice(finding=FINDING.id, text="Use float32.", edits=(OTHER,), maker="half-to-float32"),),
     )
-    advice = Advice(finding=finding.id, text="Use bfloat16.", edits=(EDIT,), maker=maker)
     capsule = Capsule(directory=Path(), description={"fixes": list(fixes)}, bytes=0)
-    (judged,) = judge_edits([finding], [advice], capsule, trials)
-    return judged
+
+    def attempt(label: str, edited: dict[str, str], seconds: int) -> Run | str:
+        (text,) = edited.values()
+        return (runs or {}).get(text.splitlines()[2], BEFORE)
+
+    made = EditTrials(BEFORE, capsule, trials, attempt if runs is not None else None)
+    (one,) = judge_edits([replace(FINDING, proven_by=proof, step=step, dtype=dtype)], [advice], made)
+    return one
 
 
-def _on_the_call(outcome: str) -> tuple[dict[str, Any], ...]:
+def test_of_several_edits_the_first_is_shown_that_helps() -> None:
+    """The run with the first raises, the one with the second does not."""
+    one = judged(runs={EDIT.new: run(raised("RuntimeError")), OTHER.new: run(trained())})
+    assert (one.edits, one.tried) == ((OTHER,), "run")
+    assert one.text == "Use float32. Tried: 3 steps without the failure."
+
+
+def test_an_edit_that_does_not_help_is_told_in_words() -> None:
+    """What the run showed, and where the edit would have been."""
+    one = judged(runs=dict.fromkeys((EDIT.new, OTHER.new), run(raised("RuntimeError"))))
+    assert (one.edits, one.tried) == ((), "run")
+    assert "It was tried in a run (train.py:3) and does not help: RuntimeError" in one.text
+
+
+def test_an_edit_that_changes_a_right_loss_does_not_help() -> None:
+    """The first loss comes before the failure."""
+    changed = run(of_losses(5.0, 4.0, 3.0))
+    one = judged(runs=dict.fromkeys((EDIT.new, OTHER.new), changed))
+    assert "it changes the loss of step 1, which is right, from 2 to 5" in one.text
+    assert judged(runs={EDIT.new: changed}, step=1).edits == (EDIT,)
+
+
+def test_a_loss_that_is_finite_and_absurd_does_not_help() -> None:
+    """A bound in the place of an inf gives such a one."""
+    one = judged(runs=dict.fromkeys((EDIT.new, OTHER.new), run(of_losses(2.0, 1.0, 2e34))), dtype="float32")
+    assert "the loss is 2e+34 then" in one.text
+
+
+def test_an_edit_that_was_not_tried_is_told_in_words() -> None:
+    """With the place, and why it was not tried."""
+    one = judged(runs=dict.fromkeys((EDIT.new, OTHER.new), "the disk is full"))
+    assert (one.edits, one.tried) == ((), None)
+    assert one.text == "Use bfloat16. Where: train.py:3; not tried: the disk is full."
+    assert "the program is not run again from here" in judged().text
+
+
+def test_a_run_that_does_not_come_to_the_failure_shows_nothing() -> None:
+    """It was stopped at its time limit."""
+    stopped = run(trained(1), steps=1, ended=replace(OK, timed_out=True))
+    assert "does not come to where it fails" in judged(runs=dict.fromkeys((EDIT.new, OTHER.new), stopped)).text
+
+
+def on_the_call(outcome: str) -> tuple[dict[str, Any], ...]:
+    """A fix that was tried on the failing call."""
     return ({"fix": "bfloat16", "outcome": outcome, "reason": "the output is not finite"},)
-
-
-def _run(outcome: Outcome) -> tuple[Trial, ...]:
-    return (Trial(remedy="bfloat16", summary="", outcome=outcome, reason="raises in step 2", safe=False),)
 
 
 @pytest.mark.parametrize(
     ("outcome", "tried", "edits"),
-    [("fixed", "call", (EDIT,)), ("not-fixed", "call", ()), ("not-tried", None, (EDIT,))],
+    [("fixed", "call", (EDIT,)), ("not-fixed", "call", ()), ("not-tried", None, ())],
 )
-def test_an_edit_that_does_not_help_on_the_failing_call_is_told_in_words(
+def test_where_the_program_is_not_run_again_the_failing_call_tells(
     outcome: str, tried: str | None, edits: tuple[Edit, ...]
 ) -> None:
     """The fix that changes the call as the edit would is its trial."""
-    judged = _judged("half-to-bfloat16", fixes=_on_the_call(outcome))
-    assert (judged.tried, judged.edits) == (tried, edits)
-    assert ("tried on the failing call and does not help: the output is not finite" in judged.text) == (not edits)
+    one = judged(fixes=on_the_call(outcome))
+    assert (one.tried, one.edits) == (tried, edits)
 
 
-def test_a_run_counts_more_than_the_call() -> None:
+def test_a_run_with_a_fix_counts_more_than_the_call() -> None:
     """The call passes, and the run with the same fix fails later."""
-    judged = _judged("half-to-bfloat16", fixes=_on_the_call("fixed"), trials=_run(Outcome.NOT_FIXED))
-    assert (judged.tried, judged.edits) == ("run", ())
-    assert "in a run and does not help: raises in step 2" in judged.text
+    trial = Trial(remedy="bfloat16", summary="", outcome=Outcome.NOT_FIXED, reason="raises in step 2", safe=False)
+    one = judged(fixes=on_the_call("fixed"), trials=(trial,))
+    assert (one.tried, one.edits) == ("run", ())
+    assert "in a run (train.py:3) and does not help: raises in step 2" in one.text
 
 
 @pytest.mark.parametrize(("proof", "tried"), [("the op run again does not raise", "call"), (None, None)])
@@ -61,10 +154,12 @@ def test_a_cast_of_the_failing_line_was_tried_where_the_experiment_proves_it(
     proof: str | None, tried: str | None
 ) -> None:
     """The operator was run again with the operand cast."""
-    assert _judged("cast-operand", proof=proof).tried == tried
+    assert judged("cast-operand", proof=proof).tried == tried
 
 
-def test_an_edit_that_stands_for_no_fix_was_not_tried() -> None:
-    """What nothing has changed in its place is not called tried."""
-    judged = _judged("lower-learning-rate", fixes=_on_the_call("not-fixed"), trials=_run(Outcome.NOT_FIXED))
-    assert (judged.tried, judged.edits) == (None, (EDIT,))
+def test_the_edited_files_are_what_the_patch_makes_of_them() -> None:
+    """A line may become several, or go."""
+    gone = replace(EDIT, line=1, old="import torch", new="")
+    assert list(edited_files([gone, replace(EDIT, new="a\nb")]).values()) == ["\na\nb\n"]
+    with pytest.raises(ValueError, match="has changed"):
+        edited_files([replace(EDIT, old="something else")])

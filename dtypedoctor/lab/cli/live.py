@@ -33,7 +33,9 @@ _MOST_NAMED = 2
 
 def label_in_words(label: str) -> str:
     """Return what a person would call a run whose directory is called ``label``."""
-    return _LABELS.get(label) or label.replace("remedy-", "fix: ").replace("inside-", "parts in float32, run ")
+    return _LABELS.get(label) or label.replace("remedy-", "fix: ").replace("edit-", "edit on trial, run ").replace(
+        "inside-", "parts in float32, run "
+    )
 
 
 class LiveView:

@@ -7,12 +7,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dtypedoctor.cli.scripts import finished, first_run, guarded
+from dtypedoctor.cli.scripts import edited_runs, finished, first_run, guarded
 from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import say
 from dtypedoctor.lab.cli.live import label_in_words
 from dtypedoctor.lab.runner.launch import asked_of, run_script_of
-from dtypedoctor.lab.runner.view import NoViewError, View
 from dtypedoctor.lab.scenarios.model import Request, Scenario
 from dtypedoctor.lab.scenarios.reading import dotted, in_words
 from dtypedoctor.lab.trials.treatment import Plan, treat
@@ -20,6 +19,7 @@ from dtypedoctor.report.model import Report
 from dtypedoctor.runner.command import Program
 from dtypedoctor.runner.directories import RecordFolder
 from dtypedoctor.runner.run import Run
+from dtypedoctor.runner.view import NoViewError, View
 
 
 def treat_script(
@@ -51,7 +51,7 @@ def treat_script(
             with _running_again(label, view, folder.private) as through:
                 return run_script_of(request, folder.private / label, live=False, through=through, guardian=guardian)
 
-        return finished(treat(scenario, launch, plan), folder)
+        return finished(treat(scenario, launch, plan, attempt=edited_runs(program, folder, guardian)), folder)
 
 
 def _view() -> View:

@@ -19,7 +19,6 @@ from dtypedoctor.examination.examine import (
     checkpoints_among,
     findings_of,
     is_ablation,
-    judge_edits,
     look_of,
     proposed,
     rerun_advice,
@@ -28,6 +27,7 @@ from dtypedoctor.examination.examine import (
 )
 from dtypedoctor.examination.processes import Leading
 from dtypedoctor.examination.results import Observer, Treatment, Trial, not_tried, run_of_fix
+from dtypedoctor.examination.tried_edits import Attempt, EditTrials, judge_edits
 from dtypedoctor.lab.scenarios.loading import require_builtin
 from dtypedoctor.lab.scenarios.model import Model, Request, Scenario, ScenarioStep, Script, Unload, is_limited
 from dtypedoctor.lab.trials.changes import (
@@ -162,6 +162,7 @@ def treat(
     run: RunRequest,
     plan: Plan | None = None,
     search: Search | None = None,
+    attempt: Attempt | None = None,
 ) -> Treatment:
     """Runs ``scenario``, explains it, tries what may cure it and compares with the reference.
 
@@ -170,6 +171,7 @@ def treat(
         run: runs one request.
         plan: how far to go; everything if left out.
         search: of a capsule's call, looks for the parts of its module that must run in float32.
+        attempt: runs the program of a script with an edit; None where edits are not tried so.
 
     Raises:
         UsageError: the scenario cannot be run at all. Once it has been run, nothing that comes later raises: what cannot be
@@ -205,7 +207,7 @@ def treat(
     explained = look.cap_confidence(apply_ablations(confirm_by_trials(findings, trials), trials))
     workload = scenario.steps[0].workload
     advice, excerpts = advised(explained, before, workload.path if isinstance(workload, Script) else None)
-    advice = judge_edits(explained, advice, capsule, trials)
+    advice = judge_edits(explained, advice, EditTrials(before, capsule, trials, attempt))
     return Treatment(
         name=scenario.name,
         scenario=scenario.model_dump(mode="json", exclude_defaults=True),

@@ -73,7 +73,7 @@ OPERAND_DTYPE_MISMATCH = FindingSpec(
     ablations=("autocast-off", *OF_ANY_FINDING),
     do_this="Give all operands of `{op}` one dtype: cast the {dtype} one to {other}.",
     instead=_cast_to_what_is_expected,
-    edits=("make-in-dtype", "cast-head-input", "cast-where-set", "cast-met-weights", "cast-operand", "autocast-around"),
+    edits=("make-in-dtype", "cast-where-set", "cast-met-weights", "cast-operand", "autocast-around"),
 )
 AUTOCAST_BYPASS = FindingSpec(
     id="autocast-bypass",
@@ -265,7 +265,7 @@ UNSUPPORTED_DTYPE = FindingSpec(
     ),
     do_this="Cast the operands of `{op}` in {module} to float32, and its result back: `f(x.float()).to(x.dtype)`.",
     instead=_of_complex_numbers,
-    edits=("cast-exported",),
+    edits=("cast-exported", "cast-around"),
 )
 FSDP_MIXED_DTYPES = FindingSpec(
     id="fsdp-mixed-dtypes",

@@ -110,8 +110,8 @@ FLOAT16_OVERFLOW = FindingSpec(
     ablations=("autocast-off", *OF_ANY_FINDING),
     fits_wider_dtype=True,
     nonfinite=True,
-    do_this="Use bfloat16 in the place of float16: its max is 3.4e38. That this result then fits is known; that nothing after it overflows, only a run tells.",
-    edits=("half-to-bfloat16",),
+    do_this="Use bfloat16 in the place of float16: its max is 3.4e38.",
+    edits=("half-to-bfloat16", "half-to-float32"),
 )
 ATTENTION_SCORE_OVERFLOW = FindingSpec(
     id="attention-score-overflow",
@@ -123,7 +123,7 @@ ATTENTION_SCORE_OVERFLOW = FindingSpec(
     fits_wider_dtype=True,
     nonfinite=True,
     do_this="Use bfloat16 in the place of float16, or scale the query before the product.",
-    edits=("half-to-bfloat16",),
+    edits=("half-to-bfloat16", "half-to-float32"),
 )
 NORM_SQUARE_OVERFLOW = FindingSpec(
     id="norm-square-overflow",
@@ -138,7 +138,7 @@ NORM_SQUARE_OVERFLOW = FindingSpec(
     fits_wider_dtype=True,
     nonfinite=True,
     do_this="Compute the norm in float32, or use bfloat16 in the place of float16.",
-    edits=("half-to-bfloat16",),
+    edits=("half-to-bfloat16", "half-to-float32"),
 )
 FULLY_MASKED_ROW = FindingSpec(
     id="fully-masked-row",
@@ -165,7 +165,7 @@ BACKWARD_OVERFLOW = FindingSpec(
     fits_wider_dtype=True,
     nonfinite=True,
     do_this="Use bfloat16 in the place of float16, without a gradient scaler.",
-    edits=("half-to-bfloat16",),
+    edits=("half-to-bfloat16", "half-to-float32"),
 )
 NONFINITE_PARAMETERS = FindingSpec(
     id="nonfinite-parameters",
@@ -195,7 +195,7 @@ OPTIMIZER_EPSILON_UNDERFLOW = FindingSpec(
     remedies=("bfloat16",),
     nonfinite=True,
     do_this="Keep the parameters that the optimizer steps in float32, or use bfloat16: `eps` and small second moments round to 0 in float16.",
-    edits=("half-to-bfloat16",),
+    edits=("half-to-bfloat16", "half-to-float32"),
 )
 ROUNDS_OUT_OF_DOMAIN = FindingSpec(
     id="rounds-out-of-domain",

@@ -39,6 +39,7 @@ SPEC = FindingSpec(
     ),
     do_this="Compute what is decided by (positions, schedules, distances, counts) in float32, from the line that first rounds it on.",
     instead=_of_float32,
+    edits=("uncast-line", "half-to-float32", "bfloat16-to-float32"),
 )
 
 FEWEST = 0.05
