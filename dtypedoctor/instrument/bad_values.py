@@ -44,6 +44,7 @@ FIRST_ID = 1 << 40
 """Numbers of tensors begin here, so that none is that of a tensor in an op trace."""
 
 
+_COPIES = frozenset({"aten._to_copy.default", "aten.clone.default"})
 _ASKS_FOR_INF = frozenset({"aten.isinf.default", "aten.isposinf.default", "aten.isneginf.default"})
 
 
@@ -289,13 +290,16 @@ class BadValues:
             else []
         )
         inputs = self._notes_in(ran) if record else []
+        # tolist() of a device's tensor copies what has just left torch: nobody else reads the copy
+        known = str(ran.func) in _COPIES and bool(values) and all(bad.used for bad in values)
         for bad in values:
             bad.used = True
         ids = self._ids_of(key, len(ran.results), record)
         for tensor, ends, number in zip(ran.results, ran.ends, ids, strict=True):
             if ends is not None and not ends.finite:
                 written = any(tensor is operand for operand in ran.operands)
-                self._keep(tensor, Bad(number, ends.kind, _memory(tensor), recorded=True, written=written))
+                bad = Bad(number, ends.kind, _memory(tensor), recorded=True, written=written, used=known)
+                self._keep(tensor, bad)
         if record:
             outputs = [_note(t, e, number) for t, e, number in zip(ran.results, extents, ids, strict=True)]
             n = self._write(ran, inputs, outputs)

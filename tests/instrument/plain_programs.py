@@ -300,6 +300,9 @@ def infinities_that_are_asserted() -> None:
     assert (one / 0).item() == INF
     assert math.isinf((big * big).max().item())
     assert (big * big).tolist() == [INF, INF]
+    listed = big * big
+    assert listed.tolist() == [INF, INF]
+    listed.clone()  # as the list of a device's tensor is made of a copy
     assert torch.isinf(big * big).all()
     assert not torch.isfinite(big[0] * big[0])
     smallest = float(torch.log(one - 1))
