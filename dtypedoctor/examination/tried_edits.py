@@ -24,7 +24,9 @@ from dtypedoctor.trace.model import Trace
 MOST_TRIALS = 4
 """Runs with an edit, at most."""
 SECONDS = 60.0
-"""Longest time that a run with an edit may take; twice as long as the first run, and a little more, is enough for most."""
+"""Time for all runs with edits together; twice as long as the first run, and a little more, is enough for most."""
+CHEAP = 30.0
+"""Longest first run, in seconds, after which the program is run again for an edit without having been asked for."""
 SECONDS_FOR_NOTE = 5.0
 """Longest run of a healthy program that is repeated for the edit of a note."""
 _LARGEST_FILE = 4 << 20
@@ -48,6 +50,7 @@ class EditTrials:
         trials: runs that were made with a fix.
         attempt: None where the program cannot be run again.
         made: edited runs so far.
+        spent: seconds that they have taken.
         shown: what the last of them has shown, as a sentence.
     """
 
@@ -56,6 +59,7 @@ class EditTrials:
     trials: Sequence[Trial] = ()
     attempt: Attempt | None = None
     made: int = 0
+    spent: float = 0.0
     shown: str = ""
 
     def judged(self, finding: Finding, advice: Advice) -> Advice:
@@ -80,17 +84,20 @@ class EditTrials:
         """``run`` and what speaks against the edit, empty where nothing does; or None, and why the edited program was not run."""
         if self.attempt is None:
             return None, "the program is not run again from here"
-        if self.made >= MOST_TRIALS:
-            return None, f"{MOST_TRIALS} others were tried before it"
+        if self.before.exit.seconds > CHEAP:
+            return None, f"a run of the program takes {self.before.exit.seconds:.0f} s"
+        if self.made >= MOST_TRIALS or self.spent >= SECONDS:
+            return None, f"{self.made} others were tried before it"
         try:
             files = edited_files(edits)
         except (OSError, ValueError):
             return None, "the file is not there as it was"
         self.made += 1
-        seconds = math.ceil(min(SECONDS, 2 * self.before.exit.seconds + 20))
+        seconds = math.ceil(min(SECONDS - self.spent, 2 * self.before.exit.seconds + 20))
         run = self.attempt(f"edit-{self.made}", files, seconds)
         if isinstance(run, str):
             return None, run
+        self.spent += run.exit.seconds
         if run.exit.asked_to_end:
             self.attempt = None
             return None, "its run was interrupted"
