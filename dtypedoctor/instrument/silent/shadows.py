@@ -408,6 +408,9 @@ class Shadows(Observer):
         if self._takes_part(func, operands, results) and self._is_turn(func, operands, results, line):
             with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
                 self._ran(func, kept, given, results, line)
+            # what a network computes, and all its losses are, goes on to be differentiated
+            if _key(results[0]) in self._memories and not results[0].requires_grad:
+                self.noticed()
 
     def stop(self) -> None:
         """The program is over: tells what the uses have come to."""
@@ -655,7 +658,6 @@ class Shadows(Observer):
             peak,
             overflowed,
         )
-        self.noticed()
         self._judge_drift(call, self._memories[key], real, exact)
         self._elements += values.numel()
         if self._elements > HELD:

@@ -157,7 +157,8 @@ def _statement(what: RoundedUse) -> Statement:
 
 def short_op(op: str) -> str:
     """``argmin`` of ``aten.argmin.default``."""
-    return op.split(".")[1] if op.startswith("aten.") else op
+    name = op.split(".")[1] if op.startswith("aten.") else op
+    return "item" if name == "_local_scalar_dense" else name
 
 
 RULES = (Rule(name="rounded-results", specs=(SPEC,), detect=detect_rounded_results),)
