@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dtypedoctor._torch_private import DisableTorchFunction, memory_key, schema_of, tree_map, without_autocast
+from dtypedoctor._torch_private import DisableTorchFunction, base_of, memory_key, schema_of, tree_map, without_autocast
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.naming import short_name
@@ -475,7 +475,8 @@ class Shadows(Observer):
 
     def _is_weight(self, tensor: Tensor) -> bool:
         """Whether a tensor is trained, is a parameter, a view of one, or a cast."""
-        root = tensor._base if tensor._base is not None else tensor
+        base = base_of(tensor)
+        root = tensor if base is None else base
         return isinstance(root, nn.Parameter) or (root.requires_grad and root.is_leaf) or _is_held(self._weights, root)
 
     def _enters_layer(self, func: Any, activations: Sequence[Tensor]) -> None:
