@@ -6,6 +6,7 @@ The log lines that are read here have the same form in torch 2.9 to 2.13.
 """
 
 import logging
+import os
 import re
 import sysconfig
 from collections import Counter
@@ -186,7 +187,7 @@ def _parsed_break(found: re.Match[str]) -> GraphBreak:
     frames = [
         f"{frame['file']}:{frame['line']} {frame['function']}"
         for frame in _FRAME.finditer(stack)
-        if not _belongs_to_python_or_torch(frame["file"])
+        if not _is_not_the_programs(frame["file"])
     ]
     return GraphBreak(
         kind=explained["kind"] if explained else reason.split("\n", 1)[0],
@@ -197,9 +198,9 @@ def _parsed_break(found: re.Match[str]) -> GraphBreak:
     )
 
 
-def _belongs_to_python_or_torch(file: str) -> bool:
-    """Whether neither a script nor a library holds this code, but torch or the standard library (``ctypes``, ``logging``)."""
-    if file.startswith(TORCH_DIRECTORY):
+def _is_not_the_programs(file: str) -> bool:
+    """Whether neither a script nor a library holds this code, but torch, the standard library (``ctypes``, ``logging``) or what watches."""
+    if file.startswith((TORCH_DIRECTORY, os.path.dirname(__file__))):
         return True
     return file.startswith(STANDARD_LIBRARY) and not any(folder in file for folder in INSTALLED)
 

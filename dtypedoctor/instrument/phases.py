@@ -290,6 +290,8 @@ class Phases:
 
     def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """An optimizer step begins. With a closure the program's forward and backward pass run in it, and it really begins when they are over."""
+        if torch.compiler.is_compiling():  # Dynamo would make what follows a part of the program's compiled step
+            return None
         self.forget_ended_steps(1)
         closure = kwargs.get("closure") or next(filter(callable, args[1:2]), None)
         if closure is None:
@@ -328,6 +330,8 @@ class Phases:
         self.settle()
 
     def _post_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if self._position.overrides[-1:] == ["optimizer"]:
             self._position.overrides.pop()
         self._tell(self.after_step, "parameters after some optimizer steps", optimizer)

@@ -110,6 +110,22 @@ def test_a_watch_that_is_over_leaves_no_frame_to_compile(tmp_path: Path) -> None
     assert (watch.report().frames, watch.report().frames_compiled) == (2, 2)
 
 
+def test_a_compiled_optimizer_step_has_nothing_of_the_watch_in_its_graph(tmp_path: Path) -> None:
+    """Dynamo inlines the hooks of optimizers: what watches is neither compiled with the step nor a reason to break it."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    torch._dynamo.reset()
+    with dtypedoctor.watch(out=tmp_path / "run"), CompileWatch() as watch:
+        for _ in range(3):
+            weight.grad = torch.ones(4)
+            step()
+    assert weight.tolist() == [-0.5] * 4
+    report = watch.report()
+    assert not any("dtypedoctor" in frame for group in report.graph_breaks for frame in group.frames)
+    assert not report.limit_hits
+
+
 def test_a_break_is_reported_with_its_reason_and_the_line_of_the_users_code() -> None:
     """torch's own frames are left out of the stack."""
 
