@@ -110,10 +110,9 @@ def job_report(
     The first process of a job does that when it ends; a job that was killed has none yet.
     """
     from dtypedoctor.cli.output import announce, console_for, left_in
-    from dtypedoctor.cli.reported import kept
 
     announce(f"Reading {directory}", terminal_only=True)
-    from dtypedoctor.cli.reported import exit_code, next_command
+    from dtypedoctor.cli.reported import exit_code, kept, next_command
     from dtypedoctor.examination.capsules import CAPSULE_LIMIT
     from dtypedoctor.examination.examine import checkpoints_among, examine, stand_out
     from dtypedoctor.examination.processes import Leading

@@ -11,7 +11,7 @@ tests for and replaces.
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -57,13 +57,29 @@ class Reached:
 
 def reached(trace: Trace) -> Iterator[Reached]:
     """The values that got to an end that counts, in order."""
-    found = [seen for seen in trace.observed(NonfiniteReached) if seen.what.what in ENDS]
-    tested = {seen.what.id for seen in trace.observed(NonfiniteReached) if seen.what.what in _TESTS}
+    everything = [_as_guard(seen, trace) for seen in trace.observed(NonfiniteReached)]
+    found = [seen for seen in everything if seen.what.what in ENDS]
+    tested = {seen.what.id for seen in everything if seen.what.what in _TESTS}
     trained = _finite_losses(trace)
     skipped = {state.step for state in trace.all(ScalerState) if state.skipped}
     for seen in found:
         if not _is_left_out(seen, tested, trained) and _is_failure(graph_of(trace), seen, skipped):
             yield Reached(seen)
+
+
+def _as_guard(seen: Observed[NonfiniteReached], trace: Trace) -> Observed[NonfiniteReached]:
+    """What reached an end; an assertion that has ended the program has not accepted it, and is a guard."""
+    if seen.what.what != "asserted" or not _has_failed(trace, seen.what.source):
+        return seen
+    return replace(seen, what=replace(seen.what, what="guard"))
+
+
+def _has_failed(trace: Trace, source: str | None) -> bool:
+    """Whether an assertion at that line has ended the program."""
+    raised = trace.last(Raised)
+    if source is None or raised is None or raised.type != "AssertionError":
+        return False
+    return any(frame.rpartition(" ")[0].endswith(source) for frame in raised.frames)
 
 
 def _is_left_out(seen: Observed[NonfiniteReached], tested: Collection[int], trained: Iterable[int]) -> bool:

@@ -479,7 +479,8 @@ class InPlaceReplays:
 
     def _step_is_over(self) -> None:
         """What a device computes may become known in the next step; the inputs of a call whose results are known are the program's own again."""
-        self._calls = [kept for kept in self._calls if not kept.old and not self._is_known_at_once(kept.live.module)]
+        calls = [kept for kept in self._calls if not kept.old]
+        self._calls = [kept for kept in calls if is_of_several() or self._is_known_later(kept.live.module)]
         for kept in self._calls:
             kept.old = True
 

@@ -466,6 +466,7 @@ class Exports:
 
         wrapper.__name__, wrapper.__doc__ = name, original.__doc__
         wrapper.__qualname__ = original.__qualname__
+        wrapper.__wrapped__ = original  # type: ignore[attr-defined]
         setattr(Tensor, name, wrapper)
 
         def undo() -> None:

@@ -158,6 +158,7 @@ def is_narrow(dtype: torch.dtype) -> bool:
 
 def is_of_torch(func: Any) -> bool:
     """Whether a function is torch's own, which computes from its arguments, or a method of its tensors."""
+    func = getattr(func, "__wrapped__", func)  # one of those by which values leave torch
     return str(getattr(func, "__module__", None) or getattr(func, "__objclass__", func).__module__).startswith("torch")
 
 

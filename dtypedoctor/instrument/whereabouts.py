@@ -398,7 +398,7 @@ def _around(found: TracebackType | None) -> list[str]:
 
 
 def _frames(found: TracebackType | None) -> list[str]:
-    return [_described(frame, line) for frame, line in traceback.walk_tb(found)][-MAX_FRAMES:]
+    return [_described(link.tb_frame, link.tb_lineno) for link in _links(found)][-MAX_FRAMES:]
 
 
 def _described(frame: FrameType, line: int) -> str:
@@ -407,8 +407,10 @@ def _described(frame: FrameType, line: int) -> str:
 
 
 def _links(found: TracebackType | None) -> Iterator[TracebackType]:
+    """The links of a traceback, outermost first, without those of what watches, as a wrapped ``Tensor.numpy`` is."""
     while found is not None:
-        yield found
+        if not found.tb_frame.f_globals.get("__name__", "").startswith("dtypedoctor.instrument"):
+            yield found
         found = found.tb_next
 
 

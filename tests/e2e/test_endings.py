@@ -93,7 +93,7 @@ GOES_ON = {
     "os._exit": ("os._exit(0)", "the script ended without Python's shutdown"),
     "exec": ("os.execv('/bin/true', ['true', 'next.py'])", "the script became another program, which was not measured: exec of true next.py"),
     "a daemon": (
-        "if os.fork():\n    sys.exit(0)\nos.setsid()\nif os.fork():\n    os._exit(0)\nos.close(1)\ntime.sleep(300)",
+        "if os.fork():\n    sys.exit(0)\nos.setsid()\nif os.fork():\n    os._exit(0)\nos.close(1)\nos.close(2)\ntime.sleep(300)",
         "but not measured: process",
     ),
     "a process of its group": ("if not os.fork():\n    os.close(1)\n    os.close(2)\n    time.sleep(300)", "but not measured: process"),

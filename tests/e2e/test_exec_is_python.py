@@ -11,7 +11,7 @@ from command import dtypedoctor, report_of
 from patience import PATIENCE
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.runner.command import command_of_program, program_of
+from dtypedoctor.runner.command import Program, program_of
 
 OVERFLOW = """
 import sys, torch
@@ -76,5 +76,6 @@ def test_a_command_is_what_a_shell_would_start(tmp_path: Path, monkeypatch: pyte
             with pytest.raises(UsageError, match="no such script"):
                 program_of(words[0], words[1:], module=False, text=False)
         else:
-            assert command_of_program(**program_of(words[0], words[1:], module=False, text=False)) == command
+            program = program_of(words[0], words[1:], module=False, text=False)
+            assert Program(name="it", **program).words == command
     assert program_of("sh", ["run.sh", "torchrun.py", "1"], module=False, text=False)["path"] == "torchrun.py"
