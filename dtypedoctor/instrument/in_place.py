@@ -25,6 +25,7 @@ from dtypedoctor._torch_private import (
     at_end_of_backward,
     hook_gradient,
     is_refusal_of_compiler,
+    parameters_of,
     transformation,
 )
 from dtypedoctor.instrument.alone import calls_alone, is_of_several, is_sharded, parameter_not_here
@@ -480,7 +481,7 @@ class InPlaceReplays:
     def _step_is_over(self) -> None:
         """What a device computes may become known in the next step; the inputs of a call whose results are known are the program's own again."""
         calls = [kept for kept in self._calls if not kept.old]
-        self._calls = [kept for kept in calls if is_of_several() or self._is_known_later(kept.live.module)]
+        self._calls = [kept for kept in calls if self._late or is_of_several() or self._is_on_gpu(kept.live.module)]
         for kept in self._calls:
             kept.old = True
 
@@ -504,6 +505,12 @@ class InPlaceReplays:
     def _is_known_later(self, module: nn.Module) -> bool:
         """Whether what ``module`` computes is known only when its parameters may have been resharded."""
         return self._late or any(parameter.is_cuda for parameter in parameters_in(module))
+
+    def _is_on_gpu(self, module: nn.Module) -> bool:
+        """Whether one of its parameters is, by the few that are known: this is asked after each step."""
+        some = ((owner(), name) for owner, name in self._some_parameters(module)[:1])
+        parameters = (parameters_of(owner).get(name) for owner, name in some if owner is not None)
+        return any(parameter is not None and parameter.is_cuda for parameter in parameters)
 
     def _is_known_at_once(self, module: nn.Module) -> bool:
         """Whether what ``module`` recomputes in a backward pass is measured when it returns, and can be made again by this process alone."""
