@@ -16,7 +16,7 @@ from functools import cached_property
 from math import prod
 
 from dtypedoctor.diagnosis.ops import Ancestry, OpGraph, all_finite, ancestry, graph_of, has_nan, nonfinite
-from dtypedoctor.diagnosis.wording import OF_NO_TENSOR, is_own_statement, type_of
+from dtypedoctor.diagnosis.wording import OF_NO_TENSOR, is_own_statement, own_line, type_of
 from dtypedoctor.dtypes import DTYPES, parts_of
 from dtypedoctor.trace.events import Caught, Observed, Op, Raised, Sample, ScalerState, Site
 from dtypedoctor.trace.model import Trace
@@ -69,17 +69,9 @@ def reached(trace: Trace) -> Iterator[Reached]:
 
 def _as_guard(seen: Observed[NonfiniteReached], trace: Trace) -> Observed[NonfiniteReached]:
     """What reached an end; an assertion that has ended the program has not accepted it, and is a guard."""
-    if seen.what.what != "asserted" or not _has_failed(trace, seen.what.source):
-        return seen
-    return replace(seen, what=replace(seen.what, what="guard"))
-
-
-def _has_failed(trace: Trace, source: str | None) -> bool:
-    """Whether an assertion at that line has ended the program."""
     raised = trace.last(Raised)
-    if source is None or raised is None or raised.type != "AssertionError":
-        return False
-    return any(frame.rpartition(" ")[0].endswith(source) for frame in raised.frames)
+    has_failed = raised is not None and raised.type == "AssertionError" and own_line(raised) == seen.what.source
+    return replace(seen, what=replace(seen.what, what="guard")) if has_failed and seen.what.what == "asserted" else seen
 
 
 def _is_left_out(seen: Observed[NonfiniteReached], tested: Collection[int], trained: Iterable[int]) -> bool:

@@ -133,15 +133,6 @@ class Batches:
         """Number of the newest batch that is on its way; -1 where there is none."""
         return self._flying[-1][0] if self._flying else -1
 
-    def is_flying(self, number: int) -> bool:
-        """Whether batch ``number``, or one before it, is still on its way."""
-        return (
-            number >= 0
-            and bool(self._flying)
-            and self._flying[0][0] <= number
-            and self._rows.arrived(number, 1) is None
-        )
-
     def begin_call(self) -> None:
         """An outermost module call begins: its stream is the one that modules compute on."""
         self._home = self.stream_now()

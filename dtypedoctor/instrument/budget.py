@@ -81,7 +81,7 @@ class Budget:
 
     Args:
         share: of the program's time that looks may take; None for the default.
-        every: looks at each so-many-th step, whatever that takes, and at none with 0; None for a schedule by time.
+        every: looks at every N-th step regardless of cost, at none with 0; None for a schedule by time.
         credit: see :data:`CREDIT`.
         clock: seconds.
         busy: seconds of this thread.

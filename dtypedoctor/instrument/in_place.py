@@ -480,8 +480,7 @@ class InPlaceReplays:
 
     def _step_is_over(self) -> None:
         """What a device computes may become known in the next step; the inputs of a call whose results are known are the program's own again."""
-        calls = [kept for kept in self._calls if not kept.old]
-        self._calls = [kept for kept in calls if self._late or is_of_several() or self._is_on_gpu(kept.live.module)]
+        self._calls = [kept for kept in self._calls if not kept.old and not self._is_known_at_once(kept.live.module)]
         for kept in self._calls:
             kept.old = True
 
@@ -506,16 +505,16 @@ class InPlaceReplays:
         """Whether what ``module`` computes is known only when its parameters may have been resharded."""
         return self._late or any(parameter.is_cuda for parameter in parameters_in(module))
 
-    def _is_on_gpu(self, module: nn.Module) -> bool:
-        """Whether one of its parameters is, by the few that are known: this is asked after each step."""
+    def _is_known_at_once(self, module: nn.Module) -> bool:
+        """Whether what ``module`` computes is measured when it returns, and can be made again by this process alone.
+
+        One known parameter tells: this is asked after each step, and the program may have its own ``parameters``.
+        """
+        if self._late or is_of_several():
+            return False
         some = ((owner(), name) for owner, name in self._some_parameters(module)[:1])
         parameters = (parameters_of(owner).get(name) for owner, name in some if owner is not None)
-        return any(parameter is not None and parameter.is_cuda for parameter in parameters)
-
-    def _is_known_at_once(self, module: nn.Module) -> bool:
-        """Whether what ``module`` recomputes in a backward pass is measured when it returns, and can be made again by this process alone."""
-        first = next(module.parameters(), None)
-        return not self._late and not is_of_several() and (first is None or not first.is_cuda)
+        return not any(parameter is not None and parameter.is_cuda for parameter in parameters)
 
     def _look(self) -> None:
         """Replays the calls of what has become known by now not to be finite."""

@@ -83,8 +83,6 @@ FOLLOWED = {
     "recv_": Followed("recv", None, _IN_PLACE),
 }
 """Operators of the namespace ``c10d``."""
-UNFOLLOWED = ("barrier", "monitored_barrier_", "recv_any_source_")
-"""The other operators of that namespace that wait for other ranks."""
 SHARED = frozenset(one.name for one in FOLLOWED.values()) - {"broadcast", "scatter", "send", "recv"}
 """Collectives to which every rank of the group sends something."""
 

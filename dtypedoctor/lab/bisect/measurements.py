@@ -200,7 +200,7 @@ _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 def reproduce(runner: "ProbeRunner", setup: ReferenceSetup, culprits: Sequence[str]) -> Reproduction:
     """Writes ``repro.py`` and ``repro.safetensors`` into the run directory for the first culprit that fails by itself.
 
-    The script is run once in a fresh interpreter and kept only if it fails as it says.
+    The script is run once in a fresh interpreter and kept only if it fails as expected.
     """
     untreated = runner.run(probe_of(setup.workload))
     failure = setup.judge(untreated)

@@ -403,7 +403,7 @@ def _leave_with_the_doctor() -> None:
 
 
 def run_ranks(request: Request, directory: Path, *, progress: Callable[[Path], None] = lambda _: None) -> Run:
-    """Runs a scenario that is no script in as many processes as it says, on this machine.
+    """Runs a scenario without a script in N processes on this machine.
 
     Args:
         request: what each of them is to do.
@@ -416,7 +416,7 @@ def run_ranks(request: Request, directory: Path, *, progress: Callable[[Path], N
     Raises:
         UsageError: the directory cannot be written, or the scenario cannot be run at all.
     """
-    assert request.scenario.distributed is not None  # whoever asks for ranks says how many
+    assert request.scenario.distributed is not None  # a scenario with ranks has their number
     count = request.scenario.distributed.processes
     make_directory(directory)
     for rank in range(count):
