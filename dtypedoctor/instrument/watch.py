@@ -104,8 +104,9 @@ class ModuleWatch:
         self._handled: BaseException | None = None
         """The exception that was being handled when the hooks were lifted."""
         self._inside: dict[int, int] = {}
-        """By the identity of an outermost module, the calls inside of its last one that was looked at: as many are taken to be in one that is not."""
-        self._inside_from = 0
+        """By the identity of an outermost module, or one that is called alone, the calls inside of its last one that was looked at: as many are taken
+        to be in one that is not."""
+        self._inside_from: dict[int, int] = {}
         self._undo: list[Callable[[], None]] = []
         self._in_place: set[int] = set()
         """Identities of modules that are compiled in place and were called; one may have gone since, and another have it."""
@@ -415,8 +416,10 @@ class ModuleWatch:
         is_alone = id(module) in self.alone and bool(stack) and self._leader is here
         stack.append(module)
         self._note_entry(place)
-        for listener in self.before_alone if is_alone else ():
-            listener(module)
+        if is_alone:
+            for listener in self.before_alone:
+                listener(module)
+            self._pass_by_inside(module)
 
     def _is_compilers(self, module: nn.Module) -> bool:
         """Whether Dynamo has made ``module`` of code of the module that is being called, which returns what it returns; backends that
@@ -443,10 +446,15 @@ class ModuleWatch:
             self._recorders.begin_call()
             for listener in self.before_root:
                 listener(module)
-            self._inside_from = self._coverage.module_calls
-            if self._passed is module and not (self._alone or self._compiles or id(module) in self._in_place):
-                self._handled = sys.exc_info()[1]
-                self._hooks.lift(module, self._ended)
+            if not self._alone:
+                self._pass_by_inside(module)
+
+    def _pass_by_inside(self, module: nn.Module) -> None:
+        """``module`` is being called, and inside of it there is none of which more is asked: between looks nobody hears of those."""
+        self._inside_from[id(module)] = self._coverage.module_calls
+        if self._passed is not None and not (self._compiles or id(module) in self._in_place):
+            self._handled = sys.exc_info()[1]
+            self._hooks.lift(module, self._ended)
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """The call for which the hooks were lifted is over."""
@@ -460,7 +468,7 @@ class ModuleWatch:
             return
         self._hooks.put_back(keep=True)  # torch is going through those of the module
         inner, inner_args = calls_left_by(error)
-        self._position.stack[:] = inner
+        self._position.stack[-1:] = inner
         if inner[-1] is not module:
             self._leave_any(inner[-1], inner_args, {}, _RAISED)
         self._leave_any(module, args, {}, _RAISED)
@@ -567,8 +575,15 @@ class ModuleWatch:
         return self.alone_returned if id(module) in self.alone else ()
 
     def _leave_alone(self, module: nn.Module, here: Here) -> None:
-        for listener in self.alone_left if self._leader is here else ():
+        if self._leader is not here:
+            return
+        self._note_inside(module)
+        for listener in self.alone_left:
             listener(module)
+
+    def _note_inside(self, module: nn.Module) -> None:
+        if self._passed is None and (begin := self._inside_from.get(id(module))) is not None:
+            self._inside[id(module)] = self._coverage.module_calls - begin
 
     def _leave_replayed(self, module: nn.Module, args: Any, output: Any) -> None:
         """A module call inside of a replay is over; ``output`` is :data:`_RAISED` where it raised."""
@@ -587,8 +602,7 @@ class ModuleWatch:
     def _leave_root(self, module: nn.Module, here: Here) -> None:
         led = self._leader is here
         if led:
-            if self._passed is None:
-                self._inside[id(module)] = self._coverage.module_calls - self._inside_from
+            self._note_inside(module)
             self._passed = None
         try:
             self._recorders.end_call(leads=led)

@@ -136,8 +136,10 @@ def test_between_looks_the_loss_is_measured_alone(tmp_path: Path) -> None:
     assert note.why.startswith("3 of 9 steps were looked at (1/4)")
 
 
-def test_an_exception_in_a_module_that_is_passed_by_is_told_of_there(tmp_path: Path) -> None:
-    """Its hooks do nothing between looks, but where it raises it is as if all calls that are running had been entered; the next step counts as ever."""
+@pytest.mark.parametrize("several", [False, True], ids=["one process", "DDP"])
+@pytest.mark.usefixtures("group")
+def test_an_exception_in_a_module_that_is_passed_by_is_told_of_there(tmp_path: Path, several: bool) -> None:
+    """There are no hooks on it between looks, but where it raises it is as if all calls that are running had been entered; the next step counts as ever."""
 
     class Part(nn.Module):
         broken = False
@@ -148,8 +150,11 @@ def test_an_exception_in_a_module_that_is_passed_by_is_told_of_there(tmp_path: P
             return x
 
     part = Part()
-    net = Stack()
+    net: nn.Module = Stack()
     net.layers[2][1] = nn.Sequential(part)
+    names = ["", "layers.2", "layers.2.1", "layers.2.1.0"]
+    if several:
+        net, names = nn.parallel.DistributedDataParallel(net), ["", *(f"module.{name}".rstrip(".") for name in names)]
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     heard: list[tuple[str, list[str]]] = []
 
@@ -166,7 +171,7 @@ def test_an_exception_in_a_module_that_is_passed_by_is_told_of_there(tmp_path: P
             optimizer.zero_grad()
 
     trace = watched(tmp_path, train, budget=Budget(every=50))
-    assert heard == [("Part", ["", "layers.2", "layers.2.1", "layers.2.1.0"])]
+    assert heard == [("Part", names)]
     assert {s.step for s in trace.samples if trace.sites[s.site].kind == "loss"} == {1, 2, 4, 5}
 
 

@@ -24,14 +24,6 @@ from dtypedoctor.trace.records.models import CollectiveCall
 from dtypedoctor.trace.writer import TraceWriter
 
 
-@pytest.fixture
-def group() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 class Watched:
     """Watches a block; ``trace`` afterwards."""
 

@@ -1,13 +1,11 @@
 """A model sharded by FSDP2 computes, bit for bit, what the same model computes in one piece, also after it was looked at."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from dtypedoctor._torch_private import leave_forward
 from dtypedoctor.instrument.capture import Capture
@@ -16,15 +14,7 @@ from dtypedoctor.lab.models.build import build
 from dtypedoctor.lab.scenarios.model import Distributed, Model
 from dtypedoctor.lab.worker.stage import shard
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    """Of this process alone: each unit gathers, casts and reduces as in a larger one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("group")]
 
 
 def llama() -> nn.Module:
