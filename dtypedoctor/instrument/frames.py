@@ -1,11 +1,14 @@
 """Reads Python's own stack: which line of whose code is at work, and inside which custom autograd function."""
 
 import ast
+import builtins
 import linecache
+import math
 import sys
 import sysconfig
+from collections.abc import Sequence
 from functools import lru_cache
-from inspect import CO_OPTIMIZED
+from inspect import CO_OPTIMIZED, getattr_static
 from itertools import islice
 from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
@@ -15,6 +18,7 @@ from torch.nn import functional
 
 from dtypedoctor._torch_private import OpOverload
 from dtypedoctor.cells import cell_of
+from dtypedoctor.interruptions import contained
 
 _NOT_THE_USERS = (
     "torch.",
@@ -183,6 +187,76 @@ def _names_a_dtype(code: CodeType, instruction: int) -> bool:
     given = [*called.args, *(keyword.value for keyword in called.keywords)]
     named = [node.attr for value in given for node in ast.walk(value) if isinstance(node, ast.Attribute)]
     return not _DTYPES.isdisjoint(named)
+
+
+def number_given(frame: FrameType) -> Any:
+    """What the first argument of the call that is at work in ``frame`` is, computed once more from its source: numbers, lists of them, dicts and tuples.
+
+    None where that would run code of the program, or takes more than arithmetic.
+    """
+    compiled = _first_argument(frame.f_code, frame.f_lasti)
+    if compiled is None:
+        return None
+    code, paths = compiled
+    values = {}
+    for path in paths:
+        name, *attributes = path.split(".")
+        value = local_of(frame, name)
+        if value is None:
+            value = frame.f_globals.get(name, vars(builtins).get(name))
+        for attribute in attributes:
+            value = getattr_static(value, attribute, None)
+        if not (_is_data(value, [MOST_GIVEN]) or id(value) in _ARITHMETIC):
+            return None
+        values[path] = value
+    with contained():
+        return eval(code, {"__builtins__": {}, **values})  # arithmetic on data that is there, and which has just run
+    return None
+
+
+MOST_GIVEN = 4_096
+"""Numbers, and what they are kept in, of an argument that is computed again."""
+_ARITHMETIC = frozenset(map(id, (float, int, range, list, tuple, len, min, max, sum, abs, round, *vars(math).values())))
+"""Identities of functions of Python's that compute with numbers."""
+_COMPUTES = (ast.Constant, ast.Name, ast.List, ast.Tuple, ast.Subscript, ast.Slice, ast.UnaryOp, ast.BinOp, ast.ListComp, ast.GeneratorExp, ast.Call,
+             ast.comprehension, ast.expr_context, ast.operator, ast.unaryop)  # fmt: skip
+"""What is computed again."""
+
+
+class _Paths(ast.NodeTransformer):
+    """Makes one name of a name and its attributes: ``self.config.gamma``."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        value = self.visit(node.value)
+        if not isinstance(value, ast.Name):
+            return node
+        return ast.copy_location(ast.Name(f"{value.id}.{node.attr}", ast.Load()), node)
+
+
+@lru_cache(maxsize=4096)
+def _first_argument(code: CodeType, instruction: int) -> tuple[CodeType, Sequence[str]] | None:
+    """The first argument of a call, compiled, and the names that it reads; None where it does more than to compute with them."""
+    called = _expression(code, instruction)
+    if not isinstance(called, ast.Call):
+        return None
+    given = [*called.args, *(keyword.value for keyword in called.keywords if keyword.arg == "data")]
+    nodes = list(ast.walk(argument := _Paths().visit(given[0]))) if given else []
+    if not nodes or not all(isinstance(node, _COMPUTES) for node in nodes):
+        return None
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    made = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    compiled = compile(ast.fix_missing_locations(ast.Expression(argument)), code.co_filename, "eval", dont_inherit=True)
+    return compiled, sorted({name.id for name in names} - made)
+
+
+def _is_data(value: Any, left: list[int]) -> bool:
+    """Whether a value is a number or text, or a list, tuple or dict of some."""
+    left[0] -= 1
+    if type(value) in (list, tuple):
+        return len(value) <= left[0] and all(_is_data(item, left) for item in value)
+    if type(value) is dict:
+        return len(value) <= left[0] and all(_is_data(item, left) for pair in value.items() for item in pair)
+    return type(value) in (int, float, bool, str)
 
 
 def _expression(code: CodeType, instruction: int) -> ast.expr | None:

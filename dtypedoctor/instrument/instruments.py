@@ -141,7 +141,7 @@ class Instruments:
         modules.on_return = [*hearing("returned"), self._note_returned]
         modules.after_root = [look.after_call, *hearing("after_call"), self._after_call]
         modules.after_any = [self._leaves_modules]
-        modules.hear_gradients(self._note_gradient, self._bad.known)
+        modules.hear_gradients(self._note_gradient, self._bad.known, checks[Shadows].gradients)
         phases.before_generate = checks.hearing("before_generate")
         # a backward pass inside of a call would leave the look's mode in another order
         phases.before_backward = [look.after_call, *hearing("before_backward"), self._before_backward]
@@ -359,6 +359,7 @@ class Instruments:
         """The gradient of what a module returned is sample ``number``: says where the sentinel has seen it, if it is not finite."""
         if self._bad.any:
             self._bad.sampled("gradient", gradient, number)
+        self.checks[Shadows].take([gradient], "gradient")
 
     def _look_closer(self) -> None:
         """Looks at all parameters where something has just been found not to be finite."""
@@ -403,7 +404,8 @@ class Instruments:
         sentinel.writing, sentinel.wrote = self.checks.writing, self.checks.wrote
         sentinel.following = self.checks.following
         sentinel.program = self._program
-        sentinel.shadowed, sentinel.readout = self.checks[Shadows].ran_outside, self.checks[Shadows].read
+        shadows = self.checks[Shadows]
+        sentinel.shadowed, sentinel.readout, sentinel.lifted = shadows.ran_outside, shadows.read, shadows.lifted
         overflows = self.checks[OverflowsOutside]
         overflows.whereabouts.is_inside = sentinel.is_of_a_module
         sentinel.rounded, sentinel.overflowed = overflows.wants, overflows.ran_outside

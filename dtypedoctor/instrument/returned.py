@@ -196,13 +196,13 @@ class Returned:
         self._sites = sites
         self._recorders = recorders
         self._gradient = session.guard.shield(self._gradient_is_there, "some gradients of module outputs", quick=True)
-        self._anything: Collection[object] = ()
+        self._anything: tuple[Collection[object], ...] = ()
         self._heard: Callable[[Tensor, int], None] = lambda _, __: None
         self._missed: Counter[Missed] = Counter()
         self._first_missed: dict[Missed, str] = {}
 
-    def hear_gradients(self, listener: Callable[[Tensor, int], None], anything: Collection[object]) -> None:
-        """Has ``listener`` called with each gradient and the number of its sample, while there is something in ``anything``."""
+    def hear_gradients(self, listener: Callable[[Tensor, int], None], *anything: Collection[object]) -> None:
+        """Has ``listener`` called with each gradient and the number of its sample, while there is something in one of ``anything``."""
         self._heard, self._anything = listener, anything
 
     def record(self, module: nn.Module, place: Place, args: Any, kwargs: Any, output: Any) -> None:
@@ -378,7 +378,7 @@ class Returned:
             or gradient.is_nested
             or gradient.shape != usual.shape
             or gradient.device != usual.device
-            or self._anything
+            or any(self._anything)
             or number_of_modes()
             or transformation() is not None
             or (gradient.is_cuda and is_capturing())

@@ -89,7 +89,6 @@ _NOTHING = (
     "aten.set_",
     "aten.detach",
     "aten.alias",
-    "aten.lift_fresh",
     "aten.view",
 )
 """Beginnings of the names of operators that compute nothing."""
@@ -120,7 +119,9 @@ class _Plan(NamedTuple):
     passes: bool = False
     """Nothing: it computes nothing, or nothing can be measured."""
     reads: bool = False
-    """It makes a number of a tensor, for Python."""
+    """It makes a number of a tensor, for Python, or a tensor of numbers."""
+    lifts: bool = False
+    """It makes a tensor of Python's numbers, which have been rounded to its dtype."""
     writes: bool = False
     """It writes to operands."""
     sums: bool = False
@@ -147,7 +148,8 @@ class Sentinel(OperatorMode):
         writing: called with an operator that is about to write to its operands, or to sum them; what it returns is handed to ``wrote`` with the line.
         computed: called in a process that the program has forked from this thread, when it first computes in less than float32.
         following: says who is called with each call of an operator, its arguments and its result; these raise nothing themselves.
-        shadowed: called with each operator of a forward pass: it, its arguments with copies of what it has written to, its arguments, its results, its line.
+        shadowed: called with each operator of a forward pass, or of a custom function's backward: it, its arguments with copies of what it has written to, its arguments, its results, its line.
+        lifted: called with a tensor that is made of Python's numbers.
         readout: called with a tensor of which Python has read the number, and the line.
         rounded: says whether an operator with these finite results is to be handed to ``overflowed``.
         overflowed: called with each operator of a forward pass, or of a custom function's backward, that was run while something is not finite: it, its arguments with copies of what it has written
@@ -200,6 +202,7 @@ class Sentinel(OperatorMode):
         self.wrote: Callable[[Any, Line | None], None] = lambda *_: None
         self.following: Callable[[Any], Sequence[Callable[[Any, Arguments, Any], None]]] = lambda _: ()
         self.shadowed: Callable[[Any, Arguments, Arguments, Sequence[Tensor], Line | None], None] = lambda *_: None
+        self.lifted: Callable[[Tensor], None] = lambda _: None
         self.readout: Callable[[Tensor, Line | None], None] = lambda *_: None
         self.rounded: Callable[[Sequence[Tensor]], bool] = lambda _: False
         self.overflowed: Callable[[Any, Arguments, Arguments, Any], None] = lambda *_: None
@@ -496,6 +499,9 @@ class Sentinel(OperatorMode):
         return arguments
 
     def _after(self, func: Any, plan: _Plan, arguments: Arguments, kept: Arguments, result: Any) -> None:
+        if plan.lifts:
+            self.lifted(arguments[0][0])
+            return
         line, node = self._where()
         if plan.reads:
             self._bad.read(arguments[0][0], result, line)
@@ -520,7 +526,7 @@ class Sentinel(OperatorMode):
         exact = not plan.writes or kept is not arguments
         call = (func, kept, arguments, result) if exact and (node is None or _is_of_program()) else None
         step = self._remembered(func, arguments, kept if exact else None, results, line)
-        if call is not None and node is None:
+        if call is not None:
             self.shadowed(func, kept, arguments, tensors_of(result) or results, line)
         if not self._bad.any and _all_finite(ends):
             if call is not None and self.rounded(results):
@@ -713,6 +719,8 @@ def _results(func: Any, result: Any) -> list[Tensor]:
 def _plan_of(func: Any) -> _Plan:
     if str(func) == "aten._local_scalar_dense.default":
         return _Plan(reads=True)
+    if str(func) == "aten.lift_fresh.default":
+        return _Plan(reads=True, lifts=True)
     if _passes(func):
         return _Plan(passes=True)
     schema = schema_of(func)

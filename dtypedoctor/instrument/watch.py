@@ -289,9 +289,9 @@ class ModuleWatch:
             self._replay = None
             self.raised_in, self._raised_at, self.recomputed = seen
 
-    def hear_gradients(self, listener: Callable[[Tensor, int], None], anything: Collection[object]) -> None:
-        """Has ``listener`` called with each gradient of a module output and the number of its sample, while there is something in ``anything``."""
-        self._returned.hear_gradients(listener, anything)
+    def hear_gradients(self, listener: Callable[[Tensor, int], None], *anything: Collection[object]) -> None:
+        """Has ``listener`` called with each gradient of a module output and the number of its sample, while there is something in one of ``anything``."""
+        self._returned.hear_gradients(listener, *anything)
 
     def kind_and_fqn(self, site: int) -> tuple[str, str]:
         """The kind of a site, and the dotted name of what lies there."""

@@ -259,9 +259,73 @@ def micro_batches() -> None:
     torch.optim.SGD([weight], 0.1).step()
 
 
+def bins() -> None:
+    """Coordinates are rounded before they are looked up among finer bins, each next to its own."""
+    edges, places = torch.arange(0, 100, 0.25), 100 * torch.rand(2000)
+    nn.functional.embedding(torch.bucketize(places.to(HALF).float(), edges), torch.randn(500, 4))
+
+
+def discounted() -> None:
+    """A number of Python's that half precision rounds to 1, to the power of the distance."""
+    weight, rewards = torch.ones(1, requires_grad=True), torch.rand(400)
+    decay = torch.tensor(0.999, dtype=HALF)
+    returns = (rewards * decay ** torch.arange(400.0)).sum()
+    (weight * returns).sum().backward()
+
+
+def seconds() -> None:
+    """Times of a log, which Python hands to float32."""
+    log = [(1_700_000_000 + 7.3 * row, row % 5) for row in range(200)]
+    times = torch.tensor([row[0] for row in log])
+    nn.Linear(1, 4)((times[1:] - times[:-1])[:, None] / 10)
+
+
+def priorities() -> None:
+    """Rows are drawn by chances of which half precision makes 0."""
+    chances = (1e-4 * torch.rand(2000)).half() ** 2
+    torch.multinomial(chances.float() + 1e-30 * (torch.arange(2000) == 0), 64)
+
+
+class Whitened(torch.autograd.Function):
+    """Passes a gradient on through half precision."""
+
+    @staticmethod
+    def forward(ctx: object, rows: Tensor) -> Tensor:
+        """Leaves everything as it is."""
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        """Adds and takes away what is large beside it."""
+        large = gradient.to(HALF) + 100
+        return (large - 100).float()
+
+
+def passed_back() -> None:
+    """A function of the program's own computes the gradient of a model's output."""
+    Whitened.apply(nn.Linear(8, 1)(torch.randn(64, 8))).square().sum().backward()
+
+
+def centered() -> None:
+    """Gradients are changed between the backward pass and the step."""
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    model(torch.randn(64, 8)).square().mean().backward()
+    for parameter in model.parameters():
+        large = parameter.grad.to(HALF) + 64
+        parameter.grad = (large - 64).float()
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("work", "id", "line", "says"),
     [
+        (bins, "rounded-result", "torch.bucketize(places.to(HALF)", "fewer different whole numbers"),
+        (discounted, "rounded-result", "returns = (rewards * decay", "torch.tensor at "),
+        (seconds, "rounded-result", "times[1:] - times[:-1]", "torch.tensor at "),
+        (priorities, "rounded-result", "torch.multinomial(chances.float()", "never what has one in float64"),
+        (passed_back, "rounded-result", "return (large - 100).float()", "it goes on as a gradient"),
+        (centered, "rounded-result", "parameter.grad = (large - 64).float()", "it goes on as a gradient"),
         (schedule, "rounded-result", "torch.argmin((times - time)", " of 100 results"),
         (codes, "rounded-result", ".sum(-1).argmin(1)", "4 of 4 results"),
         (counts, "rounded-sum", "self.seen += ", "bfloat16"),
@@ -483,9 +547,36 @@ def attended() -> None:
         nn.functional.linear(torch.randn(4, 32).to(dtype), (weight / scale).round().clamp(-8, 7) * scale)
 
 
+def constants() -> None:
+    """Numbers of Python's in half precision that are nothing but rounded: of an image, a temperature, a discount over few steps; times that are told apart."""
+    image = torch.rand(3, 16, 16).to(HALF)
+    mean = torch.tensor([0.485, 0.456, 0.406], dtype=HALF)[:, None, None]
+    rows = ((image - mean) / image.new_tensor([0.229, 0.224, 0.225])[:, None, None]).flatten(1)
+    loss = nn.Linear(256, 4).to(HALF)(rows / torch.tensor(0.7, dtype=HALF)).square().mean()
+    (loss * torch.tensor(0.99, dtype=HALF)).backward()
+    times = torch.tensor([1_700_000_000.0 + 3600 * hour for hour in range(48)])
+    nn.Linear(48, 4)((times - times[0]) / 86400)
+
+
+def binned() -> None:
+    """Coarse bins, cells and levels; draws of what is left over of a distribution; gradients that are sent in half precision."""
+    places = 100 * torch.rand(2000)
+    torch.bucketize(places.to(HALF), torch.arange(0, 100, 5.0).to(HALF))
+    (places.to(HALF) / 4).floor().long(), (torch.rand(3, 16, 16).to(HALF) * 255).round().to(torch.uint8)
+    chances = (8 * torch.randn(8, 1000)).softmax(-1).half()
+    torch.multinomial(chances.masked_fill(chances < chances.topk(50).values[:, -1:], 0), 4)
+    model = nn.Linear(8, 1)
+    model(torch.randn(64, 8)).square().mean().backward()
+    for parameter in model.parameters():
+        parameter.grad = (parameter.grad.half() / 4 * 4).float()
+    torch.optim.SGD(model.parameters(), 0.01).step()
+
+
 @pytest.mark.parametrize(
     "work",
     [
+        constants,
+        binned,
         stochastic,
         compensated,
         quantized,

@@ -29,20 +29,21 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import DisableTorchFunction, base_of, memory_key, schema_of, tree_map, without_autocast
 from dtypedoctor.dtypes import DTYPES
-from dtypedoctor.instrument.frames import Line, line_of
+from dtypedoctor.instrument.frames import Line, line_of, number_given, users_frame
 from dtypedoctor.instrument.naming import short_name
 from dtypedoctor.instrument.operators import Arguments, in_wider, leaves_memory_as_it_was, tensors_of, written
 from dtypedoctor.instrument.silent.look import Seen
-from dtypedoctor.instrument.silent.observer import Observer
+from dtypedoctor.instrument.silent.observer import Observer, parameters_of
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.silent import RoundedAngles, RoundedIndices, RoundedPositions, RoundedSum, RoundedUse
 
@@ -85,6 +86,10 @@ LARGEST_PRODUCT = 1 << 24
 """Multiplications of a product of two tensors that is run in float64."""
 GRID = 16
 """Entries of a schedule."""
+_DIGITS = {torch.float16: 0, torch.bfloat16: 0, torch.float32: 2**24}
+"""From which magnitude on a tensor of Python's numbers is followed."""
+_LIFTED = "torch.tensor"
+"""What is said to have made a tensor of Python's numbers."""
 NUMBERS = 4_096
 """Numbers that Python has read and may hand to another operator."""
 MOST_LINES = 100
@@ -97,6 +102,25 @@ _CONTRACTIONS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "dot", "addmv"
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _DIFFERENCES = frozenset({"add", "sub", "rsub", "add_", "sub_"})
 _COPIES = frozenset({"_to_copy", "clone", "copy_", "cat", "stack", "flip", "index", "index_select"})
+_LOOKUPS = frozenset(
+    {
+        "index",
+        "index_select",
+        "index_add",
+        "index_put",
+        "index_copy",
+        "embedding",
+        "_embedding_bag",
+        "gather",
+        "scatter",
+        "scatter_add",
+        "scatter_reduce",
+        "bincount",
+        "_unique2",
+        "unique_dim",
+        "take",
+    }
+)
 _SINES = frozenset({"sin", "cos"})
 NOISE, CHANCE = 4 * torch.finfo(torch.float32).eps, 1e-3
 """What whole numbers may be off after divisions and products in float32; and how likely other numbers may be as near."""
@@ -130,6 +154,11 @@ class Origin:
     apart: float = 0.0
     positions: RoundedPositions | None = None
     sums: bool = False
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether it loses more than each operator in float32 does: numbers that are put into float32 are followed only if they have more digits."""
+        return self.dtype in NARROW or self.op in (_LIFTED, "aten._to_copy.default")
 
     @property
     def source(self) -> str:
@@ -214,7 +243,7 @@ class _Call:
 
     def _loses_most(self) -> bool:
         """Whether float32 values, which all operators round, are relatively much more off after this one than before."""
-        if self.results[0].dtype is not torch.float32 or any(m.origin.dtype in NARROW for m in self.known.values()):
+        if self.results[0].dtype is not torch.float32 or any(m.origin.is_lossy for m in self.known.values()):
             return False
         before = max(
             _relative_error(copy, self.values[id(copy)]) for copy, _ in self.operands if id(copy) in self.known
@@ -294,15 +323,21 @@ class Shadows(Observer):
         """Memories of casts and copies of weights."""
         self._numbers: dict[float, tuple[float, Origin]] = {}
         """Float64 values of numbers that have left torch, and where they were rounded."""
+        self._ids: dict[int, tuple[StorageWeakRef, Callable[[], None]]] = {}
+        """Memories of whole numbers, and what there is to tell if something is looked up by them."""
         self._met: dict[int, StorageWeakRef] = {}
         """Memories of which it is known whether they hold such numbers."""
         self.noticed: Callable[[], None] = lambda: None
         """Called where a value is followed that may leave torch."""
+        self.gradients: set[int] = set()
+        """Memories that custom functions have written in the backward pass that is running."""
         self._totals: dict[tuple[str, str, str], _Total] = {}
         self._cancelled: Counter[Line | None] = Counter()
 
     def saw(self, seen: Seen) -> None:
         """An operator has run inside of a module that is looked at."""
+        if _name(seen.func) == "lift_fresh":
+            self.lifted(seen.operands[0])
         if _name(seen.func) == "_local_scalar_dense":
             self.read(seen.operands[0], line_of(sys._getframe()))
             return
@@ -375,22 +410,57 @@ class Shadows(Observer):
             if _is_integer(tensor) and origin.whole:
                 self._counted(origin, line, whole, exact.long(), whole != exact)
             elif tensor.is_floating_point():
-                error, relative = float((whole - exact).abs().max()), _relative_norm(whole, exact)
-                peak = float(exact.abs().max())
-                self._memories[key] = _Memory(
-                    self._met[key], exact, whole.clone(), origin, error, relative, origin, 1.0, {}, peak
-                )
-                self._elements += exact.numel()
+                self._begin(tensor, exact, origin)
+
+    def _begin(self, tensor: Tensor, exact: Tensor, origin: Origin) -> None:
+        """Begins to follow a tensor that is rounded already."""
+        now, storage = tensor.detach().flatten().clone(), tensor.untyped_storage()
+        error, relative, peak = float((now - exact).abs().max()), _relative_norm(now, exact), float(exact.abs().max())
+        self._memories[_key(tensor)] = _Memory(
+            StorageWeakRef(storage), exact, now, origin, error, relative, origin, 1.0, {}, peak
+        )
+        self._elements += exact.numel()
+
+    def lifted(self, tensor: Tensor) -> None:
+        """Python's numbers have been put into a tensor: in half precision as others, and in float32 where they have more digits than it has before the point."""
+        most = _DIGITS.get(tensor.dtype, math.inf)
+        if most == math.inf or not 0 < tensor.numel() <= NUMBERS or tensor.device.type != "cpu":
+            return
+        with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+            frame = users_frame(sys._getframe())
+            given = number_given(frame) if frame is not None and float(tensor.abs().max()) > most else None
+            if given is None:
+                return
+            exact = torch.tensor(given, dtype=torch.float64)
+            is_rounded = exact.shape == tensor.shape and not torch.equal(exact, tensor.double())
+            if is_rounded and torch.equal(exact.to(tensor.dtype), tensor):  # else it was made of something else
+                origin = Origin(_LIFTED, line_of(frame), tensor.dtype, _is_whole(exact))
+                self._begin(tensor, exact.flatten(), origin)
 
     def before_backward(self, tensors: list[Tensor]) -> None:
         """A backward pass begins: of a loss that has lost its digits the gradients have, too."""
-        if self.position.backward_depth or not self._memories:
+        if not self.position.backward_depth:
+            self.take(tensors, "loss")
+
+    def after_backward(self) -> None:
+        """It has ended."""
+        self.gradients.clear()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer takes the gradients that the program has changed since the backward pass, or in hooks."""
+        self.take(
+            [p.grad for p in parameters_of(optimizer) if p.grad is not None] if self._memories else [], "gradient"
+        )
+
+    def take(self, tensors: Sequence[Tensor], use: str) -> None:
+        """Values are used as they are."""
+        if not self._memories:
             return
         with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
             for tensor in tensors:
                 memory = self._memory_of(tensor, tensor) if measurable(tensor) else None
                 if memory is not None:
-                    self._lost("loss", memory, tensor, _view(memory.exact, tensor), "", None)
+                    self._lost(use, memory, tensor, _view(memory.exact, tensor), "", None)
 
     def ran_outside(
         self, func: Any, kept: Arguments, given: Arguments, results: Sequence[Tensor], line: Line | None
@@ -415,7 +485,7 @@ class Shadows(Observer):
     def stop(self) -> None:
         """The program is over: tells what the uses have come to."""
         for use in self._uses.values():
-            if use.changed:
+            if use.changed > 0:
                 self.session.emit(use)
         for total in self._totals.values():
             least = digits_lost(total.use.dtype)
@@ -430,7 +500,12 @@ class Shadows(Observer):
     def _takes_part(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
         """Whether an operator computes with small values in half precision, or with what was made of them; in float32 where a choice is to be expected."""
         tensors = (*operands, *results)
+        if _name(func) == "multinomial":
+            self._judge_draw(str(func), operands[0], results[0])
+            return False
         self._expect_choice(func, operands)
+        if self._ids and results:
+            self._look_up(func, operands, results)
         if self._numbers:
             with self._looking, self.position.mute(), torch.no_grad():
                 self._come_back(operands, line_of(sys._getframe()))
@@ -453,6 +528,20 @@ class Shadows(Observer):
             return results[0].numel() * operands[-1].shape[0] <= LARGEST_PRODUCT
         return True
 
+    def _judge_draw(self, op: str, weights: Tensor, drawn: Tensor) -> None:
+        """Draws of what has the probability 0, or that never draw what has one in float64: more in all than the sum is rounded by."""
+        if not measurable(weights) or weights.numel() > SMALL or not self._reads(weights):
+            return
+        with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+            memory, line = self._memory_of(weights, weights), line_of(sys._getframe())
+            exact = weights.double() if memory is None else _view(memory.exact, weights)
+            origin = Origin(op, line, weights.dtype, whole=False) if memory is None else memory.origin
+            drawn_at_0 = weights.gather(-1, drawn) == 0
+            gone = (weights == 0) & (exact > 0)
+            matters = (exact * gone).sum() > torch.finfo(weights.dtype).eps * exact.sum()
+            changed, values = (gone, exact) if bool(matters) else (drawn_at_0, drawn)
+            self._add("draw", op, line, origin, changed, weights, values)
+
     def _note_source(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Whether results are computed from numbers alone, or are copies of weights."""
         for memories in (self._generated, self._weights, self._met):
@@ -471,7 +560,7 @@ class Shadows(Observer):
     def _is_of_numbers(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
         """Whether an operator computes with nothing but numbers, and what was computed from numbers."""
         begins = bool(operands) or results[0].numel() >= GRID
-        return begins and _has_wide_form(func) and all(t.dim() == 0 or _is_held(self._generated, t) for t in operands)
+        return begins and _has_wide_form(func) and all(_is_number(t) or _is_held(self._generated, t) for t in operands)
 
     def _is_weight(self, tensor: Tensor) -> bool:
         """Whether a tensor is trained, is a parameter, a view of one, or a cast."""
@@ -659,6 +748,8 @@ class Shadows(Observer):
             peak,
             overflowed,
         )
+        if self.position.backward_depth:
+            self.gradients.add(key)
         self._judge_drift(call, self._memories[key], real, exact)
         self._elements += values.numel()
         if self._elements > HELD:
@@ -690,6 +781,7 @@ class Shadows(Observer):
         elif call.name in _SEARCHES:
             real, exact = call.results[0], call.exact[0]
             self._used("decision", call, (real - exact).abs() > 1, real, exact)
+            self._keep_numbers(call, real, exact)
         else:
             self._judge_choice(call)
 
@@ -755,6 +847,30 @@ class Shadows(Observer):
             self._counted(origin, call.line, real, wanted, changed)
         else:
             self._used("whole" if meant else "integer", call, changed, real, wanted)
+            self._keep_numbers(call, real, call.exact[0])
+
+    def _keep_numbers(self, call: _Call, real: Tensor, exact: Tensor) -> None:
+        """Whole numbers, each next to its own: are there as many different ones as in float64? It matters if something is looked up by them."""
+        now, right = (len(values.unique()) for values in (real, exact))
+        if call.origin.dtype not in NARROW or right < FEWEST:
+            return
+        lost, here, there = torch.tensor(right - now), torch.tensor([now]), torch.tensor([right])
+        use = partial(self._add, "distinct", str(call.func), call.line, call.origin, lost, here, there, right)
+        self._ids[_key(real)] = StorageWeakRef(real.untyped_storage()), use
+
+    def _look_up(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Tells of whole numbers by which something is looked up, and follows what is computed with them."""
+        for tensor in operands:
+            held, use = self._ids.get(_key(tensor), (None, None))
+            if held is None or use is None or held.expired():
+                continue
+            if _name(func).removesuffix("_") in _LOOKUPS:
+                del self._ids[_key(tensor)]
+                use()
+            elif _is_integer(results[0]) or _name(func) in _COPIES:
+                self._ids[_key(results[0])] = StorageWeakRef(results[0].untyped_storage()), use
+        if len(self._ids) > NUMBERS:
+            self._ids.clear()
 
     def _counted(self, origin: Origin, line: Line | None, real: Tensor, wanted: Tensor, changed: Tensor) -> None:
         """Tells of whole numbers that are others."""
@@ -849,8 +965,7 @@ class Shadows(Observer):
         if call.name in ("eq", "ne"):  # of fractions that are rounded it means nothing
             apart = (sides[0] == sides[0].round()) & (sides[1] == sides[1].round())
         else:
-            bits = _BITS[call.origin.dtype] - SLACK
-            apart = _coarser(sides[0], bits) != _coarser(sides[1], bits)
+            apart = _coarser(sides[0], call.origin.dtype) != _coarser(sides[1], call.origin.dtype)
         few = max(1, min(int(exact.sum()), int((~exact).sum()))) if real.numel() > 1 else 1
         changed = (real != exact) & apart & sides[0].isfinite() & sides[1].isfinite()
         self._used("mask" if real.numel() > 1 else "condition", call, changed, real, exact, few)
@@ -863,21 +978,9 @@ class Shadows(Observer):
         del self._generated[key]  # once
         if memory.origin.dtype not in NARROW or not _is_grid(memory.exact):
             return
-        lost = memory.now[1:] == memory.now[:-1]
+        lost = memory.now == torch.cat([memory.now.new_full((1,), torch.nan), memory.now[:-1]])
         if bool(lost.any()):
-            at = int(lost.nonzero()[0]) + 1
-            self._uses["schedule", op, "" if line is None else line.source] = RoundedUse(
-                use="schedule",
-                op=op,
-                source="" if line is None else line.source,
-                made_by=memory.origin.op,
-                made_at=memory.origin.source,
-                dtype=short_name(memory.origin.dtype),
-                value=_number(memory.now, at),
-                exact=_number(memory.exact, at),
-                changed=int(lost.sum()),
-                of=memory.now.numel(),
-            )
+            self._add("schedule", op, line, memory.origin, lost, memory.now, memory.exact, last=True)
 
     def _judge_drift(self, call: _Call, memory: _Memory, real: Tensor, exact: Tensor) -> None:
         """Values that are computed from themselves, over and over, and are further off than as many random roundings leave them."""
@@ -944,17 +1047,34 @@ class Shadows(Observer):
         last: bool = False,
     ) -> None:
         """Adds a use to those of its line, or puts it in their place; ``of`` how many, all where that is not said."""
-        key = (use, str(call.func), "" if call.line is None else call.line.source)
+        origin = call.origin if use != "state" else Origin(str(call.func), call.line, real.dtype, whole=False)
+        nonfinite = not all(bool(copy.isfinite().all()) for copy, _ in call.operands if copy.is_floating_point())
+        self._add(use, str(call.func), call.line, origin, changed, real, exact, of, last=last, nonfinite=nonfinite)
+
+    def _add(
+        self,
+        use: str,
+        op: str,
+        line: Line | None,
+        origin: Origin,
+        changed: Tensor,
+        real: Tensor,
+        exact: Tensor,
+        of: int | None = None,
+        *,
+        last: bool = False,
+        nonfinite: bool = False,
+    ) -> None:
+        key = (use, op, "" if line is None else line.source)
         known = self._uses.get(key)
         if known is None and len(self._uses) == MOST_LINES:
             return
         count = int(changed.sum())
         if known is None or (count and not known.changed):
-            origin = call.origin if use != "state" else Origin(key[1], call.line, real.dtype, whole=False)
             first = int(changed.flatten().nonzero()[0]) if count else 0
             known = RoundedUse(
                 use=use,
-                op=key[1],
+                op=op,
                 source=key[2],
                 made_by=origin.op,
                 made_at=origin.source,
@@ -963,7 +1083,7 @@ class Shadows(Observer):
                 exact=_number(exact, first),
                 changed=0,
                 of=known.of if known is not None else 0,
-                nonfinite=not all(bool(copy.isfinite().all()) for copy, _ in call.operands if copy.is_floating_point()),
+                nonfinite=nonfinite,
             )
         of = changed.numel() if of is None else of
         before = (0, 0) if last else (known.changed, known.of)
@@ -974,7 +1094,7 @@ def _chooses_otherwise(call: _Call, real: Tensor, exact: Tensor) -> tuple[Tensor
     """Where a choice is another one; and where that is so between values that are not nearly equal in float64."""
     operand = call.operands[0][0]
     values = call.values[id(operand)]
-    rough = _coarser(values, _BITS[call.origin.dtype] - SLACK)
+    rough = _coarser(values, call.origin.dtype)
     dim = call.argument("dim")
     if dim is None:
         near, far = (v.flatten()[real] != v.flatten()[exact] for v in (values, rough))
@@ -1019,6 +1139,11 @@ def _small_memories(tensors: Sequence[Tensor]) -> dict[int, StorageWeakRef]:
     return {memory_key(storage): StorageWeakRef(storage) for storage in storages}
 
 
+def _is_number(tensor: Tensor) -> bool:
+    """Whether a tensor holds one number, and is no element of a larger one."""
+    return tensor.dim() == 0 and (not measurable(tensor) or tensor.untyped_storage().nbytes() == tensor.element_size())
+
+
 def _is_held(memories: dict[int, StorageWeakRef], tensor: Tensor) -> bool:
     """Whether the memory of a tensor is one of these, and none that has taken the address of one that is gone."""
     held = memories.get(_key(tensor))
@@ -1058,10 +1183,11 @@ def _is_grid(values: Tensor) -> bool:
     return len(steps) > 1 and bool((steps > 0).all() | (steps < 0).all())
 
 
-def _coarser(values: Tensor, bits: int) -> Tensor:
-    """The values rounded to so many significant bits."""
-    mantissa, exponent = torch.frexp(values)
-    return torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent)
+def _coarser(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values rounded to the bits that two of them have to differ in for a decision; near 0 a dtype has less of them."""
+    smallest = math.frexp(torch.finfo(dtype).tiny)[1]
+    unit = torch.exp2((torch.frexp(values).exponent.clamp(min=smallest) - (_BITS[dtype] - SLACK)).double())
+    return (values / unit).round() * unit
 
 
 def _may_round(func: Any, tensors: Sequence[Tensor]) -> bool:
@@ -1074,10 +1200,10 @@ def _may_round(func: Any, tensors: Sequence[Tensor]) -> bool:
 
 
 def _has_more_bits(tensor: Tensor) -> bool:
-    """Whether there are whole numbers beyond those that float32 has all of."""
-    if tensor.dtype not in (torch.int64, torch.int32) or not 0 < tensor.numel() <= SMALL:
+    """Whether there are numbers beyond the whole ones that float32 has all of."""
+    if tensor.dtype not in (torch.int64, torch.int32, torch.float64) or not 0 < tensor.numel() <= SMALL:
         return False
-    return tensor.device.type == "cpu" and max(abs(int(end)) for end in tensor.aminmax()) > 2 ** _BITS[torch.float32]
+    return tensor.device.type == "cpu" and max(abs(float(end)) for end in tensor.aminmax()) > 2 ** _BITS[torch.float32]
 
 
 def _are_small(operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:

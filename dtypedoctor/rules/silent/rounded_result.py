@@ -66,10 +66,17 @@ _CHANGES = {
     "condition": "decides a condition otherwise than the same operators do in float64",
     "choice": "chooses others than the same operators do in float64, as often as not",
     "schedule": "uses a schedule of which neighboring entries are equal, and differ in float64",
+    "distinct": "leaves fewer different whole numbers than the same operators do in float64",
+    "draw": "draws what has the probability 0, or never what has one in float64",
     "drift": "computes a value from itself over and over, and it drifts away from that in float64",
 }
 """What an operator does, by the use of its result; of one cause the first of these is told."""
-_LOST = {"loss": "it is the loss that is differentiated", "input": "a layer takes it", "number": "Python reads it"}
+_LOST = {
+    "loss": "it is the loss that is differentiated",
+    "gradient": "it goes on as a gradient",
+    "input": "a layer takes it",
+    "number": "Python reads it",
+}
 """How a value is used of which half of the digits are lost; told where nothing above is."""
 _COMPARING = frozenset({"to_copy", "copy", "add", "sub", "rsub"})
 """Operators of which a rounded result is no surprise where Python reads it."""
@@ -122,9 +129,11 @@ def _matters(what: RoundedUse) -> bool:
         return what.changed >= max(TIES, MANY * what.of)
     if what.use == "tie":
         return what.changed >= max(TIES, TIED * what.of)
+    if what.use == "distinct":
+        return what.changed >= max(TIES, FEWEST * what.of)
     if what.use in ("mask", "condition"):
         return what.changed >= max(TIES if what.use == "mask" else CONDITIONS, FEWEST * what.of)
-    return what.use == "whole" or what.changed >= FEWEST * what.of
+    return what.use in ("whole", "draw") or what.changed >= FEWEST * what.of
 
 
 def _statement(what: RoundedUse) -> Statement:
