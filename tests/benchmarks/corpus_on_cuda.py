@@ -142,7 +142,7 @@ def mistakes(case: Case, status: str, findings: list[dict[str, Any]]) -> list[st
         return [f"nothing found, status {status}"]
     first = findings[0]
     wrong = [] if first["id"] in case.ids else [f"id {first['id']}"]
-    for key, accepted in (("op", case.ops), ("phase", case.phases), ("confidence", case.confidence)):
+    for key, accepted in (("op", case.ops), ("phase", case.phases)):
         if accepted is not None and first[key] not in accepted:
             wrong.append(f"{key} {first[key]}")
     if case.step is not None and first["step"] != case.step:

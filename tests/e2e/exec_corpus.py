@@ -38,9 +38,6 @@ from dtypedoctor.runner.process import prepare
 from dtypedoctor.runner.run import Run, WorkerExit, collect
 from dtypedoctor.trace.ranks import STATES
 
-IN_PLACE = "DTYPEDOCTOR_REPLAY_IN_PLACE"
-"""Variable of tests that has each call, or each that fails, made again in the process."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosed:
@@ -223,8 +220,6 @@ def mistakes(case: Case, treatment: Treatment, report: Report) -> Iterator[str]:
     for name, actual, accepted in (
         ("op", first.op, case.ops),
         ("phase", first.phase, case.phases),
-        ("confidence", first.confidence, case.confidence),
-        ("severity", first.severity, case.severity),
     ):
         if accepted is not None and actual not in accepted:
             yield f"{name}: {actual}"
@@ -237,8 +232,7 @@ def expected(case: Case) -> str:
     fqns = "any" if case.fqns is None else "|".join(map(repr, case.fqns))
     ops = "any" if case.ops is None else "|".join(map(str, case.ops))
     phases = "any" if case.phases is None else "|".join(map(str, case.phases))
-    sure = "|".join(map(str, case.confidence or ("any",)))
-    return f"{'|'.join(case.ids) or 'nothing'} fqn={fqns} op={ops} {phases} step={case.step} {sure}"
+    return f"{'|'.join(case.ids) or 'nothing'} fqn={fqns} op={ops} {phases} step={case.step}"
 
 
 def main(wanted: list[str]) -> int:

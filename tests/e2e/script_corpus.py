@@ -1,23 +1,20 @@
 """The corpus of miniature scripts: what each one is, and what it does when run as it stands.
 
-Every script in ``scripts/`` opens with a YAML block in comments::
+Every script in ``scripts/`` opens with YAML in comments::
 
-    # expect:
-    #   id: float16-overflow     the first finding; null where nothing is wrong
-    #   fqn: blocks.1.ff         module that originates it, relative to the root: "" the root, null outside all modules
-    #   op: aten.mul.Tensor      op that made the first non-finite value, or that raised
-    #   phase: forward
-    #   step: 3                  optimizer steps done plus one; without optimizer steps, number of the outermost call
-    #   raises: RuntimeError     exception that ends the script, or null
-    #   confidence: proven       how sure the first finding is
-    #   severity: error          how much it matters
-    #   family: nonfinite
-    #   why: one sentence
+    # expect: {id: float16-overflow, family: nonfinite, raises: RuntimeError}
+    # at: {fqn: blocks.1.ff, op: aten.mul.Tensor, phase: forward, step: 3}
+    # why: one sentence
+
+``id`` is the first finding, null where nothing is wrong, and ``raises`` the exception that ends the script, or null. ``fqn`` is the
+module that originates it, relative to the root ("" is the root, null outside of all modules), ``op`` the operator that made the first
+non-finite value, or that raised, and ``step`` the optimizer steps done plus one (without optimizer steps, the number of the outermost call).
 
 For dtype mismatches also ``born`` (what gave the odd operand its dtype), ``born_fqn`` (where) and ``raised_in`` (the
 module whose forward raised; ``fqn`` names the one to blame). ``shows`` is a regular expression that the script's own
-output must match: the visible symptom of a failure that raises nothing. A list in ``id``, ``fqn``, ``op``, ``phase``,
-``confidence`` or ``born`` means any one of these. A key that is left out is not expected to have a certain value.
+output must match: the visible symptom of a failure that raises nothing. A list in ``id``, ``fqn``, ``op``, ``phase``
+or ``born`` means any one of these. A key that is left out is not expected to have a certain value. How sure
+and how grave a finding is stands in `snapshot.json`.
 """
 
 from __future__ import annotations
@@ -33,9 +30,6 @@ import yaml
 FOLDER = Path(__file__).parent / "scripts"
 
 FAMILIES = ("mismatch", "scaling", "nonfinite", "silent", "compile-load", "healthy")
-
-CONFIDENCES = ("proven", "likely", "possible")
-SEVERITIES = ("error", "warning", "info")
 
 BORN = (
     "norm",
@@ -57,7 +51,7 @@ BORN = (
 """What can have given the odd operand of a mismatch its dtype."""
 
 REQUIRED = {"id", "raises", "family", "why"}
-KEYS = REQUIRED | {"confidence", "severity", "fqn", "op", "phase", "step", "born", "born_fqn", "raised_in", "shows"}
+KEYS = REQUIRED | {"fqn", "op", "phase", "step", "born", "born_fqn", "raised_in", "shows"}
 
 Choice = tuple[str | None, ...] | None
 """Accepted values; None where anything is accepted."""
@@ -77,8 +71,6 @@ class Case:
     phases: Choice
     step: int | None
     raises: str | None
-    confidence: Choice
-    severity: Choice
     born: Choice
     born_fqn: str | None
     raised_in: str | None
@@ -112,9 +104,10 @@ def read_case(path: Path) -> Case:
     lines = path.read_text(encoding="utf-8").splitlines()
     length = next((number for number, line in enumerate(lines) if not line.startswith("#")), len(lines))
     try:
-        header = yaml.safe_load("\n".join(line[2:] for line in lines[:length]))["expect"]
-    except (yaml.YAMLError, TypeError, KeyError) as error:
-        raise ValueError(f"{path}: no readable `expect` block at the top: {error}") from error
+        header = yaml.safe_load("\n".join(line[2:] for line in lines[:length]))
+        header = header.pop("expect") | header.pop("at", {}) | header
+    except (yaml.YAMLError, AttributeError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}: no readable `expect` at the top: {error}") from error
     check_header(path, header)
     return Case(
         path=path,
@@ -127,8 +120,6 @@ def read_case(path: Path) -> Case:
         phases=choice(header, "phase"),
         step=header.get("step"),
         raises=header["raises"],
-        confidence=choice(header, "confidence"),
-        severity=choice(header, "severity"),
         born=choice(header, "born"),
         born_fqn=header.get("born_fqn"),
         raised_in=header.get("raised_in"),
@@ -144,9 +135,6 @@ def check_header(path: Path, header: Mapping[str, Any]) -> None:
         raise ValueError(f"{path}: missing keys {sorted(missing)}")
     if header["family"] not in FAMILIES or (header["family"] == "healthy") != (header["id"] is None):
         raise ValueError(f"{path}: family {header['family']!r} does not go with id {header['id']!r}")
-    for key, words in (("confidence", CONFIDENCES), ("severity", SEVERITIES)):
-        if strange := set(as_tuple(header.get(key))) - {None, *words}:
-            raise ValueError(f"{path}: unknown {key} {sorted(map(str, strange))}")
     if strange := set(as_tuple(header.get("born"))) - {None, *BORN}:
         raise ValueError(f"{path}: unknown origins {sorted(map(str, strange))}")
 

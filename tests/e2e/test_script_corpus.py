@@ -10,7 +10,8 @@ GOOD = {"id": "float16-overflow", "raises": "null", "family": "nonfinite", "why"
 
 def script(folder: Path, **keys: str) -> Path:
     """A script with these header keys."""
-    lines = ["# expect:", *(f"#   {key}: {value}" for key, value in keys.items()), "", "print(1)"]
+    why = keys.pop("why")
+    lines = ["# expect:", *(f"#   {key}: {value}" for key, value in keys.items()), f"# why: {why}", "", "print(1)"]
     path = folder / "one.py"
     path.write_text("\n".join(lines))
     return path
@@ -23,13 +24,12 @@ def script(folder: Path, **keys: str) -> Path:
         ({"family": "healthy"}, "does not go with"),
         ({"id": "null"}, "does not go with"),
         ({"born": "thin-air"}, "unknown origins"),
-        ({"confidence": "certain"}, "unknown confidence"),
-        ({"severity": "fatal"}, "unknown severity"),
+        ({"confidence": "proven"}, "unknown keys"),
         ({"why": "`x` is read"}, "no readable"),
     ],
 )
 def test_a_header_that_says_something_impossible_is_refused(change: dict[str, str], words: str, tmp_path: Path) -> None:
-    """A misspelt key, a family against its id, an unknown origin, confidence or severity and broken YAML all name the file."""
+    """A misspelt key, a family against its id, an unknown origin and broken YAML all name the file."""
     with pytest.raises(ValueError, match=words) as error:
         read_case(script(tmp_path, **(GOOD | change)))
     assert "one.py" in str(error.value)

@@ -1,17 +1,8 @@
-# expect:
-#   id: adapter-dtype-mismatch
-#   fqn: hidden.down
-#   op: aten.mm.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: adapter
-#   born_fqn: hidden.down
-#   raised_in: hidden.down
-#   why: the low-rank branch is float32, the frozen base and its activations are bfloat16, no autocast
+# expect: {id: adapter-dtype-mismatch, family: mismatch, raises: RuntimeError}
+# at: {fqn: hidden.down, op: aten.mm.default, phase: forward, step: 1, raised_in: hidden.down}
+# born: adapter
+# born_fqn: hidden.down
+# why: the low-rank branch is float32, the frozen base and its activations are bfloat16, no autocast
 
 import torch
 from torch import nn

@@ -1,17 +1,8 @@
-# expect:
-#   id: adapter-dtype-mismatch
-#   fqn: body.0.low
-#   op: aten.mm.default
-#   phase: forward
-#   step: 4
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: adapter
-#   born_fqn: body.0.low
-#   raised_in: body.0.low
-#   why: training runs under bfloat16 autocast, the answers between two epochs do not, and the float32 branches refuse
+# expect: {id: adapter-dtype-mismatch, family: mismatch, raises: RuntimeError}
+# at: {fqn: body.0.low, op: aten.mm.default, phase: forward, step: 4, raised_in: body.0.low}
+# born: adapter
+# born_fqn: body.0.low
+# why: training runs under bfloat16 autocast, the answers between two epochs do not, and the float32 branches refuse
 
 import torch
 from torch import nn

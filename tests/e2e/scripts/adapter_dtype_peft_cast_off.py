@@ -1,17 +1,8 @@
-# expect:
-#   id: adapter-dtype-mismatch
-#   fqn: lora_A.default
-#   op: aten.mm.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: adapter
-#   born_fqn: lora_A.default
-#   raised_in: h.0.attn.c_attn.lora_A.default
-#   why: peft's input cast was switched off, so its float32 adapters meet the bfloat16 hidden states
+# expect: {id: adapter-dtype-mismatch, family: mismatch, raises: RuntimeError}
+# at: {fqn: lora_A.default, op: aten.mm.default, phase: forward, step: 1, raised_in: h.0.attn.c_attn.lora_A.default}
+# born: adapter
+# born_fqn: lora_A.default
+# why: peft's input cast was switched off, so its float32 adapters meet the bfloat16 hidden states
 
 import torch
 from peft import LoraConfig, get_peft_model

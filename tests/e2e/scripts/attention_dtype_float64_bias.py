@@ -1,17 +1,8 @@
-# expect:
-#   id: attention-dtype-mismatch
-#   fqn: trunk.0
-#   op: aten.scaled_dot_product_attention.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: buffer
-#   born_fqn: trunk.0
-#   raised_in: trunk.0
-#   why: the distance bias came from numpy as float64 and is handed to attention as its mask
+# expect: {id: attention-dtype-mismatch, family: mismatch, raises: RuntimeError}
+# at: {fqn: trunk.0, op: aten.scaled_dot_product_attention.default, phase: forward, step: 1, raised_in: trunk.0}
+# born: buffer
+# born_fqn: trunk.0
+# why: the distance bias came from numpy as float64 and is handed to attention as its mask
 
 import numpy as np
 import torch

@@ -1,17 +1,8 @@
-# expect:
-#   id: attention-dtype-mismatch
-#   fqn: look
-#   op: aten.scaled_dot_product_attention.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: adapter
-#   born_fqn: look.ask_low
-#   raised_in: look
-#   why: queries come from a float32 low-rank branch that casts its input, keys and values from the bfloat16 base
+# expect: {id: attention-dtype-mismatch, family: mismatch, raises: RuntimeError}
+# at: {fqn: look, op: aten.scaled_dot_product_attention.default, phase: forward, step: 1, raised_in: look}
+# born: adapter
+# born_fqn: look.ask_low
+# why: queries come from a float32 low-rank branch that casts its input, keys and values from the bfloat16 base
 
 import torch
 from torch import nn

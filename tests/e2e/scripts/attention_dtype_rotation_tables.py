@@ -1,17 +1,8 @@
-# expect:
-#   id: attention-dtype-mismatch
-#   fqn: att
-#   op: aten.scaled_dot_product_attention.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: buffer
-#   born_fqn: att
-#   raised_in: att
-#   why: the float32 rotation tables lift queries and keys, values stay bfloat16
+# expect: {id: attention-dtype-mismatch, family: mismatch, raises: RuntimeError}
+# at: {fqn: att, op: aten.scaled_dot_product_attention.default, phase: forward, step: 1, raised_in: att}
+# born: buffer
+# born_fqn: att
+# why: the float32 rotation tables lift queries and keys, values stay bfloat16
 
 import torch
 from torch import nn

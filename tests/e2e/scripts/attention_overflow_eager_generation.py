@@ -1,15 +1,7 @@
-# expect:
-#   id: attention-score-overflow
-#   fqn: model.layers.0.self_attn
-#   op: aten.bmm.default
-#   phase: generate
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   shows: '\[0, 0, 0, 0\]'
-#   why: eager attention in float16; greedy decoding over NaN logits answers token 0 for ever
+# expect: {id: attention-score-overflow, family: nonfinite, raises: null}
+# at: {fqn: model.layers.0.self_attn, op: aten.bmm.default, phase: generate, step: 1}
+# shows: '\[0, 0, 0, 0\]'
+# why: eager attention in float16; greedy decoding over NaN logits answers token 0 for ever
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM

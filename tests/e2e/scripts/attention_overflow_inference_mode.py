@@ -1,15 +1,7 @@
-# expect:
-#   id: attention-score-overflow
-#   fqn: glance
-#   op: [aten.bmm.default, aten.matmul.default]
-#   phase: forward
-#   step: 2
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   shows: "walk 2 nan"
-#   family: nonfinite
-#   why: queries and keys of a far place are multiplied in float16 before they are scaled, in inference mode
+# expect: {id: attention-score-overflow, family: nonfinite, raises: null}
+# at: {fqn: glance, op: [aten.bmm.default, aten.matmul.default], phase: forward, step: 2}
+# shows: "walk 2 nan"
+# why: queries and keys of a far place are multiplied in float16 before they are scaled, in inference mode
 
 import torch
 from torch import nn

@@ -1,14 +1,6 @@
-# expect:
-#   id: attention-score-overflow
-#   fqn: look.1
-#   op: aten.bmm.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: queries and keys are multiplied in float16 before the division by sqrt(d)
+# expect: {id: attention-score-overflow, family: nonfinite, raises: null}
+# at: {fqn: look.1, op: aten.bmm.default, phase: forward, step: 1}
+# why: queries and keys are multiplied in float16 before the division by sqrt(d)
 
 import math
 

@@ -1,16 +1,7 @@
-# expect:
-#   id: autocast-bypass
-#   fqn: ff
-#   op: aten._grouped_mm.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: autocast-list
-#   raised_in: ff
-#   why: the grouped matmul is not on autocast's list, so bfloat16 tokens meet float32 expert weights
+# expect: {id: autocast-bypass, family: mismatch, raises: RuntimeError}
+# at: {fqn: ff, op: aten._grouped_mm.default, phase: forward, step: 1, raised_in: ff}
+# born: autocast-list
+# why: the grouped matmul is not on autocast's list, so bfloat16 tokens meet float32 expert weights
 
 import torch
 from torch import nn

@@ -1,17 +1,8 @@
-# expect:
-#   id: autocast-bypass
-#   fqn: body.1
-#   op: aten.addmm_.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: inplace
-#   born_fqn: body.1
-#   raised_in: body.1
-#   why: autocast gives the two matmuls bfloat16 results, the in-place accumulation keeps the float32 of its target
+# expect: {id: autocast-bypass, family: mismatch, raises: RuntimeError}
+# at: {fqn: body.1, op: aten.addmm_.default, phase: forward, step: 1, raised_in: body.1}
+# born: inplace
+# born_fqn: body.1
+# why: autocast gives the two matmuls bfloat16 results, the in-place accumulation keeps the float32 of its target
 
 import torch
 from torch import nn

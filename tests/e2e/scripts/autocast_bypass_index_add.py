@@ -1,16 +1,7 @@
-# expect:
-#   id: autocast-bypass
-#   fqn: mixture
-#   op: aten.index_add_.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: [autocast-list, inplace]
-#   raised_in: mixture
-#   why: expert linears come out bfloat16 under autocast, index_add_ into the float32 accumulator is not autocast
+# expect: {id: autocast-bypass, family: mismatch, raises: RuntimeError}
+# at: {fqn: mixture, op: aten.index_add_.default, phase: forward, step: 1, raised_in: mixture}
+# born: [autocast-list, inplace]
+# why: expert linears come out bfloat16 under autocast, index_add_ into the float32 accumulator is not autocast
 
 import torch
 from torch import nn

@@ -1,16 +1,7 @@
-# expect:
-#   id: [autocast-bypass, merge-dtype-mismatch]
-#   fqn: ""
-#   op: aten.index_put_.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: autocast-list
-#   raised_in: ""
-#   why: under autocast the picture projection is bfloat16 and the embedding, which is not on the list, float32
+# expect: {id: [autocast-bypass, merge-dtype-mismatch], family: mismatch, raises: RuntimeError}
+# at: {fqn: '', op: aten.index_put_.default, phase: forward, step: 1, raised_in: ''}
+# born: autocast-list
+# why: under autocast the picture projection is bfloat16 and the embedding, which is not on the list, float32
 
 import torch
 from torch import nn

@@ -1,17 +1,8 @@
-# expect:
-#   id: autocast-bypass
-#   fqn: ""
-#   op: aten.addmm.out
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: inplace
-#   born_fqn: ""
-#   raised_in: ""
-#   why: the chunked loss accumulates its weight gradient with out= into a float32 buffer, which autocast never casts
+# expect: {id: autocast-bypass, family: mismatch, raises: RuntimeError}
+# at: {fqn: '', op: aten.addmm.out, phase: forward, step: 1, raised_in: ''}
+# born: inplace
+# born_fqn: ""
+# why: the chunked loss accumulates its weight gradient with out= into a float32 buffer, which autocast never casts
 
 import torch
 from torch import nn

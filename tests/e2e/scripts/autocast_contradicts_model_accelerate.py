@@ -1,14 +1,7 @@
-# expect:
-#   id: autocast-contradicts-model
-#   fqn: null
-#   op: null
-#   phase: static
-#   raises: null
-#   confidence: likely
-#   severity: warning
-#   family: silent
-#   shows: 'stored as torch\.float16'
-#   why: accelerate was told bf16 and wraps a network whose weights are float16
+# expect: {id: autocast-contradicts-model, family: silent, raises: null}
+# at: {fqn: null, op: null, phase: static}
+# shows: 'stored as torch\.float16'
+# why: accelerate was told bf16 and wraps a network whose weights are float16
 
 import torch
 from accelerate import Accelerator

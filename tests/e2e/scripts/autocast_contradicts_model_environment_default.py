@@ -1,14 +1,7 @@
-# expect:
-#   id: autocast-contradicts-model
-#   fqn: null
-#   op: null
-#   phase: static
-#   raises: null
-#   confidence: likely
-#   severity: warning
-#   family: silent
-#   shows: 'weights torch\.bfloat16 region torch\.float16'
-#   why: the region's dtype comes from an environment default, float16, the model's weights are bfloat16
+# expect: {id: autocast-contradicts-model, family: silent, raises: null}
+# at: {fqn: null, op: null, phase: static}
+# shows: 'weights torch\.bfloat16 region torch\.float16'
+# why: the region's dtype comes from an environment default, float16, the model's weights are bfloat16
 
 import os
 

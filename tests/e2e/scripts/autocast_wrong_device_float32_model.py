@@ -1,14 +1,7 @@
-# expect:
-#   id: autocast-wrong-device
-#   fqn: null
-#   op: null
-#   phase: [static, forward]
-#   raises: null
-#   confidence: likely
-#   severity: info
-#   family: silent
-#   shows: 'logits in torch\.float32'
-#   why: the region is for "cuda" and everything lives on the CPU, so nothing is computed in bfloat16
+# expect: {id: autocast-wrong-device, family: silent, raises: null}
+# at: {fqn: null, op: null, phase: [static, forward]}
+# shows: 'logits in torch\.float32'
+# why: the region is for "cuda" and everything lives on the CPU, so nothing is computed in bfloat16
 
 import torch
 from torch import nn

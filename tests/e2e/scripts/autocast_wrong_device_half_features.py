@@ -1,15 +1,6 @@
-# expect:
-#   id: autocast-wrong-device
-#   fqn: mean
-#   op: aten.addmm.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   raised_in: mean
-#   why: half features rely on an autocast region that is for "cuda" while everything lives on the CPU
+# expect: {id: autocast-wrong-device, family: mismatch, raises: RuntimeError}
+# at: {fqn: mean, op: aten.addmm.default, phase: forward, step: 1, raised_in: mean}
+# why: half features rely on an autocast region that is for "cuda" while everything lives on the CPU
 
 import torch
 from torch import nn

@@ -1,15 +1,7 @@
-# expect:
-#   id: backward-overflow
-#   fqn: [outer, null]
-#   op: aten.add_.Tensor
-#   phase: backward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   shows: "largest gradient inf"
-#   family: nonfinite
-#   why: eight backward passes add up in float16 gradients; each part is finite, their sum is not
+# expect: {id: backward-overflow, family: nonfinite, raises: null}
+# at: {fqn: [outer, null], op: aten.add_.Tensor, phase: backward, step: 1}
+# shows: "largest gradient inf"
+# why: eight backward passes add up in float16 gradients; each part is finite, their sum is not
 
 import torch
 from torch import nn

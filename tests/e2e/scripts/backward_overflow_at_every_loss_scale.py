@@ -1,14 +1,6 @@
-# expect:
-#   id: backward-overflow
-#   fqn: ""
-#   op: aten.mul.Tensor
-#   phase: backward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: scaling
-#   why: a slope of a thousand in the forward overflows the gradient at every scale, until a scaler of one's own gives up
+# expect: {id: backward-overflow, family: scaling, raises: RuntimeError}
+# at: {fqn: '', op: aten.mul.Tensor, phase: backward, step: 1}
+# why: a slope of a thousand in the forward overflows the gradient at every scale, until a scaler of one's own gives up
 
 import torch
 from torch import nn

@@ -1,14 +1,6 @@
-# expect:
-#   id: backward-overflow
-#   fqn: sharp
-#   op: aten.mul.Tensor
-#   phase: backward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: a hand-written backward multiplies the gradient by a steep float16 slope
+# expect: {id: backward-overflow, family: nonfinite, raises: null}
+# at: {fqn: sharp, op: aten.mul.Tensor, phase: backward, step: 1}
+# why: a hand-written backward multiplies the gradient by a steep float16 slope
 
 import torch
 from torch import nn

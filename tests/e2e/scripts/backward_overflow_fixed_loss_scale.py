@@ -1,14 +1,6 @@
-# expect:
-#   id: backward-overflow
-#   fqn: out
-#   op: aten.mm.default
-#   phase: backward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: a fixed loss scale without a scaler; the output layer's weight gradient leaves float16's range
+# expect: {id: backward-overflow, family: nonfinite, raises: null}
+# at: {fqn: out, op: aten.mm.default, phase: backward, step: 1}
+# why: a fixed loss scale without a scaler; the output layer's weight gradient leaves float16's range
 
 import torch
 from torch import nn

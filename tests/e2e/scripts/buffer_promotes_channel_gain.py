@@ -1,17 +1,8 @@
-# expect:
-#   id: buffer-promotes-to-float32
-#   fqn: ""
-#   op: aten.convolution.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: buffer
-#   born_fqn: ""
-#   raised_in: second
-#   why: a per-channel gain registered after the cast is float32 and lifts the float16 feature maps
+# expect: {id: buffer-promotes-to-float32, family: mismatch, raises: RuntimeError}
+# at: {fqn: '', op: aten.convolution.default, phase: forward, step: 1, raised_in: second}
+# born: buffer
+# born_fqn: ""
+# why: a per-channel gain registered after the cast is float32 and lifts the float16 feature maps
 
 import torch
 from torch import nn

@@ -1,17 +1,8 @@
-# expect:
-#   id: buffer-promotes-to-float32
-#   fqn: prep
-#   op: aten.addmm.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: buffer
-#   born_fqn: prep
-#   raised_in: body.0
-#   why: only parameters were cast, so the standardiser's float32 buffers lift the bfloat16 readings
+# expect: {id: buffer-promotes-to-float32, family: mismatch, raises: RuntimeError}
+# at: {fqn: prep, op: aten.addmm.default, phase: forward, step: 1, raised_in: body.0}
+# born: buffer
+# born_fqn: prep
+# why: only parameters were cast, so the standardiser's float32 buffers lift the bfloat16 readings
 
 import torch
 from torch import nn

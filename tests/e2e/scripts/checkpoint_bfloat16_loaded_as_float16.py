@@ -1,14 +1,7 @@
-# expect:
-#   id: checkpoint-dtype-mismatch
-#   fqn: [null, ""]
-#   op: null
-#   phase: static
-#   raises: null
-#   confidence: proven
-#   severity: warning
-#   family: compile-load
-#   shows: 'stored torch\.bfloat16 loaded torch\.float16'
-#   why: a bfloat16 checkpoint is loaded as float16, whose range is smaller
+# expect: {id: checkpoint-dtype-mismatch, family: compile-load, raises: null}
+# at: {fqn: [null, ''], op: null, phase: static}
+# shows: 'stored torch\.bfloat16 loaded torch\.float16'
+# why: a bfloat16 checkpoint is loaded as float16, whose range is smaller
 
 import torch
 from safetensors.torch import load_file

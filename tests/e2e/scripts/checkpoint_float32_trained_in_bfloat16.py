@@ -1,14 +1,7 @@
-# expect:
-#   id: checkpoint-dtype-mismatch
-#   confidence: proven
-#   severity: warning
-#   fqn: [null, ""]
-#   op: null
-#   phase: static
-#   raises: null
-#   family: compile-load
-#   shows: 'loss before [0-9.]+ after [0-9.]+ largest change [0-9.e-]*[1-9]'
-#   why: a float32 checkpoint is loaded into a bfloat16 model, which rounds its values, and the bfloat16 values are trained further
+# expect: {id: checkpoint-dtype-mismatch, family: compile-load, raises: null}
+# at: {fqn: [null, ''], op: null, phase: static}
+# shows: 'loss before [0-9.]+ after [0-9.]+ largest change [0-9.e-]*[1-9]'
+# why: a float32 checkpoint is loaded into a bfloat16 model, which rounds its values, and the bfloat16 values are trained further
 
 import io
 

@@ -1,14 +1,7 @@
-# expect:
-#   id: checkpoint-dtype-mismatch
-#   fqn: [null, ""]
-#   op: null
-#   phase: static
-#   raises: null
-#   confidence: proven
-#   severity: warning
-#   family: compile-load
-#   shows: 'largest [0-9.e+]+ largest change [0-9.e-]*[1-9]'
-#   why: load_state_dict copies bfloat16 tensors into float16 parameters without a word; small weights are rounded away
+# expect: {id: checkpoint-dtype-mismatch, family: compile-load, raises: null}
+# at: {fqn: [null, ''], op: null, phase: static}
+# shows: 'largest [0-9.e+]+ largest change [0-9.e-]*[1-9]'
+# why: load_state_dict copies bfloat16 tensors into float16 parameters without a word; small weights are rounded away
 
 import torch
 from torch import nn

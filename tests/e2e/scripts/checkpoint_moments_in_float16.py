@@ -1,14 +1,7 @@
-# expect:
-#   id: checkpoint-dtype-mismatch
-#   confidence: proven
-#   severity: warning
-#   fqn: [null, ""]
-#   op: null
-#   phase: static
-#   raises: null
-#   family: compile-load
-#   shows: 'before 0\.00[0-9]+ after 0\.0[1-9]'
-#   why: second moments below 6e-8 are 0 in a float16 checkpoint, so the first steps after it divide by next to nothing
+# expect: {id: checkpoint-dtype-mismatch, family: compile-load, raises: null}
+# at: {fqn: [null, ''], op: null, phase: static}
+# shows: 'before 0\.00[0-9]+ after 0\.0[1-9]'
+# why: second moments below 6e-8 are 0 in a float16 checkpoint, so the first steps after it divide by next to nothing
 
 import io
 

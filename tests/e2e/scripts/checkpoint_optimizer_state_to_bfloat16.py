@@ -1,14 +1,7 @@
-# expect:
-#   id: checkpoint-dtype-mismatch
-#   confidence: proven
-#   severity: warning
-#   fqn: [null, ""]
-#   op: null
-#   phase: static
-#   raises: null
-#   family: compile-load
-#   shows: 'torch.float32 torch.bfloat16'
-#   why: torch casts what an optimizer keeps in float32 to the dtype of the parameters, when its state is loaded
+# expect: {id: checkpoint-dtype-mismatch, family: compile-load, raises: null}
+# at: {fqn: [null, ''], op: null, phase: static}
+# shows: 'torch.float32 torch.bfloat16'
+# why: torch casts what an optimizer keeps in float32 to the dtype of the parameters, when its state is loaded
 
 import torch
 from torch import nn

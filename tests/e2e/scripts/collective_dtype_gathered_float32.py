@@ -1,13 +1,6 @@
-# expect:
-#   id: collective-dtype-mismatch
-#   fqn: null
-#   phase: forward
-#   step: 1
-#   raises: ValueError
-#   confidence: likely
-#   severity: error
-#   family: mismatch
-#   why: the list that the scores are gathered into is float32, the scores are bfloat16
+# expect: {id: collective-dtype-mismatch, family: mismatch, raises: ValueError}
+# at: {fqn: null, phase: forward, step: 1}
+# why: the list that the scores are gathered into is float32, the scores are bfloat16
 
 import torch
 import torch.distributed as dist

@@ -1,14 +1,7 @@
-# expect:
-#   id: compile-only-nonfinite
-#   fqn: ["", spread]
-#   phase: compile
-#   step: 2
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   shows: "night 2 nan"
-#   family: compile-load
-#   why: eager mode rounds a product to one and takes the root of 0, the compiled kernel keeps float32 and takes that of a negative number
+# expect: {id: compile-only-nonfinite, family: compile-load, raises: null}
+# at: {fqn: ['', spread], phase: compile, step: 2}
+# shows: "night 2 nan"
+# why: eager mode rounds a product to one and takes the root of 0, the compiled kernel keeps float32 and takes that of a negative number
 
 import torch
 from torch import nn

@@ -1,14 +1,7 @@
-# expect:
-#   id: custom-function-autocast
-#   fqn: null
-#   phase: backward
-#   step: 1
-#   raises: AttributeError
-#   confidence: likely
-#   severity: error
-#   family: mismatch
-#   born: custom-fwd
-#   why: custom_fwd writes to the context that a forward without ctx does not have, and custom_bwd looks for it there
+# expect: {id: custom-function-autocast, family: mismatch, raises: AttributeError}
+# at: {fqn: null, phase: backward, step: 1}
+# born: custom-fwd
+# why: custom_fwd writes to the context that a forward without ctx does not have, and custom_bwd looks for it there
 
 import torch
 from torch import nn

@@ -1,17 +1,8 @@
-# expect:
-#   id: custom-function-autocast
-#   fqn: "1"
-#   op: aten.mm.default
-#   phase: backward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: custom-fwd
-#   born_fqn: "1"
-#   raised_in: "1"
-#   why: custom_fwd/custom_bwd were written for "cuda", so on a CPU the backward runs without the forward's autocast
+# expect: {id: custom-function-autocast, family: mismatch, raises: RuntimeError}
+# at: {fqn: '1', op: aten.mm.default, phase: backward, step: 1, raised_in: '1'}
+# born: custom-fwd
+# born_fqn: "1"
+# why: custom_fwd/custom_bwd were written for "cuda", so on a CPU the backward runs without the forward's autocast
 
 import torch
 from torch import nn

@@ -1,17 +1,8 @@
-# expect:
-#   id: custom-function-autocast
-#   fqn: hops.1
-#   op: aten.mm.default
-#   phase: backward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: custom-fwd
-#   born_fqn: hops.1
-#   raised_in: hops.1
-#   why: a hand-written backward without custom_fwd/custom_bwd sees bfloat16 gradients and the float32 tensors it saved
+# expect: {id: custom-function-autocast, family: mismatch, raises: RuntimeError}
+# at: {fqn: hops.1, op: aten.mm.default, phase: backward, step: 1, raised_in: hops.1}
+# born: custom-fwd
+# born_fqn: hops.1
+# why: a hand-written backward without custom_fwd/custom_bwd sees bfloat16 gradients and the float32 tensors it saved
 
 import torch
 from torch import nn

@@ -1,15 +1,7 @@
-# expect:
-#   id: divergence
-#   fqn: "2"
-#   op: aten.addmm.default
-#   phase: forward
-#   step: 4
-#   raises: null
-#   confidence: likely
-#   severity: error
-#   family: nonfinite
-#   shows: nan|inf
-#   why: a learning rate of 30 multiplies weights and loss in each step; float16 ends first, and float32 follows two steps later
+# expect: {id: divergence, family: nonfinite, raises: null}
+# at: {fqn: '2', op: aten.addmm.default, phase: forward, step: 4}
+# shows: nan|inf
+# why: a learning rate of 30 multiplies weights and loss in each step; float16 ends first, and float32 follows two steps later
 
 import torch
 from torch import nn

@@ -1,13 +1,7 @@
-# expect:
-#   id: divergence
-#   fqn: back
-#   op: aten.addmm.default
-#   phase: forward
-#   step: 3
-#   raises: null
-#   family: nonfinite
-#   shows: '2 nan|2 inf'
-#   why: the warm-up multiplies the learning rate by ten each step until weights and loss have grown a hundredfold, and a linear's float16 output is inf in the third
+# expect: {id: divergence, family: nonfinite, raises: null}
+# at: {fqn: back, op: aten.addmm.default, phase: forward, step: 3}
+# shows: '2 nan|2 inf'
+# why: the warm-up multiplies the learning rate by ten each step until weights and loss have grown a hundredfold, and a linear's float16 output is inf in the third
 
 import torch
 from torch import nn

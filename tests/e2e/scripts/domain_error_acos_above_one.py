@@ -1,14 +1,6 @@
-# expect:
-#   id: domain-error
-#   fqn: bend
-#   op: aten.acos.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: the cosine of parallel vectors is scaled by a learnt factor above one before acos
+# expect: {id: domain-error, family: nonfinite, raises: null}
+# at: {fqn: bend, op: aten.acos.default, phase: forward, step: 1}
+# why: the cosine of parallel vectors is scaled by a learnt factor above one before acos
 
 import torch
 from torch import nn

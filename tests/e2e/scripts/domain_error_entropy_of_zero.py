@@ -1,14 +1,6 @@
-# expect:
-#   id: domain-error
-#   fqn: null
-#   op: [aten.mul.Tensor, aten.log.default]
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: entropy as p * log p with an exact zero in p
+# expect: {id: domain-error, family: nonfinite, raises: null}
+# at: {fqn: null, op: [aten.mul.Tensor, aten.log.default], phase: forward, step: 1}
+# why: entropy as p * log p with an exact zero in p
 
 import torch
 from torch import nn

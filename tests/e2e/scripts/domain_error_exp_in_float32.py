@@ -1,14 +1,6 @@
-# expect:
-#   id: domain-error
-#   fqn: ""
-#   op: aten.exp.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: exp of several hundred is inf in float32 too, under bfloat16 autocast or not
+# expect: {id: domain-error, family: nonfinite, raises: null}
+# at: {fqn: '', op: aten.exp.default, phase: forward, step: 1}
+# why: exp of several hundred is inf in float32 too, under bfloat16 autocast or not
 
 import torch
 from torch import nn

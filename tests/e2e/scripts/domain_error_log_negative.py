@@ -1,14 +1,6 @@
-# expect:
-#   id: domain-error
-#   fqn: depth
-#   op: aten.log.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: the logarithm of a number that can be negative, in float32
+# expect: {id: domain-error, family: nonfinite, raises: null}
+# at: {fqn: depth, op: aten.log.default, phase: forward, step: 1}
+# why: the logarithm of a number that can be negative, in float32
 
 import torch
 from torch import nn

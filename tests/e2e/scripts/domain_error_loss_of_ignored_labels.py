@@ -1,14 +1,6 @@
-# expect:
-#   id: domain-error
-#   fqn: null
-#   op: aten.nll_loss_forward.default
-#   phase: forward
-#   step: 2
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: every label of the second batch is -100, so the mean over no elements is 0/0
+# expect: {id: domain-error, family: nonfinite, raises: null}
+# at: {fqn: null, op: aten.nll_loss_forward.default, phase: forward, step: 2}
+# why: every label of the second batch is -100, so the mean over no elements is 0/0
 
 import torch
 from torch import nn

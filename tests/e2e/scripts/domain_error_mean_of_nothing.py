@@ -1,14 +1,6 @@
-# expect:
-#   id: domain-error
-#   fqn: middle
-#   op: aten.div.Tensor
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: the mean over an empty session is 0/0, in bfloat16 as in float32
+# expect: {id: domain-error, family: nonfinite, raises: null}
+# at: {fqn: middle, op: aten.div.Tensor, phase: forward, step: 1}
+# why: the mean over an empty session is 0/0, in bfloat16 as in float32
 
 import torch
 from torch import nn

@@ -1,14 +1,6 @@
-# expect:
-#   id: domain-error
-#   fqn: ""
-#   op: [aten.div.Tensor, aten.mul.Tensor]
-#   phase: backward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: the square root's derivative at zero is inf for a pair of equal points; the forward is finite
+# expect: {id: domain-error, family: nonfinite, raises: null}
+# at: {fqn: '', op: [aten.div.Tensor, aten.mul.Tensor], phase: backward, step: 1}
+# why: the square root's derivative at zero is inf for a pair of equal points; the forward is finite
 
 import torch
 from torch import nn

@@ -1,14 +1,6 @@
-# expect:
-#   id: domain-error
-#   fqn: null
-#   op: aten.div.Tensor
-#   phase: backward
-#   step: 2
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: three calls of one network, then a distance outside of it whose root is taken at zero; only the backward is infinite
+# expect: {id: domain-error, family: nonfinite, raises: null}
+# at: {fqn: null, op: aten.div.Tensor, phase: backward, step: 2}
+# why: three calls of one network, then a distance outside of it whose root is taken at zero; only the backward is infinite
 
 import torch
 from torch import nn

@@ -1,15 +1,7 @@
-# expect:
-#   id: domain-error
-#   fqn: [swell, ""]
-#   op: aten.sqrt.default
-#   phase: forward
-#   step: 2
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   shows: "hour 2 nan"
-#   family: compile-load
-#   why: the root of a negative number is NaN compiled and in eager mode alike, so the compiler is not to blame
+# expect: {id: domain-error, family: compile-load, raises: null}
+# at: {fqn: [swell, ''], op: aten.sqrt.default, phase: forward, step: 2}
+# shows: "hour 2 nan"
+# why: the root of a negative number is NaN compiled and in eager mode alike, so the compiler is not to blame
 
 import torch
 from torch import nn

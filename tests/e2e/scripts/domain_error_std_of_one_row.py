@@ -1,14 +1,6 @@
-# expect:
-#   id: domain-error
-#   fqn: whiten
-#   op: aten.std.correction
-#   phase: forward
-#   step: 3
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: the last batch of an epoch has one row, whose standard deviation is 0/0
+# expect: {id: domain-error, family: nonfinite, raises: null}
+# at: {fqn: whiten, op: aten.std.correction, phase: forward, step: 3}
+# why: the last batch of an epoch has one row, whose standard deviation is 0/0
 
 import torch
 from torch import nn

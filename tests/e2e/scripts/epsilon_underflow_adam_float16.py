@@ -1,15 +1,7 @@
-# expect:
-#   id: optimizer-epsilon-underflow
-#   fqn: emb
-#   op: [aten.addcdiv_.default, aten._foreach_addcdiv_.ScalarList]
-#   phase: optimizer
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   shows: 'loss nan'
-#   why: Adam's 1e-8 is zero in float16, so rows without a gradient become 0/0
+# expect: {id: optimizer-epsilon-underflow, family: nonfinite, raises: null}
+# at: {fqn: emb, op: [aten.addcdiv_.default, aten._foreach_addcdiv_.ScalarList], phase: optimizer, step: 1}
+# shows: 'loss nan'
+# why: Adam's 1e-8 is zero in float16, so rows without a gradient become 0/0
 
 import torch
 from torch import nn

@@ -1,14 +1,6 @@
-# expect:
-#   id: optimizer-epsilon-underflow
-#   fqn: "0"
-#   op: aten.div.Tensor
-#   phase: optimizer
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: a home-made optimizer adds 1e-10 to a float16 root mean square that is zero for a dead input column
+# expect: {id: optimizer-epsilon-underflow, family: nonfinite, raises: null}
+# at: {fqn: '0', op: aten.div.Tensor, phase: optimizer, step: 1}
+# why: a home-made optimizer adds 1e-10 to a float16 root mean square that is zero for a dead input column
 
 import torch
 from torch import nn

@@ -1,15 +1,7 @@
-# expect:
-#   id: float8-range
-#   confidence: proven
-#   severity: error
-#   fqn: memory
-#   op: aten._to_copy.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   family: silent
-#   shows: 'kept 0\.0'
-#   why: the smallest number of float8_e4m3fn is 0.00195, and what is stored without a scale is smaller
+# expect: {id: float8-range, family: silent, raises: null}
+# at: {fqn: memory, op: aten._to_copy.default, phase: forward, step: 1}
+# shows: 'kept 0\.0'
+# why: the smallest number of float8_e4m3fn is 0.00195, and what is stored without a scale is smaller
 
 import torch
 from torch import nn

@@ -1,15 +1,7 @@
-# expect:
-#   id: float-to-int-cast
-#   fqn: place
-#   op: aten._to_copy.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: silent
-#   shows: 'distinct heights (2\d|3[0-2])\b'
-#   why: normalised coordinates take the dtype of the tile index, an int64, before the table is interpolated
+# expect: {id: float-to-int-cast, family: silent, raises: null}
+# at: {fqn: place, op: aten._to_copy.default, phase: forward, step: 1}
+# shows: 'distinct heights (2\d|3[0-2])\b'
+# why: normalised coordinates take the dtype of the tile index, an int64, before the table is interpolated
 
 import torch
 from torch import nn

@@ -1,15 +1,7 @@
-# expect:
-#   id: float-to-int-cast
-#   fqn: steps.0
-#   op: aten._to_copy.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: silent
-#   shows: 'distinct inputs [1-9]\b'
-#   why: the wrapper casts activations to the dtype of a packed 4-bit weight, which is uint8
+# expect: {id: float-to-int-cast, family: silent, raises: null}
+# at: {fqn: steps.0, op: aten._to_copy.default, phase: forward, step: 1}
+# shows: 'distinct inputs [1-9]\b'
+# why: the wrapper casts activations to the dtype of a packed 4-bit weight, which is uint8
 
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit

@@ -1,12 +1,6 @@
-# expect:
-#   id: fsdp-mixed-dtypes
-#   fqn: ["", blocks.0]
-#   phase: [static, forward]
-#   raises: AssertionError
-#   confidence: likely
-#   severity: error
-#   family: mismatch
-#   why: one shard unit holds bfloat16 linears and a float32 norm
+# expect: {id: fsdp-mixed-dtypes, family: mismatch, raises: AssertionError}
+# at: {fqn: ['', blocks.0], phase: [static, forward]}
+# why: one shard unit holds bfloat16 linears and a float32 norm
 
 import torch
 import torch.distributed as dist

@@ -1,14 +1,6 @@
-# expect:
-#   id: fully-masked-row
-#   fqn: pool
-#   op: aten._softmax.default
-#   phase: forward
-#   step: 2
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: the second batch holds an empty review, whose every position is filled with -inf before the softmax
+# expect: {id: fully-masked-row, family: nonfinite, raises: null}
+# at: {fqn: pool, op: aten._softmax.default, phase: forward, step: 2}
+# why: the second batch holds an empty review, whose every position is filled with -inf before the softmax
 
 import torch
 from torch import nn

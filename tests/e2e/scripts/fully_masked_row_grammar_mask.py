@@ -1,14 +1,6 @@
-# expect:
-#   id: fully-masked-row
-#   fqn: null
-#   op: aten._softmax.default
-#   phase: forward
-#   step: 3
-#   raises: RuntimeError
-#   confidence: likely
-#   severity: error
-#   family: nonfinite
-#   why: after a closing bracket the grammar allows no token at all, so softmax has a row of -inf and multinomial raises
+# expect: {id: fully-masked-row, family: nonfinite, raises: RuntimeError}
+# at: {fqn: null, op: aten._softmax.default, phase: forward, step: 3}
+# why: after a closing bracket the grammar allows no token at all, so softmax has a row of -inf and multinomial raises
 
 import torch
 from torch import nn

@@ -1,14 +1,6 @@
-# expect:
-#   id: fully-masked-row
-#   fqn: cross
-#   op: aten._softmax.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: key_padding_mask excludes every key of one sample
+# expect: {id: fully-masked-row, family: nonfinite, raises: null}
+# at: {fqn: cross, op: aten._softmax.default, phase: forward, step: 1}
+# why: key_padding_mask excludes every key of one sample
 
 import torch
 from torch import nn

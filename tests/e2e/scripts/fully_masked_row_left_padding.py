@@ -1,14 +1,6 @@
-# expect:
-#   id: fully-masked-row
-#   fqn: heads
-#   op: [aten.add.Tensor, aten._softmax.default]
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: additive masks of the smallest float16 number, for the future, padded keys and padded queries, sum to -inf in whole rows
+# expect: {id: fully-masked-row, family: nonfinite, raises: null}
+# at: {fqn: heads, op: [aten.add.Tensor, aten._softmax.default], phase: forward, step: 1}
+# why: additive masks of the smallest float16 number, for the future, padded keys and padded queries, sum to -inf in whole rows
 
 import torch
 from torch import nn

@@ -1,15 +1,7 @@
-# expect:
-#   id: fully-masked-row
-#   fqn: meet
-#   op: [aten._softmax.default, aten.bmm.default]
-#   phase: forward
-#   step: 2
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   shows: "round 2 nan"
-#   family: nonfinite
-#   why: float16 scores are -inf here and there, which does no harm; the rows that are NaN are those of an empty table
+# expect: {id: fully-masked-row, family: nonfinite, raises: null}
+# at: {fqn: meet, op: [aten._softmax.default, aten.bmm.default], phase: forward, step: 2}
+# shows: "round 2 nan"
+# why: float16 scores are -inf here and there, which does no harm; the rows that are NaN are those of an empty table
 
 import torch
 from torch import nn

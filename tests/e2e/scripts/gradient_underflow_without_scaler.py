@@ -1,14 +1,7 @@
-# expect:
-#   id: gradient-underflow
-#   op: null
-#   phase: backward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: warning
-#   family: silent
-#   shows: 'first layer gradient 0\.0e\+00'
-#   why: float16 autocast without a scaler over a mean of very many elements
+# expect: {id: gradient-underflow, family: silent, raises: null}
+# at: {op: null, phase: backward, step: 1}
+# shows: 'first layer gradient 0\.0e\+00'
+# why: float16 autocast without a scaler over a mean of very many elements
 
 import torch
 from torch import nn

@@ -1,13 +1,6 @@
-# expect:
-#   id: compile-graph-break
-#   fqn: ["", guard]
-#   op: null
-#   phase: compile
-#   raises: null
-#   confidence: likely
-#   severity: info
-#   family: compile-load
-#   why: a Python branch on a tensor's value inside a compiled forward
+# expect: {id: compile-graph-break, family: compile-load, raises: null}
+# at: {fqn: ['', guard], op: null, phase: compile}
+# why: a Python branch on a tensor's value inside a compiled forward
 
 import torch
 from torch import nn

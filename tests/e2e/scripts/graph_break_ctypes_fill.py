@@ -1,12 +1,6 @@
-# expect:
-#   id: compile-graph-break
-#   fqn: [p, _orig_mod.p]
-#   phase: compile
-#   raises: null
-#   confidence: likely
-#   severity: warning
-#   family: compile-load
-#   why: a layer fills its weight by a C function; Dynamo stops inside ctypes, and the line that called it is the one to change
+# expect: {id: compile-graph-break, family: compile-load, raises: null}
+# at: {fqn: [p, _orig_mod.p], phase: compile}
+# why: a layer fills its weight by a C function; Dynamo stops inside ctypes, and the line that called it is the one to change
 
 import ctypes
 

@@ -1,13 +1,6 @@
-# expect:
-#   id: compile-graph-break
-#   fqn: ["", colour]
-#   op: null
-#   phase: compile
-#   raises: null
-#   confidence: likely
-#   severity: info
-#   family: compile-load
-#   why: a print inside a compiled submodule
+# expect: {id: compile-graph-break, family: compile-load, raises: null}
+# at: {fqn: ['', colour], op: null, phase: compile}
+# why: a print inside a compiled submodule
 
 import torch
 from torch import nn

@@ -1,17 +1,8 @@
-# expect:
-#   id: head-dtype-mismatch
-#   fqn: [letters, squash.1]
-#   op: aten.addmm.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: compute-dtype
-#   born_fqn: squash.1
-#   raised_in: letters
-#   why: the 4-bit layer computes in its default float32 and hands that on, the output layer is float16
+# expect: {id: head-dtype-mismatch, family: mismatch, raises: RuntimeError}
+# at: {fqn: [letters, squash.1], op: aten.addmm.default, phase: forward, step: 1, raised_in: letters}
+# born: compute-dtype
+# born_fqn: squash.1
+# why: the 4-bit layer computes in its default float32 and hands that on, the output layer is float16
 
 import bitsandbytes as bnb
 import torch

@@ -1,17 +1,8 @@
-# expect:
-#   id: head-dtype-mismatch
-#   fqn: lm_head
-#   op: aten.mm.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: modules-to-save
-#   born_fqn: lm_head.modules_to_save.default
-#   raised_in: lm_head.modules_to_save.default
-#   why: all trainables were lifted to float32, the fully trained output layer too, and nothing casts its input
+# expect: {id: head-dtype-mismatch, family: mismatch, raises: RuntimeError}
+# at: {fqn: lm_head, op: aten.mm.default, phase: forward, step: 1, raised_in: lm_head.modules_to_save.default}
+# born: modules-to-save
+# born_fqn: lm_head.modules_to_save.default
+# why: all trainables were lifted to float32, the fully trained output layer too, and nothing casts its input
 
 import torch
 from peft import LoraConfig, get_peft_model

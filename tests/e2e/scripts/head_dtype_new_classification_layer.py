@@ -1,16 +1,7 @@
-# expect:
-#   id: head-dtype-mismatch
-#   fqn: grade
-#   op: aten.addmm.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: load-dtype
-#   raised_in: grade
-#   why: the encoder was loaded in bfloat16, the new classification layer is float32 by default
+# expect: {id: head-dtype-mismatch, family: mismatch, raises: RuntimeError}
+# at: {fqn: grade, op: aten.addmm.default, phase: forward, step: 1, raised_in: grade}
+# born: load-dtype
+# why: the encoder was loaded in bfloat16, the new classification layer is float32 by default
 
 import tempfile
 

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: gradient accumulation over float16 autocast with a scaler, unscaled before clipping
+# expect: {id: null, family: healthy, raises: null}
+# why: gradient accumulation over float16 autocast with a scaler, unscaled before clipping
 
 import torch
 from torch import nn

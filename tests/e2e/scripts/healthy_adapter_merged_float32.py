@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: the weights are cast to float32 before the adapter is added to them
+# expect: {id: null, family: healthy, raises: null}
+# why: the weights are cast to float32 before the adapter is added to them
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: beam search starts all beams but the first at -inf and carries the scores in a tensor
+# expect: {id: null, family: healthy, raises: null}
+# why: beam search starts all beams but the first at -inf and carries the scores in a tensor
 
 import torch
 from torch import nn

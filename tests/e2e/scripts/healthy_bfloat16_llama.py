@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: bfloat16 Llama; its norms go to float32 and come back, rotary tables stay float32
+# expect: {id: null, family: healthy, raises: null}
+# why: bfloat16 Llama; its norms go to float32 and come back, rotary tables stay float32
 
 import tempfile
 

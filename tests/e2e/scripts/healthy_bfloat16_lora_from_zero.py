@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: low-rank branches in pure bfloat16 start at zero and move at a rate that bfloat16 can represent
+# expect: {id: null, family: healthy, raises: null}
+# why: low-rank branches in pure bfloat16 start at zero and move at a rate that bfloat16 can represent
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: a float32 student learns from a frozen bfloat16 teacher with other weights; their difference is the point
+# expect: {id: null, family: healthy, raises: null}
+# why: a float32 student learns from a frozen bfloat16 teacher with other weights; their difference is the point
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: the forward algorithm of a chain starts at -inf for all states but one and forbids transitions with -inf
+# expect: {id: null, family: healthy, raises: null}
+# why: the forward algorithm of a chain starts at -inf for all states but one and forbids transitions with -inf
 
 import torch
 from torch import nn

@@ -1,9 +1,6 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   shows: 'peak 5\d{4}'
-#   why: float16 activations close below 65504, all finite
+# expect: {id: null, family: healthy, raises: null}
+# shows: 'peak 5\d{4}'
+# why: float16 activations close below 65504, all finite
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: a compiled model without a graph break, with two input sizes
+# expect: {id: null, family: healthy, raises: null}
+# why: a compiled model without a graph break, with two input sizes
 
 import torch
 from torch import nn

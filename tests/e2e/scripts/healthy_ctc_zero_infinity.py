@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: CTC cannot align a target longer than its input and gives inf, which zero_infinity drops as intended
+# expect: {id: null, family: healthy, raises: null}
+# why: CTC cannot align a target longer than its input and gives inf, which zero_infinity drops as intended
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: SystemExit
-#   family: healthy
-#   why: two optimizers, a gradient penalty through a double backward, and sys.exit(0) at the end
+# expect: {id: null, family: healthy, raises: SystemExit}
+# why: two optimizers, a gradient penalty through a double backward, and sys.exit(0) at the end
 
 import sys
 

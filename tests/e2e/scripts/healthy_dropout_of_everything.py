@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: dropout of everything (p = 1) in one branch and of a tenth in another, in float16
+# expect: {id: null, family: healthy, raises: null}
+# why: dropout of everything (p = 1) in one branch and of a tenth in another, in float16
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: evaluation under no_grad and autocast between training steps, each in a region of its own
+# expect: {id: null, family: healthy, raises: null}
+# why: evaluation under no_grad and autocast between training steps, each in a region of its own
 
 import torch
 from torch import nn

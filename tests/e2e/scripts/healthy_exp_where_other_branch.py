@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: exp leaves float16's range where torch.where takes the other branch, in inference only
+# expect: {id: null, family: healthy, raises: null}
+# why: exp leaves float16's range where torch.where takes the other branch, in inference only
 
 import torch
 from torch import nn

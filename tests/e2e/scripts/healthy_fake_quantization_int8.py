@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: bucketed distances, fake quantisation to int8 with a straight-through gradient, and lengths are integers on purpose
+# expect: {id: null, family: healthy, raises: null}
+# why: bucketed distances, fake quantisation to int8 with a straight-through gradient, and lengths are integers on purpose
 
 import math
 

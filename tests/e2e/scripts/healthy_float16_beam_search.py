@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: float16 generation with beam search and a banned word; -inf scores and masks are transformers' own
+# expect: {id: null, family: healthy, raises: null}
+# why: float16 generation with beam search and a banned word; -inf scores and masks are transformers' own
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: small float16 inference with room to spare
+# expect: {id: null, family: healthy, raises: null}
+# why: small float16 inference with room to spare
 
 from itertools import pairwise
 

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: where all rewards of a group are equal, 0/0 makes NaN of its float16 advantages in float32 as well, and 0 is what they are
+# expect: {id: null, family: healthy, raises: null}
+# why: where all rewards of a group are equal, 0/0 makes NaN of its float16 advantages in float32 as well, and 0 is what they are
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: a float32 checkpoint is asked for in bfloat16 and fine-tuned in it, as the script says in so many words
+# expect: {id: null, family: healthy, raises: null}
+# why: a float32 checkpoint is asked for in bfloat16 and fine-tuned in it, as the script says in so many words
 
 import tempfile
 

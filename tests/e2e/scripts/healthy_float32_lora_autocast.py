@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: float32 LoRA adapters over a frozen bfloat16 base under bfloat16 autocast, as peft means it
+# expect: {id: null, family: healthy, raises: null}
+# why: float32 LoRA adapters over a frozen bfloat16 base under bfloat16 autocast, as peft means it
 
 import torch
 from peft import LoraConfig, get_peft_model

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: bfloat16 weights with float32 master weights; a small update may round away in the copy but not in the master
+# expect: {id: null, family: healthy, raises: null}
+# why: bfloat16 weights with float32 master weights; a small update may round away in the copy but not in the master
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: float32 spectra with a log of clamped magnitudes, weights of one under a float16 autocast region with a scaler
+# expect: {id: null, family: healthy, raises: null}
+# why: float32 spectra with a log of clamped magnitudes, weights of one under a float16 autocast region with a scaler
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: a float64 model on numpy data, with complex numbers inside; everything agrees
+# expect: {id: null, family: healthy, raises: null}
+# why: a float64 model on numpy data, with complex numbers inside; everything agrees
 
 import numpy as np
 import torch

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: float8 with a scale for each row rounds to three bits and loses nothing else; so does a weight that lies in its range
+# expect: {id: null, family: healthy, raises: null}
+# why: float8 with a scale for each row rounds to three bits and loses nothing else; so does a weight that lies in its range
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: a cast from float to int that is meant, the quantisation of pixels into token ids
+# expect: {id: null, family: healthy, raises: null}
+# why: a cast from float to int that is meant, the quantisation of pixels into token ids
 
 import torch
 from torch import nn

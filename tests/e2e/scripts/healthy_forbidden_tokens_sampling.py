@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: forbidden tokens get -inf and a probability of exactly zero; sampling is fine
+# expect: {id: null, family: healthy, raises: null}
+# why: forbidden tokens get -inf and a probability of exactly zero; sampling is fine
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: the class of every second token is ignored and labels are smoothed, over float16 autocast with a scaler
+# expect: {id: null, family: healthy, raises: null}
+# why: the class of every second token is ignored and labels are smoothed, over float16 autocast with a scaler
 
 import torch
 from torch import nn

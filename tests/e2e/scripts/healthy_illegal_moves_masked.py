@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: illegal moves get -inf before the loss and the entropy, whose terms for them are zero by torch.special.entr
+# expect: {id: null, family: healthy, raises: null}
+# why: illegal moves get -inf before the loss and the entropy, whose terms for them are zero by torch.special.entr
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: inf as the start of a running minimum, in a buffer and in a local tensor
+# expect: {id: null, family: healthy, raises: null}
+# why: inf as the start of a running minimum, in a buffer and in a local tensor
 
 import torch
 from torch import nn

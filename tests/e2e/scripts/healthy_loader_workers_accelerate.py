@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: worker processes feed the loop; accelerate with bf16 and a scheduler
+# expect: {id: null, family: healthy, raises: null}
+# why: worker processes feed the loop; accelerate with bf16 and a scheduler
 
 import torch
 from accelerate import Accelerator

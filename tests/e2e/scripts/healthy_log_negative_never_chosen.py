@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: the logarithm of negative entries is NaN but torch.where never chooses it, forward or backward
+# expect: {id: null, family: healthy, raises: null}
+# why: the logarithm of negative entries is NaN but torch.where never chooses it, forward or backward
 
 import torch
 from torch import nn

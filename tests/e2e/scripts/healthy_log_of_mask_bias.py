@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: the logarithm of a 0/1 mask gives -inf on purpose and is added to attention scores
+# expect: {id: null, family: healthy, raises: null}
+# why: the logarithm of a 0/1 mask gives -inf on purpose and is added to attention scores
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: evaluation leaves early and some modules never run; a checkpoint of zeros is read by nobody
+# expect: {id: null, family: healthy, raises: null}
+# why: evaluation leaves early and some modules never run; a checkpoint of zeros is read by nobody
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: the state of the optimizer is saved and loaded in float32
+# expect: {id: null, family: healthy, raises: null}
+# why: the state of the optimizer is saved and loaded in float32
 
 import io
 

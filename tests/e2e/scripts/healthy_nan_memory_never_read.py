@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: memory that was never written holds NaN, and nobody reads it
+# expect: {id: null, family: healthy, raises: null}
+# why: memory that was never written holds NaN, and nobody reads it
 
 import torch
 from torch import nn

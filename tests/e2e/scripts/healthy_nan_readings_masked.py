@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: readings and targets have NaN where a sensor was off; both are masked before anything is computed with them
+# expect: {id: null, family: healthy, raises: null}
+# why: readings and targets have NaN where a sensor was off; both are masked before anything is computed with them
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: attention rows of empty places are NaN, and only the rows of real guests are read inside the model
+# expect: {id: null, family: healthy, raises: null}
+# why: attention rows of empty places are NaN, and only the rows of real guests are read inside the model
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: nan_to_num and clamp stand in the path and never have anything to do
+# expect: {id: null, family: healthy, raises: null}
+# why: nan_to_num and clamp stand in the path and never have anything to do
 
 import torch
 from torch import nn

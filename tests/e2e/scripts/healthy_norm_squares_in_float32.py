@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: float16 activations of several hundred are squared in float32 inside the norm, and come back
+# expect: {id: null, family: healthy, raises: null}
+# why: float16 activations of several hundred are squared in float32 inside the norm, and come back
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: what load_state_dict has cast to the dtype of the parameters is put back in float32 before the next step
+# expect: {id: null, family: healthy, raises: null}
+# why: what load_state_dict has cast to the dtype of the parameters is put back in float32 before the next step
 
 import torch
 from torch import nn

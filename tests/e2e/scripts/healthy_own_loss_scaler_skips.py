@@ -1,9 +1,6 @@
-# expect:
-#   id: null
-#   raises: null
-#   shows: "skip"
-#   family: healthy
-#   why: a loss scaler of one's own starts too high and throws gradients away; no optimizer ever gets them
+# expect: {id: null, family: healthy, raises: null}
+# shows: "skip"
+# why: a loss scaler of one's own starts too high and throws gradients away; no optimizer ever gets them
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: packed sequences of different lengths, masked means, a maximum over padding filled with -inf, gradients clipped
+# expect: {id: null, family: healthy, raises: null}
+# why: packed sequences of different lengths, masked means, a maximum over padding filled with -inf, gradients clipped
 
 import torch
 from torch import nn

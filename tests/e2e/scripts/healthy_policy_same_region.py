@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: a policy acts and is trained in the same bfloat16 autocast region; its ratios are 1 until it is trained
+# expect: {id: null, family: healthy, raises: null}
+# why: a policy acts and is trained in the same bfloat16 autocast region; its ratios are 1 until it is trained
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: positions are counted in int64 and float32; a count of words, lengths and a few positions may well be bfloat16
+# expect: {id: null, family: healthy, raises: null}
+# why: positions are counted in int64 and float32; a count of words, lengths and a few positions may well be bfloat16
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: labels of -100 on the prompt, always with some answer tokens left
+# expect: {id: null, family: healthy, raises: null}
+# why: labels of -100 on the prompt, always with some answer tokens left
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: 4-bit base layers with float32 LoRA branches, everything in agreement with the bfloat16 activations
+# expect: {id: null, family: healthy, raises: null}
+# why: 4-bit base layers with float32 LoRA branches, everything in agreement with the bfloat16 activations
 
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: training for int8 rounds activations itself, stores them as int8 and scales them back, as it means to
+# expect: {id: null, family: healthy, raises: null}
+# why: training for int8 rounds activations itself, stores them as int8 and scales them back, as it means to
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: one autocast region around the whole loop, but with its cache switched off
+# expect: {id: null, family: healthy, raises: null}
+# why: one autocast region around the whole loop, but with its cache switched off
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: one encoder called twice per step, with bfloat16 autocast opened anew for each forward
+# expect: {id: null, family: healthy, raises: null}
+# why: one encoder called twice per step, with bfloat16 autocast opened anew for each forward
 
 import torch
 from torch import nn

@@ -1,9 +1,6 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   shows: 'using torch\.float32'
-#   why: the script tries a cheaper dtype, catches the refusal on purpose and goes on in float32
+# expect: {id: null, family: healthy, raises: null}
+# shows: 'using torch\.float32'
+# why: the script tries a cheaper dtype, catches the refusal on purpose and goes on in float32
 
 import torch
 from torch import nn

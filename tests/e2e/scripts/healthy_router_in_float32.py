@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: bfloat16 experts whose router computes in float32, so the choice does not depend on rounding
+# expect: {id: null, family: healthy, raises: null}
+# why: bfloat16 experts whose router computes in float32, so the choice does not depend on rounding
 
 import torch
 from torch import nn

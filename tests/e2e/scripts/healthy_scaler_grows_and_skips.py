@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: the scaler grows every other step, so that steps are skipped now and then, the last one too
+# expect: {id: null, family: healthy, raises: null}
+# why: the scaler grows every other step, so that steps are skipped now and then, the last one too
 
 import torch
 from torch import nn

@@ -1,9 +1,6 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   shows: 'taken 0\n(?s:.*)taken [5-9]\n'
-#   why: the scaler starts far too high, skips its first steps, halves, and then every step is taken
+# expect: {id: null, family: healthy, raises: null}
+# shows: 'taken 0\n(?s:.*)taken [5-9]\n'
+# why: the scaler starts far too high, skips its first steps, halves, and then every step is taken
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: TRL's SFTTrainer with gradient checkpointing, evaluation and accumulation in float32
+# expect: {id: null, family: healthy, raises: null}
+# why: TRL's SFTTrainer with gradient checkpointing, evaluation and accumulation in float32
 
 import torch
 from datasets import Dataset

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: a painter and a critic with spectral norm take turns under bfloat16 autocast, a frozen copy follows by moving average
+# expect: {id: null, family: healthy, raises: null}
+# why: a painter and a critic with spectral norm take turns under bfloat16 autocast, a frozen copy follows by moving average
 
 import copy
 

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: bfloat16 generation with a static cache, greedy and sampled, left-padded prompts with -inf-like masks
+# expect: {id: null, family: healthy, raises: null}
+# why: bfloat16 generation with a static cache, greedy and sampled, left-padded prompts with -inf-like masks
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: T5 keeps `wo` in float32 by design and casts for it; with gradient checkpointing under bfloat16 autocast
+# expect: {id: null, family: healthy, raises: null}
+# why: T5 keeps `wo` in float32 by design and casts for it; with gradient checkpointing under bfloat16 autocast
 
 import torch
 from transformers import T5Config, T5ForConditionalGeneration

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: half-precision logits of many guests are cut to the best few by value; nothing is looked up with the indices
+# expect: {id: null, family: healthy, raises: null}
+# why: half-precision logits of many guests are cut to the best few by value; nothing is looked up with the indices
 
 import torch
 from torch import nn

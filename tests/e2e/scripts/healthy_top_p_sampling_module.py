@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: top-k and top-p sampling inside the model push all other words to -inf, on purpose, in float16
+# expect: {id: null, family: healthy, raises: null}
+# why: top-k and top-p sampling inside the model push all other words to -inf, on purpose, in float16
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: scratch memory comes uninitialised (here with NaN and inf in it), is written with out= and read only where written
+# expect: {id: null, family: healthy, raises: null}
+# why: scratch memory comes uninitialised (here with NaN and inf in it), is written with out= and read only where written
 
 import torch
 from torch import nn

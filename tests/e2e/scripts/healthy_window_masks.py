@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: -inf in attention masks on purpose; each row keeps at least one finite score
+# expect: {id: null, family: healthy, raises: null}
+# why: -inf in attention masks on purpose; each row keeps at least one finite score
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: where all answers of a group are worth the same, 0/0 makes NaN of its advantages, and 0 is what they are
+# expect: {id: null, family: healthy, raises: null}
+# why: where all answers of a group are worth the same, 0/0 makes NaN of its advantages, and 0 is what they are
 
 import torch
 from torch import nn

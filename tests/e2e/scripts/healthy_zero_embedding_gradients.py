@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: most embedding rows get a zero gradient because they were not looked up, not because anything was flushed
+# expect: {id: null, family: healthy, raises: null}
+# why: most embedding rows get a zero gradient because they were not looked up, not because anything was flushed
 
 import torch
 from torch import nn

@@ -1,8 +1,5 @@
-# expect:
-#   id: null
-#   raises: null
-#   family: healthy
-#   why: the first step has a learning rate of zero and part of the model is frozen, so unmoved weights are meant
+# expect: {id: null, family: healthy, raises: null}
+# why: the first step has a learning rate of zero and part of the model is frozen, so unmoved weights are meant
 
 import torch
 from torch import nn

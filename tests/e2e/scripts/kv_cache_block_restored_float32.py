@@ -1,17 +1,8 @@
-# expect:
-#   id: kv-cache-dtype
-#   fqn: core.1
-#   op: aten.index_copy_.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: cache
-#   born_fqn: core.1
-#   raised_in: core.1
-#   why: the key/value store is allocated in the configured bfloat16, one block was restored in float32
+# expect: {id: kv-cache-dtype, family: mismatch, raises: RuntimeError}
+# at: {fqn: core.1, op: aten.index_copy_.default, phase: forward, step: 1, raised_in: core.1}
+# born: cache
+# born_fqn: core.1
+# why: the key/value store is allocated in the configured bfloat16, one block was restored in float32
 
 from dataclasses import dataclass
 

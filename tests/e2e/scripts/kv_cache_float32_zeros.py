@@ -1,16 +1,8 @@
-# expect:
-#   id: kv-cache-dtype
-#   fqn: layers.0.attn
-#   op: aten.scaled_dot_product_attention.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   raised_in: layers.0.attn
-#   born: cache
-#   why: a cache object made with torch.zeros is float32; writing slices into it casts in silence, attention refuses what it reads
+# expect: {id: kv-cache-dtype, family: mismatch, raises: RuntimeError}
+# at: {fqn: layers.0.attn, op: aten.scaled_dot_product_attention.default, phase: forward, step: 1,
+#   raised_in: layers.0.attn}
+# born: cache
+# why: a cache object made with torch.zeros is float32; writing slices into it casts in silence, attention refuses what it reads
 
 import torch
 from torch import nn

@@ -1,17 +1,8 @@
-# expect:
-#   id: kv-cache-dtype
-#   fqn: ""
-#   op: aten.index_put_.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: cache
-#   born_fqn: ""
-#   raised_in: ""
-#   why: the paged store is float16 by its own default, the model computes in bfloat16
+# expect: {id: kv-cache-dtype, family: mismatch, raises: RuntimeError}
+# at: {fqn: '', op: aten.index_put_.default, phase: forward, step: 1, raised_in: ''}
+# born: cache
+# born_fqn: ""
+# why: the paged store is float16 by its own default, the model computes in bfloat16
 
 import torch
 from torch import nn

@@ -1,13 +1,7 @@
-# expect:
-#   id: logprob-gap
-#   confidence: likely
-#   severity: warning
-#   phase: forward
-#   step: 1
-#   raises: null
-#   family: silent
-#   shows: '0 0 clipped [1-9][0-9]*'
-#   why: a policy acts in bfloat16 autocast and is trained in float32; its ratios are not 1 before the first step
+# expect: {id: logprob-gap, family: silent, raises: null}
+# at: {phase: forward, step: 1}
+# shows: '0 0 clipped [1-9][0-9]*'
+# why: a policy acts in bfloat16 autocast and is trained in float32; its ratios are not 1 before the first step
 
 import torch
 from torch import nn

@@ -1,12 +1,7 @@
-# expect:
-#   id: logprob-gap
-#   phase: [forward, generate]
-#   raises: null
-#   confidence: proven
-#   severity: warning
-#   family: silent
-#   shows: 'mean ratio (0\.9|1\.0)[0-9]*[1-9]'
-#   why: actions are drawn by a bfloat16 copy of the policy, their ratios are taken against float32 log-probabilities
+# expect: {id: logprob-gap, family: silent, raises: null}
+# at: {phase: [forward, generate]}
+# shows: 'mean ratio (0\.9|1\.0)[0-9]*[1-9]'
+# why: actions are drawn by a bfloat16 copy of the policy, their ratios are taken against float32 log-probabilities
 
 import copy
 

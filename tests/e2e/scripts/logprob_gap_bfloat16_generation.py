@@ -1,12 +1,7 @@
-# expect:
-#   id: logprob-gap
-#   phase: [forward, generate]
-#   raises: null
-#   confidence: proven
-#   severity: warning
-#   family: silent
-#   shows: 'largest gap 0\.[0-9]*[1-9]'
-#   why: a bfloat16 model generates, a float32 model with the same weights is trained on its log-probabilities
+# expect: {id: logprob-gap, family: silent, raises: null}
+# at: {phase: [forward, generate]}
+# shows: 'largest gap 0\.[0-9]*[1-9]'
+# why: a bfloat16 model generates, a float32 model with the same weights is trained on its log-probabilities
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

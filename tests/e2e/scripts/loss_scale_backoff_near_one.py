@@ -1,13 +1,7 @@
-# expect:
-#   id: loss-scale-exhausted
-#   op: null
-#   step: 1
-#   raises: null
-#   confidence: likely
-#   severity: error
-#   family: scaling
-#   shows: 'updates 0 of 10'
-#   why: the backoff factor is so close to one that the scale never comes down to where gradients fit into float16
+# expect: {id: loss-scale-exhausted, family: scaling, raises: null}
+# at: {op: null, step: 1}
+# shows: 'updates 0 of 10'
+# why: the backoff factor is so close to one that the scale never comes down to where gradients fit into float16
 
 import torch
 from torch import nn

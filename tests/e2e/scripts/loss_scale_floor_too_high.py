@@ -1,13 +1,7 @@
-# expect:
-#   id: loss-scale-exhausted
-#   op: null
-#   step: 1
-#   raises: null
-#   confidence: likely
-#   severity: error
-#   family: scaling
-#   shows: 'steps taken 0 of 8'
-#   why: a floor keeps the scale where the float16 backward always leaves its range, so every step is skipped
+# expect: {id: loss-scale-exhausted, family: scaling, raises: null}
+# at: {op: null, step: 1}
+# shows: 'steps taken 0 of 8'
+# why: a floor keeps the scale where the float16 backward always leaves its range, so every step is skipped
 
 import torch
 from torch import nn

@@ -1,17 +1,8 @@
-# expect:
-#   id: merge-dtype-mismatch
-#   fqn: ""
-#   op: aten.masked_scatter.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: load-dtype
-#   born_fqn: page
-#   raised_in: ""
-#   why: the page encoder was restored in float16, the language side runs in bfloat16
+# expect: {id: merge-dtype-mismatch, family: mismatch, raises: RuntimeError}
+# at: {fqn: '', op: aten.masked_scatter.default, phase: forward, step: 1, raised_in: ''}
+# born: load-dtype
+# born_fqn: page
+# why: the page encoder was restored in float16, the language side runs in bfloat16
 
 import io
 

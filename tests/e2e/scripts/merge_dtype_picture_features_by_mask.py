@@ -1,17 +1,8 @@
-# expect:
-#   id: merge-dtype-mismatch
-#   fqn: ""
-#   op: aten.index_put_.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: load-dtype
-#   born_fqn: eye
-#   raised_in: ""
-#   why: picture features from a float32 tower are written into bfloat16 word embeddings by mask
+# expect: {id: merge-dtype-mismatch, family: mismatch, raises: RuntimeError}
+# at: {fqn: '', op: aten.index_put_.default, phase: forward, step: 1, raised_in: ''}
+# born: load-dtype
+# born_fqn: eye
+# why: picture features from a float32 tower are written into bfloat16 word embeddings by mask
 
 import torch
 from torch import nn

@@ -1,16 +1,8 @@
-# expect:
-#   id: model-input-dtype
-#   fqn: features.0
-#   op: [aten.conv2d.default, aten.convolution.default]
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: model-input
-#   raised_in: features.0
-#   why: the image tensor stays float32 while the network was halved
+# expect: {id: model-input-dtype, family: mismatch, raises: RuntimeError}
+# at: {fqn: features.0, op: [aten.conv2d.default, aten.convolution.default], phase: forward, step: 1,
+#   raised_in: features.0}
+# born: model-input
+# why: the image tensor stays float32 while the network was halved
 
 import torch
 from torch import nn

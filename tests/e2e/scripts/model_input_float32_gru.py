@@ -1,16 +1,7 @@
-# expect:
-#   id: model-input-dtype
-#   fqn: rnn
-#   op: null
-#   phase: forward
-#   step: 1
-#   raises: ValueError
-#   confidence: likely
-#   severity: error
-#   family: mismatch
-#   born: model-input
-#   raised_in: rnn
-#   why: float32 filterbank frames go straight into a bfloat16 GRU, whose own check refuses before any op runs
+# expect: {id: model-input-dtype, family: mismatch, raises: ValueError}
+# at: {fqn: rnn, op: null, phase: forward, step: 1, raised_in: rnn}
+# born: model-input
+# why: float32 filterbank frames go straight into a bfloat16 GRU, whose own check refuses before any op runs
 
 import torch
 from torch import nn

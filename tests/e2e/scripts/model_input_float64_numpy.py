@@ -1,16 +1,7 @@
-# expect:
-#   id: model-input-dtype
-#   fqn: "0"
-#   op: aten.addmm.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: model-input
-#   raised_in: "0"
-#   why: numpy arrays are float64 and nobody converts them for the float32 network
+# expect: {id: model-input-dtype, family: mismatch, raises: RuntimeError}
+# at: {fqn: '0', op: aten.addmm.default, phase: forward, step: 1, raised_in: '0'}
+# born: model-input
+# why: numpy arrays are float64 and nobody converts them for the float32 network
 
 import numpy as np
 import torch

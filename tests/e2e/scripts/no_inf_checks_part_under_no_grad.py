@@ -1,13 +1,6 @@
-# expect:
-#   id: no-inf-checks
-#   op: null
-#   phase: optimizer
-#   step: 1
-#   raises: AssertionError
-#   confidence: likely
-#   severity: error
-#   family: scaling
-#   why: one of two optimizers owns a part that runs under no_grad and so never gets a gradient
+# expect: {id: no-inf-checks, family: scaling, raises: AssertionError}
+# at: {op: null, phase: optimizer, step: 1}
+# why: one of two optimizers owns a part that runs under no_grad and so never gets a gradient
 
 import torch
 from torch import nn

@@ -1,13 +1,6 @@
-# expect:
-#   id: no-inf-checks
-#   op: null
-#   phase: optimizer
-#   step: 1
-#   raises: AssertionError
-#   confidence: likely
-#   severity: error
-#   family: scaling
-#   why: the optimizer was made before the output layer was replaced and holds only frozen layers and the old output layer
+# expect: {id: no-inf-checks, family: scaling, raises: AssertionError}
+# at: {op: null, phase: optimizer, step: 1}
+# why: the optimizer was made before the output layer was replaced and holds only frozen layers and the old output layer
 
 import torch
 from torch import nn

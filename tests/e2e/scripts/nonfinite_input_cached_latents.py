@@ -1,14 +1,6 @@
-# expect:
-#   id: nonfinite-input
-#   fqn: ["", net, net.0]
-#   op: null
-#   phase: forward
-#   step: 2
-#   raises: null
-#   confidence: likely
-#   severity: error
-#   family: nonfinite
-#   why: latents that were written to disk earlier contain inf; numpy made them, no torch op did
+# expect: {id: nonfinite-input, family: nonfinite, raises: null}
+# at: {fqn: ['', net, net.0], op: null, phase: forward, step: 2}
+# why: latents that were written to disk earlier contain inf; numpy made them, no torch op did
 
 import numpy as np
 import torch

@@ -1,14 +1,7 @@
-# expect:
-#   id: nonfinite-input
-#   fqn: null
-#   phase: forward
-#   step: 2
-#   raises: null
-#   confidence: likely
-#   severity: error
-#   family: nonfinite
-#   shows: 'visit 1 .*nan'
-#   why: only the target, which no module ever sees, holds NaN
+# expect: {id: nonfinite-input, family: nonfinite, raises: null}
+# at: {fqn: null, phase: forward, step: 2}
+# shows: 'visit 1 .*nan'
+# why: only the target, which no module ever sees, holds NaN
 
 import numpy as np
 import torch

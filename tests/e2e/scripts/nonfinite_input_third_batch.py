@@ -1,14 +1,6 @@
-# expect:
-#   id: nonfinite-input
-#   fqn: ["", rnn]
-#   op: null
-#   phase: forward
-#   step: 3
-#   raises: null
-#   confidence: likely
-#   severity: error
-#   family: nonfinite
-#   why: the third batch carries a gap in the recording as NaN
+# expect: {id: nonfinite-input, family: nonfinite, raises: null}
+# at: {fqn: ['', rnn], op: null, phase: forward, step: 3}
+# why: the third batch carries a gap in the recording as NaN
 
 import torch
 from torch import nn

@@ -1,14 +1,6 @@
-# expect:
-#   id: nonfinite-parameters
-#   fqn: embed_tokens
-#   op: null
-#   phase: [static, forward, generate]
-#   step: 1
-#   raises: RuntimeError
-#   confidence: likely
-#   severity: error
-#   family: nonfinite
-#   why: one row of the embedding is inf; sampling dies much later, in multinomial
+# expect: {id: nonfinite-parameters, family: nonfinite, raises: RuntimeError}
+# at: {fqn: embed_tokens, op: null, phase: [static, forward, generate], step: 1}
+# why: one row of the embedding is inf; sampling dies much later, in multinomial
 
 import numpy as np
 import torch

@@ -1,14 +1,6 @@
-# expect:
-#   id: nonfinite-parameters
-#   fqn: mid.1
-#   op: null
-#   phase: [static, forward]
-#   step: 1
-#   raises: null
-#   confidence: likely
-#   severity: error
-#   family: nonfinite
-#   why: the weights that are loaded hold NaN in one layer, from an earlier run
+# expect: {id: nonfinite-parameters, family: nonfinite, raises: null}
+# at: {fqn: mid.1, op: null, phase: [static, forward], step: 1}
+# why: the weights that are loaded hold NaN in one layer, from an earlier run
 
 import io
 

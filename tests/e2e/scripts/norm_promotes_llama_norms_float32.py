@@ -1,17 +1,9 @@
-# expect:
-#   id: norm-promotes-to-float32
-#   fqn: model.layers.0.input_layernorm
-#   op: aten.mm.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: norm
-#   born_fqn: model.layers.0.input_layernorm
-#   raised_in: model.layers.0.self_attn.q_proj
-#   why: norms were lifted to float32 "for stability" and LlamaRMSNorm's output follows its weight
+# expect: {id: norm-promotes-to-float32, family: mismatch, raises: RuntimeError}
+# at: {fqn: model.layers.0.input_layernorm, op: aten.mm.default, phase: forward, step: 1,
+#   raised_in: model.layers.0.self_attn.q_proj}
+# born: norm
+# born_fqn: model.layers.0.input_layernorm
+# why: norms were lifted to float32 "for stability" and LlamaRMSNorm's output follows its weight
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,17 +1,8 @@
-# expect:
-#   id: norm-promotes-to-float32
-#   fqn: layers.0.pre
-#   op: aten.mm.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: norm
-#   born_fqn: layers.0.pre
-#   raised_in: layers.0.mix.qkv
-#   why: the RMS norm multiplies by a float32 weight after casting back, so its output is float32 for a bfloat16 linear
+# expect: {id: norm-promotes-to-float32, family: mismatch, raises: RuntimeError}
+# at: {fqn: layers.0.pre, op: aten.mm.default, phase: forward, step: 1, raised_in: layers.0.mix.qkv}
+# born: norm
+# born_fqn: layers.0.pre
+# why: the RMS norm multiplies by a float32 weight after casting back, so its output is float32 for a bfloat16 linear
 
 import torch
 from torch import nn

@@ -1,14 +1,6 @@
-# expect:
-#   id: norm-square-overflow
-#   fqn: fix
-#   op: aten.mul.Tensor
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: a hand-written instance norm takes the square of centred float16 feature maps
+# expect: {id: norm-square-overflow, family: nonfinite, raises: null}
+# at: {fqn: fix, op: aten.mul.Tensor, phase: forward, step: 1}
+# why: a hand-written instance norm takes the square of centred float16 feature maps
 
 import torch
 from torch import nn

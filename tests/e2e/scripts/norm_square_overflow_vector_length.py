@@ -1,15 +1,7 @@
-# expect:
-#   id: norm-square-overflow
-#   fqn: ""
-#   op: aten.linalg_vector_norm.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   shows: 'best match 0\.000'
-#   why: the length of a float16 vector is itself beyond 65504, so normalising gives zero vectors and a zero similarity
+# expect: {id: norm-square-overflow, family: nonfinite, raises: null}
+# at: {fqn: '', op: aten.linalg_vector_norm.default, phase: forward, step: 1}
+# shows: 'best match 0\.000'
+# why: the length of a float16 vector is itself beyond 65504, so normalising gives zero vectors and a zero similarity
 
 import torch
 from torch import nn

@@ -1,15 +1,7 @@
-# expect:
-#   id: norm-square-overflow
-#   fqn: enter.1
-#   op: aten.pow.Tensor_Scalar
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   shows: 'spread 0\.0+'
-#   why: squares above 65504 become inf in float16, the reciprocal root 0, and the norm's output all zeros, still finite
+# expect: {id: norm-square-overflow, family: nonfinite, raises: null}
+# at: {fqn: enter.1, op: aten.pow.Tensor_Scalar, phase: forward, step: 1}
+# shows: 'spread 0\.0+'
+# why: squares above 65504 become inf in float16, the reciprocal root 0, and the norm's output all zeros, still finite
 
 import torch
 from torch import nn

@@ -1,15 +1,6 @@
-# expect:
-#   id: operand-dtype-mismatch
-#   fqn: mid
-#   op: aten.mm.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   raised_in: mid
-#   why: a disabled region inside the bfloat16 one, and features cast to float32 meet a bfloat16 layer in it
+# expect: {id: operand-dtype-mismatch, family: mismatch, raises: RuntimeError}
+# at: {fqn: mid, op: aten.mm.default, phase: forward, step: 1, raised_in: mid}
+# why: a disabled region inside the bfloat16 one, and features cast to float32 meet a bfloat16 layer in it
 
 import torch
 from torch import nn

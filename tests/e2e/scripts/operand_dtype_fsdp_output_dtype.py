@@ -1,17 +1,8 @@
-# expect:
-#   id: operand-dtype-mismatch
-#   fqn: body
-#   op: aten.addmm.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: fsdp-output
-#   born_fqn: body
-#   raised_in: out
-#   why: the shard policy's output_dtype makes the inner unit hand float32 to a bfloat16 layer outside it
+# expect: {id: operand-dtype-mismatch, family: mismatch, raises: RuntimeError}
+# at: {fqn: body, op: aten.addmm.default, phase: forward, step: 1, raised_in: out}
+# born: fsdp-output
+# born_fqn: body
+# why: the shard policy's output_dtype makes the inner unit hand float32 to a bfloat16 layer outside it
 
 import torch
 import torch.distributed as dist

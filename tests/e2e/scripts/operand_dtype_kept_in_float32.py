@@ -1,17 +1,8 @@
-# expect:
-#   id: operand-dtype-mismatch
-#   fqn: gates
-#   op: aten.mm.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: keep-in-fp32
-#   born_fqn: gates
-#   raised_in: gates
-#   why: the class keeps `gates` in float32 when loaded in float16, and its forward does not cast what goes in
+# expect: {id: operand-dtype-mismatch, family: mismatch, raises: RuntimeError}
+# at: {fqn: gates, op: aten.mm.default, phase: forward, step: 1, raised_in: gates}
+# born: keep-in-fp32
+# born_fqn: gates
+# why: the class keeps `gates` in float32 when loaded in float16, and its forward does not cast what goes in
 
 import tempfile
 

@@ -1,15 +1,6 @@
-# expect:
-#   id: operand-dtype-mismatch
-#   fqn: cell
-#   op: aten.addmm.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   raised_in: cell
-#   why: the first recurrent state is a float32 torch.zeros in a float16 network
+# expect: {id: operand-dtype-mismatch, family: mismatch, raises: RuntimeError}
+# at: {fqn: cell, op: aten.addmm.default, phase: forward, step: 1, raised_in: cell}
+# why: the first recurrent state is a float32 torch.zeros in a float16 network
 
 import torch
 from torch import nn

@@ -1,15 +1,6 @@
-# expect:
-#   id: operand-dtype-mismatch
-#   fqn: straighten
-#   op: aten.grid_sampler_2d.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   raised_in: straighten
-#   why: the sampling grid is kept float32 "for accuracy" while the picture is bfloat16
+# expect: {id: operand-dtype-mismatch, family: mismatch, raises: RuntimeError}
+# at: {fqn: straighten, op: aten.grid_sampler_2d.default, phase: forward, step: 1, raised_in: straighten}
+# why: the sampling grid is kept float32 "for accuracy" while the picture is bfloat16
 
 import torch
 from torch import nn

@@ -1,17 +1,9 @@
-# expect:
-#   id: [operand-dtype-mismatch, head-dtype-mismatch]
-#   fqn: transformer.wte
-#   op: aten.native_layer_norm.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: embedding
-#   born_fqn: transformer.wte
-#   raised_in: transformer.h.0.ln_1
-#   why: lifting the tied output layer lifts the input embedding as well; the first bfloat16 layer norm refuses its float32
+# expect: {id: [operand-dtype-mismatch, head-dtype-mismatch], family: mismatch, raises: RuntimeError}
+# at: {fqn: transformer.wte, op: aten.native_layer_norm.default, phase: forward, step: 1,
+#   raised_in: transformer.h.0.ln_1}
+# born: embedding
+# born_fqn: transformer.wte
+# why: lifting the tied output layer lifts the input embedding as well; the first bfloat16 layer norm refuses its float32
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel

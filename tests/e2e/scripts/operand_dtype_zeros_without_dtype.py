@@ -1,15 +1,6 @@
-# expect:
-#   id: operand-dtype-mismatch
-#   fqn: desk
-#   op: aten.index_add_.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   raised_in: desk
-#   why: the result buffer is made by torch.zeros without a dtype, the experts answer in bfloat16
+# expect: {id: operand-dtype-mismatch, family: mismatch, raises: RuntimeError}
+# at: {fqn: desk, op: aten.index_add_.default, phase: forward, step: 1, raised_in: desk}
+# why: the result buffer is made by torch.zeros without a dtype, the experts answer in bfloat16
 
 import torch
 from torch import nn

@@ -1,14 +1,6 @@
-# expect:
-#   id: float16-overflow
-#   fqn: bert.encoder.layer.1.output.dense
-#   op: aten.addmm.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: transformers' Trainer on a float16 BERT; one dense layer's output is beyond 65504
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: bert.encoder.layer.1.output.dense, op: aten.addmm.default, phase: forward, step: 1}
+# why: transformers' Trainer on a float16 BERT; one dense layer's output is beyond 65504
 
 import torch
 from textkit import SENTENCES, letters

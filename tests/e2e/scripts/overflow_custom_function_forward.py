@@ -1,14 +1,6 @@
-# expect:
-#   id: float16-overflow
-#   fqn: net.2
-#   op: aten.mul.Tensor
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: the cube inside a custom autograd function's forward exceeds float16
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: net.2, op: aten.mul.Tensor, phase: forward, step: 1}
+# why: the cube inside a custom autograd function's forward exceeds float16
 
 import torch
 from torch import nn

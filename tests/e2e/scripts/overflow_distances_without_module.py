@@ -1,15 +1,7 @@
-# expect:
-#   id: float16-overflow
-#   fqn: null
-#   op: aten.sum.dim_IntList
-#   phase: forward
-#   step: 2
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   shows: "1 nan"
-#   family: nonfinite
-#   why: there is no module at all; squared distances fit into float16, their sum over the coordinates does not, and a softmax of -inf follows
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: null, op: aten.sum.dim_IntList, phase: forward, step: 2}
+# shows: "1 nan"
+# why: there is no module at all; squared distances fit into float16, their sum over the coordinates does not, and a softmax of -inf follows
 
 import torch
 

@@ -1,14 +1,6 @@
-# expect:
-#   id: float16-overflow
-#   fqn: transformer.h.1
-#   op: aten.add.Tensor
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: DPO on a float16 GPT-2 whose second block's residual sum leaves the range
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: transformer.h.1, op: aten.add.Tensor, phase: forward, step: 1}
+# why: DPO on a float16 GPT-2 whose second block's residual sum leaves the range
 
 import torch
 from datasets import Dataset

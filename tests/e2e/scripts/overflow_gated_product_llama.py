@@ -1,15 +1,7 @@
-# expect:
-#   id: float16-overflow
-#   fqn: blocks.1.ff
-#   op: aten.mul.Tensor
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   shows: 'loss nan'
-#   why: the gated product of the second block leaves float16's range; the projection and the norm behind it pass it on
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: blocks.1.ff, op: aten.mul.Tensor, phase: forward, step: 1}
+# shows: 'loss nan'
+# why: the gated product of the second block leaves float16's range; the projection and the norm behind it pass it on
 
 import torch
 from torch import nn

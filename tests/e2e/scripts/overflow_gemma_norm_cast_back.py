@@ -1,14 +1,6 @@
-# expect:
-#   id: float16-overflow
-#   fqn: model.layers.0.input_layernorm
-#   op: aten._to_copy.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: the norm multiplies by one plus a large learnt weight in float32 and its cast back to float16 is inf
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: model.layers.0.input_layernorm, op: aten._to_copy.default, phase: forward, step: 1}
+# why: the norm multiplies by one plus a large learnt weight in float32 and its cast back to float16 is inf
 
 import torch
 from transformers import GemmaConfig, GemmaForCausalLM

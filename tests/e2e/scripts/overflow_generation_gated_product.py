@@ -1,14 +1,6 @@
-# expect:
-#   id: float16-overflow
-#   fqn: model.layers.1.mlp
-#   op: aten.mul.Tensor
-#   phase: generate
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: sampling from a float16 Gemma; multinomial only consumes what the gated product made
+# expect: {id: float16-overflow, family: nonfinite, raises: RuntimeError}
+# at: {fqn: model.layers.1.mlp, op: aten.mul.Tensor, phase: generate, step: 1}
+# why: sampling from a float16 Gemma; multinomial only consumes what the gated product made
 
 import torch
 from transformers import GemmaConfig, GemmaForCausalLM

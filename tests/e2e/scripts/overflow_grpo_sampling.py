@@ -1,14 +1,6 @@
-# expect:
-#   id: float16-overflow
-#   fqn: model.layers.0.mlp
-#   op: aten.mul.Tensor
-#   phase: [forward, generate]
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: TRL's GRPO samples from a float16 policy; its first product overflow surfaces in multinomial
+# expect: {id: float16-overflow, family: nonfinite, raises: RuntimeError}
+# at: {fqn: model.layers.0.mlp, op: aten.mul.Tensor, phase: [forward, generate], step: 1}
+# why: TRL's GRPO samples from a float16 policy; its first product overflow surfaces in multinomial
 
 import torch
 from datasets import Dataset

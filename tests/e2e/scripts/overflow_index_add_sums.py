@@ -1,14 +1,6 @@
-# expect:
-#   id: float16-overflow
-#   fqn: gather
-#   op: aten.index_add_.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: item vectors are summed per basket by index_add_ in float16
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: gather, op: aten.index_add_.default, phase: forward, step: 1}
+# why: item vectors are summed per basket by index_add_ in float16
 
 import torch
 from torch import nn

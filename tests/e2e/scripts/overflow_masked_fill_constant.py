@@ -1,14 +1,6 @@
-# expect:
-#   id: float16-overflow
-#   fqn: rows.0.look
-#   op: aten.masked_fill.Scalar
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: likely
-#   severity: error
-#   family: nonfinite
-#   why: a mask is filled with -1e9, which float16 cannot hold, and torch refuses
+# expect: {id: float16-overflow, family: nonfinite, raises: RuntimeError}
+# at: {fqn: rows.0.look, op: aten.masked_fill.Scalar, phase: forward, step: 1}
+# why: a mask is filled with -1e9, which float16 cannot hold, and torch refuses
 
 import torch
 from torch import nn

@@ -1,14 +1,6 @@
-# expect:
-#   id: float16-overflow
-#   fqn: twice.0
-#   op: aten.addmm.default
-#   phase: recompute
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: forward runs in bfloat16, the home-made checkpoint re-enters autocast with a hard-wired float16
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: twice.0, op: aten.addmm.default, phase: recompute, step: 1}
+# why: forward runs in bfloat16, the home-made checkpoint re-enters autocast with a hard-wired float16
 
 import torch
 from torch import nn

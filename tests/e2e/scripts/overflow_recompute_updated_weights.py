@@ -1,14 +1,6 @@
-# expect:
-#   id: float16-overflow
-#   fqn: rolls.1.dense
-#   op: aten.addmm.default
-#   phase: recompute
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: a shared layer is updated inside the backward, so the checkpointed first use is recomputed with other weights
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: rolls.1.dense, op: aten.addmm.default, phase: recompute, step: 1}
+# why: a shared layer is updated inside the backward, so the checkpointed first use is recomputed with other weights
 
 import torch
 from torch import nn

@@ -1,14 +1,6 @@
-# expect:
-#   id: float16-overflow
-#   fqn: trunk.4
-#   op: aten.add.Tensor
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: every branch is in range, the running residual sum is not from the fifth unit on
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: trunk.4, op: aten.add.Tensor, phase: forward, step: 1}
+# why: every branch is in range, the running residual sum is not from the fifth unit on
 
 import torch
 from torch import nn

@@ -1,14 +1,6 @@
-# expect:
-#   id: float16-overflow
-#   fqn: null
-#   op: aten._to_copy.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: undiscounted returns above 65504 are stored as float16 outside any module
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: null, op: aten._to_copy.default, phase: forward, step: 1}
+# why: undiscounted returns above 65504 are stored as float16 outside any module
 
 import torch
 from torch import nn

@@ -1,15 +1,7 @@
-# expect:
-#   id: float16-overflow
-#   fqn: stack.1
-#   op: aten._to_copy.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   shows: 'grad nan'
-#   why: activations are kept as float16 for the backward only; the loss is finite, the recompute starts from inf
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: stack.1, op: aten._to_copy.default, phase: forward, step: 1}
+# shows: 'grad nan'
+# why: activations are kept as float16 for the backward only; the loss is finite, the recompute starts from inf
 
 import torch
 from torch import nn

@@ -1,14 +1,6 @@
-# expect:
-#   id: float16-overflow
-#   fqn: scan
-#   op: aten.exp.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: the scan divides by a decay product taken through exp of a cumulative sum, whose inverse exceeds float16
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: scan, op: aten.exp.default, phase: forward, step: 1}
+# why: the scan divides by a decay product taken through exp of a cumulative sum, whose inverse exceeds float16
 
 import torch
 from torch import nn

@@ -1,14 +1,6 @@
-# expect:
-#   id: float16-overflow
-#   fqn: model.layers.1.mlp
-#   op: aten.mul.Tensor
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: TRL's SFTTrainer over a float16 model whose second gated product leaves the range
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: model.layers.1.mlp, op: aten.mul.Tensor, phase: forward, step: 1}
+# why: TRL's SFTTrainer over a float16 model whose second gated product leaves the range
 
 import torch
 from datasets import Dataset

@@ -1,14 +1,6 @@
-# expect:
-#   id: float16-overflow
-#   fqn: refine.close
-#   op: aten.addmm.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: one module is called four times; only a later pass leaves the range
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: refine.close, op: aten.addmm.default, phase: forward, step: 1}
+# why: one module is called four times; only a later pass leaves the range
 
 import torch
 from torch import nn

@@ -1,14 +1,6 @@
-# expect:
-#   id: float16-overflow
-#   fqn: votes
-#   op: aten.exp.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: a softmax written by hand without subtracting the maximum; exp of 12 is beyond float16
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: votes, op: aten.exp.default, phase: forward, step: 1}
+# why: a softmax written by hand without subtracting the maximum; exp of 12 is beyond float16
 
 import torch
 from torch import nn

@@ -1,14 +1,6 @@
-# expect:
-#   id: float16-overflow
-#   fqn: pooled
-#   op: aten.sum.dim_IntList
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: a sum over 4096 positions in float16 instead of a mean
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: pooled, op: aten.sum.dim_IntList, phase: forward, step: 1}
+# why: a sum over 4096 positions in float16 instead of a mean
 
 import torch
 from torch import nn

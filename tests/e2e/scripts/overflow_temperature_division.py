@@ -1,14 +1,6 @@
-# expect:
-#   id: float16-overflow
-#   fqn: ""
-#   op: aten.div.Tensor
-#   phase: forward
-#   step: 2
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: after one step the learnt temperature has dropped so far that similarity over temperature leaves float16
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: '', op: aten.div.Tensor, phase: forward, step: 2}
+# why: after one step the learnt temperature has dropped so far that similarity over temperature leaves float16
 
 import torch
 from torch import nn

@@ -1,14 +1,6 @@
-# expect:
-#   id: float16-overflow
-#   fqn: wave
-#   op: aten.mul.Tensor
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: the timestep (up to 999) times a scalar frequency of 100 is taken in float16
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: wave, op: aten.mul.Tensor, phase: forward, step: 1}
+# why: the timestep (up to 999) times a scalar frequency of 100 is taken in float16
 
 import torch
 from torch import nn

@@ -1,14 +1,6 @@
-# expect:
-#   id: float16-overflow
-#   fqn: up.1
-#   op: aten.convolution.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   why: the second decoder convolution of a small UNet produces numbers beyond 65504
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: up.1, op: aten.convolution.default, phase: forward, step: 1}
+# why: the second decoder convolution of a small UNet produces numbers beyond 65504
 
 import torch
 from torch import nn

@@ -1,15 +1,7 @@
-# expect:
-#   id: float16-overflow
-#   fqn: null
-#   op: aten.add_.Tensor
-#   phase: forward
-#   step: 4
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   shows: "3 inf"
-#   family: nonfinite
-#   why: a float16 teacher is the sum of its students instead of their mean; its bias overflows between two calls
+# expect: {id: float16-overflow, family: nonfinite, raises: null}
+# at: {fqn: null, op: aten.add_.Tensor, phase: forward, step: 4}
+# shows: "3 inf"
+# why: a float16 teacher is the sum of its students instead of their mean; its bias overflows between two calls
 
 import copy
 

@@ -1,16 +1,7 @@
-# expect:
-#   id: packed-weight-used-as-dense
-#   fqn: mix
-#   op: aten.mm.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: likely
-#   severity: error
-#   family: mismatch
-#   born: quant-state
-#   raised_in: mix
-#   why: three packed 4-bit weights are concatenated and multiplied as one matrix; the message speaks of shapes only
+# expect: {id: packed-weight-used-as-dense, family: mismatch, raises: RuntimeError}
+# at: {fqn: mix, op: aten.mm.default, phase: forward, step: 1, raised_in: mix}
+# born: quant-state
+# why: three packed 4-bit weights are concatenated and multiplied as one matrix; the message speaks of shapes only
 
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit

@@ -1,16 +1,7 @@
-# expect:
-#   id: packed-weight-used-as-dense
-#   fqn: mixer
-#   op: aten.addmm.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: likely
-#   severity: error
-#   family: mismatch
-#   born: quant-state
-#   raised_in: mixer
-#   why: nn.MultiheadAttention multiplies by out_proj.weight itself, which here holds packed 4-bit bytes
+# expect: {id: packed-weight-used-as-dense, family: mismatch, raises: RuntimeError}
+# at: {fqn: mixer, op: aten.addmm.default, phase: forward, step: 1, raised_in: mixer}
+# born: quant-state
+# why: nn.MultiheadAttention multiplies by out_proj.weight itself, which here holds packed 4-bit bytes
 
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit

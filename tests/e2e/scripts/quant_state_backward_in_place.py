@@ -1,17 +1,8 @@
-# expect:
-#   id: quant-state-dtype
-#   fqn: inner
-#   op: aten.addmm_.default
-#   phase: backward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: quant-state
-#   born_fqn: inner
-#   raised_in: inner
-#   why: autocast hides the float16 weights in the forward; the hand-written backward adds in place and meets them
+# expect: {id: quant-state-dtype, family: mismatch, raises: RuntimeError}
+# at: {fqn: inner, op: aten.addmm_.default, phase: backward, step: 1, raised_in: inner}
+# born: quant-state
+# born_fqn: inner
+# why: autocast hides the float16 weights in the forward; the hand-written backward adds in place and meets them
 
 import bitsandbytes.functional as q4
 import torch

@@ -1,17 +1,8 @@
-# expect:
-#   id: quant-state-dtype
-#   fqn: wide
-#   op: aten.mm.default
-#   phase: forward
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   born: quant-state
-#   born_fqn: wide
-#   raised_in: ""
-#   why: the weights were quantised from float16, so they dequantise to float16 beside bfloat16 activations
+# expect: {id: quant-state-dtype, family: mismatch, raises: RuntimeError}
+# at: {fqn: wide, op: aten.mm.default, phase: forward, step: 1, raised_in: ''}
+# born: quant-state
+# born_fqn: wide
+# why: the weights were quantised from float16, so they dequantise to float16 beside bfloat16 activations
 
 import bitsandbytes.functional as q4
 import torch

@@ -1,13 +1,6 @@
-# expect:
-#   id: recompile-limit
-#   fqn: [null, ""]
-#   op: null
-#   phase: compile
-#   raises: null
-#   confidence: likely
-#   severity: warning
-#   family: compile-load
-#   why: dynamic=False and a new sentence length each time
+# expect: {id: recompile-limit, family: compile-load, raises: null}
+# at: {fqn: [null, ''], op: null, phase: compile}
+# why: dynamic=False and a new sentence length each time
 
 import torch
 from torch import nn

@@ -1,13 +1,6 @@
-# expect:
-#   id: recompile-limit
-#   fqn: [null, "", soften]
-#   op: null
-#   phase: compile
-#   raises: null
-#   confidence: likely
-#   severity: warning
-#   family: compile-load
-#   why: an integer attribute of a compiled module counts the steps, so each step compiles again until Dynamo gives up
+# expect: {id: recompile-limit, family: compile-load, raises: null}
+# at: {fqn: [null, '', soften], op: null, phase: compile}
+# why: an integer attribute of a compiled module counts the steps, so each step compiles again until Dynamo gives up
 
 import torch
 from torch import nn

@@ -1,13 +1,6 @@
-# expect:
-#   id: recompute-dtype-mismatch
-#   fqn: stages.1
-#   phase: recompute
-#   step: 1
-#   raises: CheckpointError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   why: the position table takes torch's default dtype, bfloat16 around the forward only, so the recompute saves float32
+# expect: {id: recompute-dtype-mismatch, family: mismatch, raises: CheckpointError}
+# at: {fqn: stages.1, phase: recompute, step: 1}
+# why: the position table takes torch's default dtype, bfloat16 around the forward only, so the recompute saves float32
 
 import contextlib
 

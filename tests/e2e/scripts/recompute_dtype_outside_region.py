@@ -1,15 +1,6 @@
-# expect:
-#   id: recompute-dtype-mismatch
-#   fqn: clip.body
-#   op: aten.addmm.default
-#   phase: recompute
-#   step: 1
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   raised_in: "1"
-#   why: a home-made checkpoint function recomputes outside the autocast region that the forward ran in
+# expect: {id: recompute-dtype-mismatch, family: mismatch, raises: RuntimeError}
+# at: {fqn: clip.body, op: aten.addmm.default, phase: recompute, step: 1, raised_in: '1'}
+# why: a home-made checkpoint function recomputes outside the autocast region that the forward ran in
 
 import torch
 from torch import nn

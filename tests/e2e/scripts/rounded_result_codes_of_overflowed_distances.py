@@ -1,12 +1,7 @@
-# expect:
-#   id: rounded-result
-#   fqn: [null, "1"]
-#   raises: null
-#   confidence: proven
-#   severity: warning
-#   family: silent
-#   shows: "codes 1 float32 [2-9]"
-#   why: squared distances overflow float16, so that all are inf and the nearest code is always the first
+# expect: {id: rounded-result, family: silent, raises: null}
+# at: {fqn: [null, '1']}
+# shows: "codes 1 float32 [2-9]"
+# why: squared distances overflow float16, so that all are inf and the nearest code is always the first
 
 import torch
 from torch import nn

@@ -1,14 +1,7 @@
-# expect:
-#   id: rounded-rotary-buffer
-#   fqn: spin
-#   op: null
-#   phase: static
-#   raises: null
-#   confidence: proven
-#   severity: warning
-#   family: silent
-#   shows: 'largest angle error [0-9.]*[1-9]'
-#   why: model.to(bfloat16) rounds the inverse frequencies; a later float() cannot bring them back
+# expect: {id: rounded-rotary-buffer, family: silent, raises: null}
+# at: {fqn: spin, op: null, phase: static}
+# shows: 'largest angle error [0-9.]*[1-9]'
+# why: model.to(bfloat16) rounds the inverse frequencies; a later float() cannot bring them back
 
 import torch
 from torch import nn

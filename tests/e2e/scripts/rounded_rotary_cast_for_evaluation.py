@@ -1,14 +1,7 @@
-# expect:
-#   id: rounded-rotary-buffer
-#   fqn: spin
-#   op: null
-#   phase: static
-#   raises: null
-#   confidence: likely
-#   severity: warning
-#   shows: "exam in bfloat16"
-#   family: silent
-#   why: training keeps the frequencies in float32; the evaluation afterwards casts the whole model, its buffers too
+# expect: {id: rounded-rotary-buffer, family: silent, raises: null}
+# at: {fqn: spin, op: null, phase: static}
+# shows: "exam in bfloat16"
+# why: training keeps the frequencies in float32; the evaluation afterwards casts the whole model, its buffers too
 
 import torch
 from torch import nn

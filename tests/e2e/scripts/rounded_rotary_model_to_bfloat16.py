@@ -1,14 +1,7 @@
-# expect:
-#   id: rounded-rotary-buffer
-#   fqn: model.rotary_emb
-#   op: null
-#   phase: static
-#   raises: null
-#   confidence: proven
-#   severity: warning
-#   family: silent
-#   shows: 'kept torch\.bfloat16'
-#   why: to(bfloat16) on a transformers model casts inv_freq too, which from_pretrained(dtype=...) would not
+# expect: {id: rounded-rotary-buffer, family: silent, raises: null}
+# at: {fqn: model.rotary_emb, op: null, phase: static}
+# shows: 'kept torch\.bfloat16'
+# why: to(bfloat16) on a transformers model casts inv_freq too, which from_pretrained(dtype=...) would not
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,15 +1,7 @@
-# expect:
-#   id: rounded-rotary-buffer
-#   fqn: clock
-#   op: aten._to_copy.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: warning
-#   shows: "places told apart: 3"
-#   family: silent
-#   why: positions take the activations' bfloat16 before they are turned into sines, and 300 of them become fewer
+# expect: {id: rounded-rotary-buffer, family: silent, raises: null}
+# at: {fqn: clock, op: aten._to_copy.default, phase: forward, step: 1}
+# shows: "places told apart: 3"
+# why: positions take the activations' bfloat16 before they are turned into sines, and 300 of them become fewer
 
 import torch
 from torch import nn

@@ -1,15 +1,7 @@
-# expect:
-#   id: rounds-out-of-domain
-#   fqn: ""
-#   op: aten.div.Tensor
-#   phase: forward
-#   step: 2
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: nonfinite
-#   shows: nan
-#   why: the guard of 1e-8 is zero in float16, and the second batch has a ship at anchor, whose heading is divided by its length
+# expect: {id: rounds-out-of-domain, family: nonfinite, raises: null}
+# at: {fqn: '', op: aten.div.Tensor, phase: forward, step: 2}
+# shows: nan
+# why: the guard of 1e-8 is zero in float16, and the second batch has a ship at anchor, whose heading is divided by its length
 
 import torch
 from torch import nn

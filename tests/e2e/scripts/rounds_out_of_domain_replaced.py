@@ -1,15 +1,7 @@
-# expect:
-#   id: rounds-out-of-domain
-#   confidence: proven
-#   severity: warning
-#   fqn: null
-#   op: aten.div.Tensor
-#   phase: forward
-#   step: 1
-#   raises: null
-#   family: nonfinite
-#   shows: 'weighted 0 of 32'
-#   why: squared distances of 5e-5 are 0 in float16, and what is divided by them becomes inf, which nan_to_num makes 0
+# expect: {id: rounds-out-of-domain, family: nonfinite, raises: null}
+# at: {fqn: null, op: aten.div.Tensor, phase: forward, step: 1}
+# shows: 'weighted 0 of 32'
+# why: squared distances of 5e-5 are 0 in float16, and what is divided by them becomes inf, which nan_to_num makes 0
 
 import torch
 from torch import nn

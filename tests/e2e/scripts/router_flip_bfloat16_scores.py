@@ -1,14 +1,7 @@
-# expect:
-#   id: router-flip
-#   fqn: [mix, mix.which]
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: warning
-#   family: silent
-#   shows: 'chosen otherwise [1-9]'
-#   why: the choice of experts is made from bfloat16 scores and differs from float32's for a few percent of tokens
+# expect: {id: router-flip, family: silent, raises: null}
+# at: {fqn: [mix, mix.which], phase: forward, step: 1}
+# shows: 'chosen otherwise [1-9]'
+# why: the choice of experts is made from bfloat16 scores and differs from float32's for a few percent of tokens
 
 import torch
 from torch import nn

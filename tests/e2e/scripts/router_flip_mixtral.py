@@ -1,14 +1,7 @@
-# expect:
-#   id: router-flip
-#   fqn: [model.layers.0.mlp.gate, model.layers.0.mlp]
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: warning
-#   family: silent
-#   shows: 'tokens [0-9]+'
-#   why: a bfloat16 Mixtral with many experts picks other experts than its own gate in float32
+# expect: {id: router-flip, family: silent, raises: null}
+# at: {fqn: [model.layers.0.mlp.gate, model.layers.0.mlp], phase: forward, step: 1}
+# shows: 'tokens [0-9]+'
+# why: a bfloat16 Mixtral with many experts picks other experts than its own gate in float32
 
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM

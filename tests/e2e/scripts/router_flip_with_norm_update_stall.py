@@ -1,15 +1,7 @@
-# expect:
-#   id: router-flip
-#   fqn: moe.gate
-#   op: aten.mm.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: warning
-#   family: silent
-#   shows: "sent elsewhere: [1-9]"
-#   why: a bfloat16 gate chooses other experts than float32; the gain of one norm stalls besides, and does not lead
+# expect: {id: router-flip, family: silent, raises: null}
+# at: {fqn: moe.gate, op: aten.mm.default, phase: forward, step: 1}
+# shows: "sent elsewhere: [1-9]"
+# why: a bfloat16 gate chooses other experts than float32; the gain of one norm stalls besides, and does not lead
 
 import torch
 from torch import nn

@@ -1,14 +1,7 @@
-# expect:
-#   id: scaler-bfloat16
-#   fqn: null
-#   op: null
-#   phase: static
-#   raises: null
-#   confidence: likely
-#   severity: warning
-#   family: scaling
-#   shows: 'torch\.bfloat16 scale 65536'
-#   why: a scaler over bfloat16 trainables does nothing useful here and raises on CUDA
+# expect: {id: scaler-bfloat16, family: scaling, raises: null}
+# at: {fqn: null, op: null, phase: static}
+# shows: 'torch\.bfloat16 scale 65536'
+# why: a scaler over bfloat16 trainables does nothing useful here and raises on CUDA
 
 import torch
 from torch import nn

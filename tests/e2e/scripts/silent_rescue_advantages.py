@@ -1,14 +1,7 @@
-# expect:
-#   id: silent-rescue
-#   confidence: likely
-#   severity: warning
-#   fqn: null
-#   op: aten.nan_to_num.default
-#   step: 1
-#   raises: null
-#   family: silent
-#   shows: 'untaught [1-9] of 8'
-#   why: an answer that fails its check is worth -inf, which makes NaN of its group's advantages; nan_to_num makes them 0
+# expect: {id: silent-rescue, family: silent, raises: null}
+# at: {fqn: null, op: aten.nan_to_num.default, step: 1}
+# shows: 'untaught [1-9] of 8'
+# why: an answer that fails its check is worth -inf, which makes NaN of its group's advantages; nan_to_num makes them 0
 
 import torch
 from torch import nn

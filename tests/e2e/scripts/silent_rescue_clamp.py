@@ -1,15 +1,7 @@
-# expect:
-#   id: silent-rescue
-#   fqn: amp
-#   op: [aten.clamp.default, aten.mul.Tensor]
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: warning
-#   family: silent
-#   shows: 'peak 65504'
-#   why: a clamp to the largest float16 number hides that the gain made infinities
+# expect: {id: silent-rescue, family: silent, raises: null}
+# at: {fqn: amp, op: [aten.clamp.default, aten.mul.Tensor], phase: forward, step: 1}
+# shows: 'peak 65504'
+# why: a clamp to the largest float16 number hides that the gain made infinities
 
 import torch
 from torch import nn

@@ -1,15 +1,7 @@
-# expect:
-#   id: silent-rescue
-#   fqn: ff
-#   op: [aten.nan_to_num.default, aten.mul.Tensor]
-#   phase: forward
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: warning
-#   family: silent
-#   shows: 'loss [0-9.]+$'
-#   why: nan_to_num puts zeros where a float16 product overflowed, and training goes on without these elements
+# expect: {id: silent-rescue, family: silent, raises: null}
+# at: {fqn: ff, op: [aten.nan_to_num.default, aten.mul.Tensor], phase: forward, step: 1}
+# shows: 'loss [0-9.]+$'
+# why: nan_to_num puts zeros where a float16 product overflowed, and training goes on without these elements
 
 import torch
 from torch import nn

@@ -1,15 +1,7 @@
-# expect:
-#   id: silent-rescue
-#   confidence: proven
-#   severity: warning
-#   fqn: null
-#   op: aten.nan_to_num.default
-#   phase: forward
-#   step: 1
-#   raises: null
-#   family: silent
-#   shows: 'heaviest 1\.0'
-#   why: squares of float16 numbers above 256 are inf, in the script's own code between two modules, and nan_to_num makes them 1
+# expect: {id: silent-rescue, family: silent, raises: null}
+# at: {fqn: null, op: aten.nan_to_num.default, phase: forward, step: 1}
+# shows: 'heaviest 1\.0'
+# why: squares of float16 numbers above 256 are inf, in the script's own code between two modules, and nan_to_num makes them 1
 
 import torch
 from torch import nn

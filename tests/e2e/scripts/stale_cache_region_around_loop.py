@@ -1,15 +1,7 @@
-# expect:
-#   id: stale-autocast-cache
-#   fqn: ["0", "2"]
-#   op: null
-#   phase: forward
-#   step: 2
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: silent
-#   shows: '(?s)0 loss (\S+)\n.*5 loss \1\n'
-#   why: one autocast region around the loop; its cached bfloat16 copies of the weights outlive optimizer.step
+# expect: {id: stale-autocast-cache, family: silent, raises: null}
+# at: {fqn: ['0', '2'], op: null, phase: forward, step: 2}
+# shows: '(?s)0 loss (\S+)\n.*5 loss \1\n'
+# why: one autocast region around the loop; its cached bfloat16 copies of the weights outlive optimizer.step
 
 import torch
 from torch import nn

@@ -1,15 +1,7 @@
-# expect:
-#   id: stale-autocast-cache
-#   fqn: [net, net.0, net.2]
-#   op: null
-#   phase: forward
-#   step: 6
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: silent
-#   shows: 'average (\S+) raw \1'
-#   why: averaged weights are copied in with .data inside the region in which the raw ones were already cast
+# expect: {id: stale-autocast-cache, family: silent, raises: null}
+# at: {fqn: [net, net.0, net.2], op: null, phase: forward, step: 6}
+# shows: 'average (\S+) raw \1'
+# why: averaged weights are copied in with .data inside the region in which the raw ones were already cast
 
 import copy
 

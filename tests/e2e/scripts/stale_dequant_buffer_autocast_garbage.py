@@ -1,14 +1,7 @@
-# expect:
-#   id: stale-dequant-buffer
-#   fqn: up
-#   phase: forward
-#   step: 2
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: silent
-#   shows: 'b: mean weight 1\.0\d|b: mean weight [1-9]\.'
-#   why: under autocast the wrongly typed scratch raises nothing; bfloat16 bits are read as float16 numbers
+# expect: {id: stale-dequant-buffer, family: silent, raises: null}
+# at: {fqn: up, phase: forward, step: 2}
+# shows: 'b: mean weight 1\.0\d|b: mean weight [1-9]\.'
+# why: under autocast the wrongly typed scratch raises nothing; bfloat16 bits are read as float16 numbers
 
 import bitsandbytes.functional as q4
 import torch

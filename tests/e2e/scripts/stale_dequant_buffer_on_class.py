@@ -1,15 +1,6 @@
-# expect:
-#   id: stale-dequant-buffer
-#   fqn: first
-#   op: aten.mm.default
-#   phase: forward
-#   step: 2
-#   raises: RuntimeError
-#   confidence: proven
-#   severity: error
-#   family: mismatch
-#   raised_in: first
-#   why: the scratch is an attribute of the layer's class, made in the first model's bfloat16 and filled for the second in float16
+# expect: {id: stale-dequant-buffer, family: mismatch, raises: RuntimeError}
+# at: {fqn: first, op: aten.mm.default, phase: forward, step: 2, raised_in: first}
+# why: the scratch is an attribute of the layer's class, made in the first model's bfloat16 and filled for the second in float16
 
 import bitsandbytes.functional as q4
 import torch

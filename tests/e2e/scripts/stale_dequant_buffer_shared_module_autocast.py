@@ -1,14 +1,7 @@
-# expect:
-#   id: stale-dequant-buffer
-#   fqn: up
-#   phase: forward
-#   step: 2
-#   raises: null
-#   confidence: proven
-#   severity: error
-#   family: silent
-#   shows: 'second: mean weight 1\.0\d|second: mean weight [1-9]\.'
-#   why: the scratch is an attribute of a module that both models hold, and autocast casts what is read from it in silence
+# expect: {id: stale-dequant-buffer, family: silent, raises: null}
+# at: {fqn: up, phase: forward, step: 2}
+# shows: 'second: mean weight 1\.0\d|second: mean weight [1-9]\.'
+# why: the scratch is an attribute of a module that both models hold, and autocast casts what is read from it in silence
 
 import bitsandbytes.functional as q4
 import torch

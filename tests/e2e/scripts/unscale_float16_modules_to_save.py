@@ -1,14 +1,6 @@
-# expect:
-#   id: unscale-float16-gradients
-#   fqn: lm_head.modules_to_save.default
-#   op: null
-#   phase: [optimizer, static]
-#   step: 1
-#   raises: ValueError
-#   confidence: likely
-#   severity: error
-#   family: scaling
-#   why: peft keeps its adapters in float32, but the fully trained copy of the output layer stays float16
+# expect: {id: unscale-float16-gradients, family: scaling, raises: ValueError}
+# at: {fqn: lm_head.modules_to_save.default, op: null, phase: [optimizer, static], step: 1}
+# why: peft keeps its adapters in float32, but the fully trained copy of the output layer stays float16
 
 import torch
 from peft import LoraConfig, get_peft_model

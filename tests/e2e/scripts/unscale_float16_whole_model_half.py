@@ -1,14 +1,6 @@
-# expect:
-#   id: unscale-float16-gradients
-#   fqn: [null, "", c1, head]
-#   op: null
-#   phase: [optimizer, static]
-#   step: 1
-#   raises: ValueError
-#   confidence: likely
-#   severity: error
-#   family: scaling
-#   why: the whole network was halved, so the scaler would have to unscale float16 gradients
+# expect: {id: unscale-float16-gradients, family: scaling, raises: ValueError}
+# at: {fqn: [null, '', c1, head], op: null, phase: [optimizer, static], step: 1}
+# why: the whole network was halved, so the scaler would have to unscale float16 gradients
 
 import torch
 from torch import nn

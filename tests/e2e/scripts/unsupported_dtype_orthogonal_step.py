@@ -1,15 +1,6 @@
-# expect:
-#   id: unsupported-dtype
-#   confidence: proven
-#   severity: error
-#   fqn: basis
-#   op: aten.linalg_qr.default
-#   phase: forward
-#   step: 1
-#   raised_in: basis
-#   raises: NotImplementedError
-#   family: mismatch
-#   why: the decomposition is written for float32 and float64, and the model is in bfloat16
+# expect: {id: unsupported-dtype, family: mismatch, raises: NotImplementedError}
+# at: {fqn: basis, op: aten.linalg_qr.default, phase: forward, step: 1, raised_in: basis}
+# why: the decomposition is written for float32 and float64, and the model is in bfloat16
 
 import torch
 from torch import nn

@@ -1,15 +1,7 @@
-# expect:
-#   id: update-stall
-#   fqn: lora_magnitude_vector.default
-#   op: null
-#   phase: optimizer
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: warning
-#   family: silent
-#   shows: 'magnitude 0\.0 matrices [1-9]'
-#   why: DoRA's magnitudes were cast to bfloat16 with all other trainables and are too large for the updates
+# expect: {id: update-stall, family: silent, raises: null}
+# at: {fqn: lora_magnitude_vector.default, op: null, phase: optimizer, step: 1}
+# shows: 'magnitude 0\.0 matrices [1-9]'
+# why: DoRA's magnitudes were cast to bfloat16 with all other trainables and are too large for the updates
 
 import torch
 from peft import LoraConfig, get_peft_model

@@ -1,11 +1,7 @@
-# expect:
-#   id: update-stall
-#   severity: warning
-#   fqn: null
-#   raises: null
-#   family: silent
-#   shows: 'moved 0 of 1024'
-#   why: an adapter is added to bfloat16 weights near 1, whose spacing is larger than all of it
+# expect: {id: update-stall, family: silent, raises: null}
+# at: {fqn: null}
+# shows: 'moved 0 of 1024'
+# why: an adapter is added to bfloat16 weights near 1, whose spacing is larger than all of it
 
 import torch
 from torch import nn

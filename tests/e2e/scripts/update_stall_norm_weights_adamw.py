@@ -1,15 +1,8 @@
-# expect:
-#   id: update-stall
-#   fqn: [model.norm, model.layers.0.input_layernorm, model.layers.0.post_attention_layernorm]
-#   op: null
-#   phase: optimizer
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: warning
-#   family: silent
-#   shows: 'norm change 0\.0 '
-#   why: a bfloat16 model under AdamW at a usual fine-tuning rate; the norm weights, which are one, never move
+# expect: {id: update-stall, family: silent, raises: null}
+# at: {fqn: [model.norm, model.layers.0.input_layernorm, model.layers.0.post_attention_layernorm], op: null,
+#   phase: optimizer, step: 1}
+# shows: 'norm change 0\.0 '
+# why: a bfloat16 model under AdamW at a usual fine-tuning rate; the norm weights, which are one, never move
 
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification

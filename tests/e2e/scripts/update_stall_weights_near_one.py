@@ -1,14 +1,7 @@
-# expect:
-#   id: update-stall
-#   op: null
-#   phase: optimizer
-#   step: 1
-#   raises: null
-#   confidence: proven
-#   severity: warning
-#   family: silent
-#   shows: 'weights moved: 0 of'
-#   why: bfloat16 weights near one, and updates far below half a unit in the last place
+# expect: {id: update-stall, family: silent, raises: null}
+# at: {op: null, phase: optimizer, step: 1}
+# shows: 'weights moved: 0 of'
+# why: bfloat16 weights near one, and updates far below half a unit in the last place
 
 import torch
 from torch import nn
