@@ -39,13 +39,6 @@ class Tower(nn.Module):
         return logits
 
 
-class OverflowingHead(Tower):
-    """Overflows in a computation that is no submodule."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return super().logits(hidden) * TOO_LARGE / TOO_LARGE
-
-
 class Plain(nn.Module):
     """A residual block that stays small."""
 
@@ -99,14 +92,6 @@ class Untouchable(Overflowing):
         return super().forward(x)
 
 
-class Moody(Overflowing):
-    """Overflows, but not when a run is repeated: a repetition's directory ends in a number."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        directory = os.path.dirname(os.readlink("/proc/self/fd/2"))
-        return Plain.forward(self, x) if directory.endswith("-1") else super().forward(x)
-
-
 class Slow(Overflowing):
     """Overflows after a while, so that there is time to interrupt it."""
 
@@ -118,21 +103,6 @@ class Slow(Overflowing):
 def healthy() -> nn.Module:
     """Does not fail in float16."""
     return Tower(Plain(), Plain())
-
-
-def one() -> nn.Module:
-    """One of three blocks overflows."""
-    return Tower(Plain(), Overflowing(), Plain())
-
-
-def head() -> nn.Module:
-    """The model's own arithmetic overflows."""
-    return OverflowingHead(Plain())
-
-
-def two() -> nn.Module:
-    """Two of four blocks overflow."""
-    return Tower(Overflowing(), Plain(), Overflowing(), Plain())
 
 
 def domain() -> nn.Module:
@@ -172,11 +142,6 @@ def stalling() -> nn.Module:
     return Tower(*blocks)
 
 
-def moody() -> nn.Module:
-    """Fails, but not every time."""
-    return Tower(Plain(), Moody())
-
-
 def does_not_fit() -> nn.Module:
     """Is killed while it is built, as the kernel does when memory is short."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -192,15 +157,3 @@ def crashes_early() -> nn.Module:
 def slow() -> nn.Module:
     """Overflows, a tenth of a second a call."""
     return Tower(*(Plain() for _ in range(6)), Slow(), *(Plain() for _ in range(6)))
-
-
-class OverflowingOnRank1(Overflowing):
-    """Overflows in the second process of a job alone."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if os.environ.get("RANK") == "1" else Plain.forward(self, x)
-
-
-def one_of_rank_1() -> nn.Module:
-    """One of three blocks overflows, on one of two ranks."""
-    return Tower(Plain(), OverflowingOnRank1(), Plain())

@@ -5,14 +5,11 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from patience import becomes
 from torch import Tensor, nn
 from transformers.models.gemma4 import modeling_gemma4
 
-from dtypedoctor.lab.models.builtin import llama_tiny
 from dtypedoctor.lab.tickets.gemma4 import gemma4_tiny
 
 
@@ -68,17 +65,6 @@ def hangs(note: str) -> nn.Module:
         time.sleep(2000)
 
     return _with(_Deadly(hang))
-
-
-def llama_that_waits(**sizes: Any) -> nn.Module:
-    """A tiny Llama that waits before its head until somebody has seen where it is: until there is the file that ``SEEN`` names."""
-
-    def wait(*_: Any) -> None:
-        assert becomes(Path(os.environ["SEEN"]).exists)
-
-    model = llama_tiny(**sizes)
-    model.get_submodule("lm_head").register_forward_pre_hook(wait)
-    return model
 
 
 def raises() -> nn.Module:

@@ -14,10 +14,8 @@ from typing import Any
 
 import jsonschema
 import pytest
-import torch
 from command import Finished, in_this_process, report_of
 from patience import PATIENCE, becomes
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from dtypedoctor.report.files import read_report
 from dtypedoctor.report.formats import format_named
@@ -106,28 +104,6 @@ def test_the_verdict_table_of_gemma4_separates_the_modes(gemma: tuple[Finished, 
     assert verdicts["float32 throughout"]["absmax"] > 65504
 
 
-@pytest.mark.release
-def test_a_deep_model_is_compiled_layer_by_layer_and_the_layer_is_named(bisect: Callable[..., Finished]) -> None:
-    """Twelve layers that are alike are compiled once; what each returns is measured."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=12, vocab_size=64)).half()
-    loud = model.model.layers[7].mlp
-    with torch.no_grad():
-        loud.up_proj.weight.fill_(300)
-        loud.gate_proj.weight.fill_(300)
-        loud.down_proj.weight.mul_(1e-3)
-    model.save_pretrained("deep")
-    finished = bisect("--model", "deep", "--dtype", "float16", "--workload", "forward", "--out", "out")
-    found = report_of(Path("out"))["bisection"]
-    assert found["culprits"] == ["model.layers.7.mlp::self"], finished.err
-    verdicts = {verdict["mode"]: verdict for verdict in found["verdicts"]}
-    compiled = verdicts["compiled (inductor, layer by layer)"]
-    assert (compiled["outcome"], compiled["fqn"]) == ("fail", "model.layers.7")
-    kept = verdicts["compiled (aot_eager, layer by layer), culprits in float32"]
-    assert (kept["outcome"], kept["fqn"]) == ("pass", "model.layers.7"), "not Dynamo's own module inside of it"
-
-
 def test_progress_is_one_line_a_probe_when_piped(gemma: tuple[Finished, Path]) -> None:
     """Outcome, what was treated, peak and time on stderr; the answer alone on stdout."""
     finished, directory = gemma
@@ -210,32 +186,6 @@ def test_a_signal_ends_with_the_best_answer_so_far(tmp_path: Path, by: signal.Si
     assert any("blocks.6" in name for name in found["culprits"])
 
 
-@pytest.mark.release
-def test_scattered_culprits_are_found_and_nothing_else(bisect: Callable[..., Finished], tmp_path: Path) -> None:
-    """Two of four blocks; the reproduction shows one of them, and fails as it says."""
-    finished = bisect("--model", "bisect_factories:two", "--workload", "forward", "--out", "run")
-    assert finished.code == 10, finished.err
-    found = report_of(tmp_path / "run")["bisection"]
-    assert sorted(found["culprits"]) == ["blocks.0::self", "blocks.2::self"]
-    assert sorted(found["remedy"]["corrections"][0]["modules"]) == sorted(found["culprits"])
-    assert found["one_minimal"]
-    assert found["confirmed"]
-    modes = {verdict["mode"] for verdict in found["verdicts"]}
-    assert not any("attention" in mode or "checkpointing" in mode for mode in modes), "the model has no such thing"
-    assert_reproduction_fails_as_it_says(tmp_path / "run", tmp_path / "elsewhere")
-
-
-@pytest.mark.release
-def test_an_operation_of_the_model_itself_is_found_and_shown(bisect: Callable[..., Finished], tmp_path: Path) -> None:
-    """It is no submodule, and its output is a plain namespace."""
-    finished = bisect("--model", "bisect_factories:head", "--workload", "forward", "--out", "run")
-    assert finished.code == 10, finished.err
-    found = report_of(tmp_path / "run")["bisection"]
-    assert found["culprits"] == ["::self"]
-    assert found["failure"]["fqn"] == "::self"
-    assert_reproduction_fails_as_it_says(tmp_path / "run", tmp_path / "elsewhere")
-
-
 @pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("model", "code", "end", "says"),
@@ -271,15 +221,6 @@ def test_what_no_bisection_can_look_for_counts_all_the_same(bisect: Callable[...
     assert finished.code == 10, finished.out
     assert "Bisection cannot search for what else is found: update-stall" in " ".join(finished.out.split())
     assert report_of(tmp_path / "run")["bisection"]["end"] == "healthy"
-
-
-@pytest.mark.release
-def test_a_failure_that_does_not_come_every_time_is_said(bisect: Callable[..., Finished], tmp_path: Path) -> None:
-    """The untreated run is taken twice and comes out differently."""
-    finished = bisect("--model", "bisect_factories:moody", "--workload", "forward", "--out", "run")
-    assert finished.code == 10
-    assert "The failure is flaky" in " ".join(finished.out.split())
-    assert report_of(tmp_path / "run")["bisection"]["flaky"] == ["with nothing in float32: fail, then pass"]
 
 
 @pytest.mark.parametrize(

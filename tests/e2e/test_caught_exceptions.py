@@ -36,6 +36,7 @@ GUARD = """
 """
 
 
+@pytest.mark.release
 def test_a_dtype_error_in_a_test_is_found_under_pytest(tmp_path: Path) -> None:
     """The failing test's error is explained by an op trace; the one that a test expects is not a finding."""
     (tmp_path / "test_it.py").write_text(textwrap.dedent(TESTS))
@@ -59,53 +60,3 @@ def test_a_guard_that_prints_and_leaves_is_looked_behind(tmp_path: Path) -> None
     report = report_of(tmp_path / "run")
     assert (done.code, report["findings"][0]["id"]) == (10, "operand-dtype-mismatch"), done.err
     assert "was caught by the program" in done.out + done.err
-
-
-WHOLE_NUMBERS = """
-    import torch
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    try:
-        model(torch.ones(1, 4).long())
-    except RuntimeError as error:
-        print("caught", error)
-"""
-SPECTRUM = """
-    import torch
-    from torch import nn
-
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.last = nn.Parameter(torch.zeros(8, dtype=torch.cfloat)), nn.Linear(8, 2)
-
-        def forward(self, x):
-            return self.last(x) + self.weight.abs().sqrt().sum()
-
-    model = Scaled()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.ones(4, 8)).square().mean().backward()
-    optimizer.step()
-"""
-
-
-@pytest.mark.release
-def test_whole_numbers_that_are_rejected_are_found_and_proven(tmp_path: Path) -> None:
-    """Nothing succeeds afterwards; the replay is compared by the whole numbers, since nothing else was measured."""
-    (tmp_path / "train.py").write_text(textwrap.dedent(WHOLE_NUMBERS))
-    done = dtypedoctor("exec", "--out", "run", "train.py", cwd=tmp_path)
-    (finding,) = report_of(tmp_path / "run")["findings"]
-    assert (done.code, finding["id"], finding["dtype"], finding["confidence"]) == (
-        10,
-        "model-input-dtype",
-        "int64",
-        "proven",
-    )
-
-
-@pytest.mark.release
-def test_a_step_that_makes_a_complex_parameter_nan_is_found(tmp_path: Path) -> None:
-    """The loss is finite: only the gradient and the parameter show it."""
-    (tmp_path / "train.py").write_text(textwrap.dedent(SPECTRUM))
-    done = dtypedoctor("exec", "--out", "run", "train.py", cwd=tmp_path)
-    finding = report_of(tmp_path / "run")["findings"][0]
-    assert (done.code, finding["id"], finding["phase"]) == (10, "domain-error", "backward")

@@ -7,14 +7,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from command import Finished, dtypedoctor, forked, in_this_process, report_of
-from patience import PATIENCE, becomes
+from command import Finished, forked, in_this_process, report_of
+from patience import PATIENCE
 
-from dtypedoctor.lab.bisect.probe_runner import JOURNAL
 from dtypedoctor.runner.run import NO_END
 from dtypedoctor.trace.events import Header, Site
 from dtypedoctor.trace.lines import EVENTS
@@ -126,35 +124,6 @@ def test_a_run_whose_script_is_gone_is_diagnosed_with_its_replay(small_disk: Pat
     assert "replayed in the process itself" in " ".join((out / "report.md").read_text(encoding="utf-8").split())
     assert (out / "before" / EVENTS).stat().st_size > 0
     assert (out / "exp" / "stdout.txt" / "checkpoint.pt").is_file()
-
-
-@pytest.mark.release
-def test_a_bisection_whose_disk_fills_up_keeps_everything_and_goes_on_later(small_disk: Path) -> None:
-    """The first run's diagnosis is reported; once there is room again, --resume repeats none of the runs that are whole."""
-    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
-    out, case = small_disk / "run", ["--model", "bisect_factories:slow", "--workload", "forward"]
-    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dtypedoctor", "bisect", *case, "--out", str(out)],
-        env=os.environ | paths, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    probed = lambda: (out / JOURNAL).exists() and '"event":"probe"' in (out / JOURNAL).read_text()
-    assert becomes(lambda: process.poll() is not None or probed())
-    assert process.poll() is None, process.communicate()
-    fill(small_disk)
-    shown, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 10, errors
-    assert "Traceback" not in errors
-    assert shown.startswith("Interrupted"), shown
-    assert f"dtypedoctor bisect --resume {out}" in " ".join(shown.split()), shown
-    assert (out / "before" / EVENTS).stat().st_size > 0
-    assert (out / JOURNAL).read_text().count('"event":"probe"') >= 1
-    assert len(list((out / "probes").glob(f"*/{EVENTS}"))) >= 1
-    (small_disk / "filler").unlink()
-    resumed = in_this_process("bisect", "--resume", out, "--allow-code")
-    assert resumed.code == 10, resumed.err
-    assert "(known)" in resumed.err
-    assert any("blocks.6" in name for name in report_of(out)["bisection"]["culprits"])
 
 
 def fill(disk: Path) -> None:
@@ -269,26 +238,6 @@ def test_a_training_goes_on_when_its_record_is_removed(code: Path, tmp_path: Pat
     assert finished.code == 3
     assert "The program deleted the folder with the records of this run" in " ".join(finished.err.split())
     assert report_of(tmp_path / "run")["status"] == "unknown"
-
-
-@pytest.mark.release
-def test_two_runs_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """Both go well into two directories, and also into one: the one that ends last lies in another with a number."""
-    script = training(tmp_path)
-    outs = [tmp_path / "one", tmp_path / "one", tmp_path / "two"]
-    with ThreadPoolExecutor() as pool:
-        finished = list(pool.map(lambda out: dtypedoctor("exec", "--out", out, script), outs))
-    assert [one.code for one in finished] == [0, 0, 0]
-    assert {report_of(tmp_path / name)["status"] for name in ("one", "one-1", "two")} == {"healthy"}
-
-
-@pytest.mark.release
-def test_a_clock_that_jumps_changes_nothing(tmp_path: Path) -> None:
-    """The time of day stands in the header only: order comes from numbers, durations from a clock that cannot jump."""
-    jump = "import random, time; time.time = lambda: random.choice((0.0, 2**31 - 1.0, 4e9)); time.time_ns = lambda: 0"
-    finished = forked("exec", "--out", tmp_path / "run", training(tmp_path, before=jump))
-    assert finished.code == 0, finished.err
-    assert report_of(tmp_path / "run")["before"]["steps_completed"] == 40
 
 
 def test_a_watch_from_inside_goes_on_without_its_record(code: Path, tmp_path: Path) -> None:

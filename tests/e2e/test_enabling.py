@@ -1,6 +1,5 @@
 """``dtypedoctor enable`` and ``DTYPEDOCTOR=1``: processes that record themselves, in a real environment of their own."""
 
-import json
 import sys
 import sysconfig
 from pathlib import Path
@@ -119,29 +118,6 @@ def test_all_ranks_of_a_launcher_make_one_report(enabled: Light) -> None:
     assert (finding["id"], finding["rank"]) == ("operand-dtype-mismatch", 1)
     recorded = {path.name for path in (run / "before").glob("rank-*")}
     assert {"rank-1"} <= recorded <= {"rank-0", "rank-1"}  # torchrun may end rank 0 before that has imported torch
-
-
-@pytest.mark.release
-def test_programs_that_a_program_starts_belong_to_its_job(enabled: Light) -> None:
-    """One report with what failed in the child, and none that says the child was not measured."""
-    assert enabled("parent.py", DTYPEDOCTOR="1").code == 0
-    (run,) = (enabled.folder / "runs").iterdir()
-    report = report_of(run)
-    assert [finding["id"] for finding in report["findings"]] == ["operand-dtype-mismatch"]
-    assert "Python programs that were started" not in json.dumps(report["coverage"])
-
-
-@pytest.mark.release
-def test_a_program_that_deletes_its_records_is_told_so(enabled: Light) -> None:
-    """In one sentence, instead of a traceback; its status and its output stay its own."""
-    (elsewhere := enabled.folder.parent / "elsewhere").mkdir()
-    remove = "import glob, os, shutil, torch\nshutil.rmtree(*glob.glob(os.environ['TMPDIR'] + '/dtypedoctor-*'))"
-    (enabled.folder / "cleaning.py").write_text(f"{remove}\nprint('done')\n")
-    done = enabled("cleaning.py", DTYPEDOCTOR="1", TMPDIR=str(elsewhere))
-    assert (done.code, done.out) == (0, "done\n")
-    assert done.err.count("\n") == 1
-    assert "the program deleted the folder with the records of this run" in done.err
-    assert not (enabled.folder / "runs").exists()
 
 
 def test_a_program_that_a_program_becomes_is_recorded_too(enabled: Light) -> None:

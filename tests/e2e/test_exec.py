@@ -8,7 +8,6 @@ import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -219,57 +218,6 @@ def test_a_script_that_never_calls_a_module_gets_a_truthful_report(tmp_path: Pat
     assert any("has not imported torch" in line for line in report["coverage"])
 
 
-@pytest.mark.release
-def test_megabytes_of_output_pass_through(tmp_path: Path) -> None:
-    """Both streams, without a deadlock, byte for byte."""
-    source = """
-        import sys
-        for i in range(40000):
-            print("x" * 100, i)
-            if i % 10 == 0:
-                print("y" * 100, i, file=sys.stderr)
-    """
-    path = script(tmp_path, source)
-    finished, _ = execute(tmp_path, path)
-    alone = python(tmp_path, path)
-    assert finished.out == alone.stdout
-    assert finished.err.startswith(alone.stderr)
-
-
-@pytest.mark.release
-def test_a_forked_child_is_left_alone_and_told_of(tmp_path: Path) -> None:
-    """It leaves with its own status, its NaN is not the script's, and the trace is whole."""
-    source = """
-        import os, sys, torch
-        net = torch.nn.Linear(2, 2)
-        child = os.fork()
-        if child == 0:
-            net(torch.full((1, 2), float("nan")))
-            sys.exit(3)
-        print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    """
-    finished, out = execute(tmp_path, script(tmp_path, source))
-    assert finished.out == "child 3\n", finished.err
-    assert finished.code == 10
-    report = report_of(out)
-    assert report["status"] == "unknown"
-    assert report["headline"].startswith("no nn.Module ran in this process; 1 forked process(es) and ")
-    assert any("1 forked process" in line for line in report["coverage"])
-
-
-@pytest.mark.release
-def test_classes_of_the_main_module_pickle(tmp_path: Path) -> None:
-    """They are found again under __main__."""
-    source = """
-        import pickle
-        class Point:
-            x = 1
-        print(type(pickle.loads(pickle.dumps(Point()))) is Point, Point.__module__)
-    """
-    finished, _ = execute(tmp_path, script(tmp_path, source))
-    assert finished.out == "True __main__\n"
-
-
 def test_environment_set_before_torch_is_imported_is_heeded(tmp_path: Path) -> None:
     """The doctor has not imported torch before the script does."""
     source = """
@@ -418,40 +366,6 @@ def until(terminal: int, wanted: bytes) -> bytes:
         except OSError as error:
             raise AssertionError(seen) from error
     return seen
-
-
-@pytest.mark.release
-def test_a_correction_is_switched_on_from_outside_and_proven(tmp_path: Path) -> None:
-    """--try cures a script's own copy of Gemma-4's MLP without changing the script; the other remedies were not tried."""
-    source = """
-        import torch
-        from torch import nn
-        class Gemma4TextMLP(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.gate_proj, self.up_proj, self.down_proj = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
-                self.act_fn = nn.GELU(approximate="tanh")
-            def forward(self, x):
-                return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        torch.manual_seed(0)
-        net = nn.Sequential(Gemma4TextMLP())
-        with torch.no_grad():
-            net[0].gate_proj.weight.mul_(500)
-            net[0].up_proj.weight.mul_(500)
-            net[0].down_proj.weight.mul_(1e-3)
-        net.half()
-        for step in range(2):
-            print(net(torch.randn(4, 16).half()).isfinite().all().item())
-    """
-    finished, out = execute(tmp_path, "--try", "gemma4-mlp-float32-product", script(tmp_path, source))
-    assert finished.code == 10
-    report = report_of(out)
-    assert report["findings"][0]["id"] == "float16-overflow"
-    trials: dict[str, Any] = {trial["remedy"]: trial for trial in report["trials"]}
-    assert trials["gemma4-mlp-float32-product"]["outcome"] == "fixed", trials
-    assert (out / "remedy-gemma4-mlp-float32-product" / "stdout.txt").read_text() == "True\nTrue\n"
-    assert trials["bfloat16"]["outcome"] == "not-tried"
-    assert "--try bfloat16 runs the script again with it" in trials["bfloat16"]["reason"]
 
 
 def test_a_run_directory_is_never_overwritten(tmp_path: Path) -> None:

@@ -1,8 +1,5 @@
 """``exec`` with a launcher in front of the script: real torchrun, real accelerate, real deepspeed; each process is recorded, and one report tells of all."""
 
-import json
-import os
-import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +32,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.release
 def test_torchrun_in_front_of_the_script(folder: Path) -> None:
     """The rank that fails is named, with the operator; the other one's trace lies beside it; the command can be typed again."""
     command = ("torchrun", "--standalone", "--nproc-per-node", "2", "train.py", "1")
@@ -89,53 +87,3 @@ def test_the_interpreter_in_front_of_the_script(folder: Path) -> None:
     done = dtypedoctor("exec", "--out", "run", sys.executable, "train.py", "7", cwd=folder)
     assert "arguments ['7'] name __main__" in done.out
     assert report_of(folder / "run")["status"] == "healthy"
-
-
-FAILING_START = """
-import os, time
-if os.environ.get("RANK") == "1":
-    while not os.path.exists("finished"):
-        time.sleep(0.05)
-    os._exit(3)
-"""
-
-
-@pytest.mark.release
-def test_a_rank_that_fails_before_it_comes_to_the_script_is_reported(folder: Path) -> None:
-    """The other one has run to its end and is finite, but the job has failed: that is said of the rank, which left no trace."""
-    (folder / "sitecustomize.py").write_text(FAILING_START)
-    with (folder / "train.py").open("a") as script:
-        script.write("open('finished', 'w').close()\n")
-    path = os.pathsep.join([str(folder), *sys.path])
-    command = ("torchrun", "--standalone", "--nproc-per-node", "2", "train.py", "7")
-    done = dtypedoctor("exec", "--out", "run", *command, cwd=folder, PYTHONPATH=path)
-    report = report_of(folder / "run")
-    assert (done.code, report["status"]) == (10, "error")
-    assert report["headline"].endswith("ended with status 3")
-    assert any(line.startswith("rank 1: ended with status 3") for line in report["coverage"])
-
-
-ENDED_TOGETHER = """
-if int(os.environ["RANK"]) == 0:
-    raise SystemExit("not finite")
-while not any("end" in line[:12] for path in glob.glob(os.environ["TMPDIR"] + "/*/before/rank-0/events.jsonl") for line in open(path)):
-    time.sleep(0.05)
-raise SystemExit("not finite")
-"""
-
-
-@pytest.mark.release
-def test_a_rank_that_torchrun_ends_is_recorded_as_ended_by_it(folder: Path) -> None:
-    """Its trace has an end, but not with a status of its own; the rank that failed by itself leads."""
-    # Registered before torch is imported, so called after the recording has ended; torchrun ends it before that.
-    begin = "import atexit, glob, os, time\nif os.environ['RANK'] == '0':\n    atexit.register(time.sleep, 1000)\n"
-    (folder / "train.py").write_text(begin + SCRIPT + ENDED_TOGETHER)
-    (elsewhere := folder.parent / "elsewhere").mkdir()
-    command = ("torchrun", "--standalone", "--nproc-per-node", "2", "train.py", "7")
-    dtypedoctor("exec", "--out", "run", *command, cwd=folder, TMPDIR=str(elsewhere))
-    ends = [json.loads((folder / f"run/before/rank-{rank}/exit.json").read_text()) for rank in (0, 1)]
-    assert [end["ended_by_launcher"] for end in ends] == [signal.SIGTERM, 0]
-    assert ends[1]["code"] == 1
-    report = report_of(folder / "run")
-    assert report["before"]["ended"] == "ended with status 1"
-    assert any(line.startswith("rank 0: was ended by its launcher (SIGTERM)") for line in report["coverage"])

@@ -81,19 +81,6 @@ def test_a_script_that_overflows_fails_the_job_at_its_line(tmp_path: Path) -> No
     assert step(tmp_path, "Pass on the exit code", ran.outputs).code == 10
 
 
-@pytest.mark.release
-@pytest.mark.slow
-def test_scenarios_that_are_healthy_pass_the_job(tmp_path: Path) -> None:
-    """A folder of them, as a matrix."""
-    (tmp_path / "scenarios").mkdir()
-    (tmp_path / "scenarios" / "fine.yaml").write_text(SCENARIO)
-    ran = step(tmp_path, "Run dtypedoctor", run="scenarios/")
-    assert ran.outputs["exit-code"] == "0", ran.log
-    assert "::notice title=dtypedoctor::" in ran.log
-    assert "1 of 1 scenario as expected" in ran.summary
-    assert step(tmp_path, "Pass on the exit code", ran.outputs).code == 0
-
-
 @pytest.mark.parametrize("inputs", [{}, {"run": "scenarios/", "exec": "train.py"}], ids=["none", "both"])
 def test_the_action_needs_exactly_one_of_run_and_exec(inputs: dict[str, str], tmp_path: Path) -> None:
     """An error on the job's page, before anything has run."""

@@ -19,7 +19,6 @@ from run_directories import (
     failing_run,
     large_run,
     mismatched_run,
-    stalled_run,
 )
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
@@ -27,7 +26,6 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
-from selenium.webdriver.support.ui import WebDriverWait
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = (
@@ -296,64 +294,6 @@ def test_axe_finds_nothing_in_a_notebook(browser: webdriver.Chrome, tmp_path: Pa
         assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")  # type: ignore[no-untyped-call]
 
 
-def dtypes_of(browser: webdriver.Chrome, fqn: str) -> list[str]:
-    """What the row of a module shows in the first run: input, weight, output."""
-    row = browser.find_element(By.ID, f"module-0:{fqn}")
-    return [part.text for part in row.find_element(By.CSS_SELECTOR, ".heat").find_elements(By.CSS_SELECTOR, ".dtype")]
-
-
-def value_of(browser: webdriver.Chrome, fqn: str) -> str:
-    """The word or number beside a module."""
-    return browser.find_element(By.ID, f"module-0:{fqn}").find_element(By.CSS_SELECTOR, ".value").text
-
-
-@pytest.mark.release
-def test_a_mismatch_is_seen_in_the_dtypes(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    """Without a click: the dtypes of each module, also of the one that raised and of those that were not called; a tip tells them in words."""
-    browser.get(render(mismatched_run(tmp_path / "run")).as_uri())
-    assert button(browser, "Dtypes").get_attribute("aria-pressed") == "true"
-    assert dtypes_of(browser, PROMOTES) == ["bf16", "f32", "f32"]
-    assert dtypes_of(browser, REJECTS) == ["f32", "bf16", ""]
-    assert dtypes_of(browser, "lm_head") == ["", "bf16", ""]
-    assert [value_of(browser, fqn) for fqn in (PROMOTES, REJECTS, "lm_head")] == ["differ", "raises", ""]
-    webdriver.ActionChains(browser).move_to_element(
-        browser.find_element(By.ID, f"module-0:{REJECTS}").find_element(By.CSS_SELECTOR, ".dtype")
-    ).perform()
-    assert browser.find_element(By.CSS_SELECTOR, ".tip").text.split("\n") == [
-        REJECTS, "baseline", "input f32, weight bf16, output –; aten.mm.default raises",
-    ]  # fmt: skip
-    selected(browser).send_keys(Keys.ARROW_DOWN, Keys.ENTER)
-    assert "aten.mm.default raises" in detail(browser)
-    button(browser, "Forward").click()
-    assert browser.find_elements(By.CSS_SELECTOR, ".row .heat svg")
-
-
-@pytest.mark.release
-def test_the_origin_is_in_the_model_that_failed(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    """Of two models with the same names the finding blames the one that ran in its step, and so does the link in the verdict."""
-    browser.get(render(mismatched_run(tmp_path / "run", root=1)).as_uri())
-    assert selected(browser).get_attribute("id") == f"module-1:{PROMOTES}"
-    rows(browser)[0].click()
-    browser.execute_script("scrollTo(0, 0)")  # type: ignore[no-untyped-call]
-    browser.find_element(By.CSS_SELECTOR, "#verdict .goto").click()
-    assert selected(browser).get_attribute("id") == f"module-1:{PROMOTES}"
-
-
-@pytest.mark.release
-def test_a_stall_is_seen_in_percent_of_lost_updates(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    """At the last step that was checked, with a tip, with keys for the other steps, and the parameter's numbers beside it."""
-    browser.get(render(stalled_run(tmp_path / "run")).as_uri())
-    assert button(browser, "Lost updates").get_attribute("aria-pressed") == "true"
-    assert browser.find_element(By.CSS_SELECTOR, ".tools strong").text == "8"
-    assert [value_of(browser, fqn) for fqn in (PROMOTES, REJECTS)] == ["100%", "75%"]
-    assert "100% (64 of 64)" in detail(browser)
-    selected(browser).send_keys(",")
-    assert value_of(browser, PROMOTES) == ""
-    selected(browser).send_keys(",", ",", ",")
-    assert browser.find_element(By.CSS_SELECTOR, ".tools strong").text == "4"
-    assert "100% of the updates lost to rounding up to this step, bfloat16" in detail(browser)
-
-
 def shown(browser: webdriver.Chrome, page: Path, anchor: str) -> WebElement:
     """The element that an address names, after the page was opened there."""
     browser.get("about:blank")
@@ -381,16 +321,3 @@ def test_a_link_opens_at_what_it_names(browser: webdriver.Chrome, tmp_path: Path
     assert selected(browser).get_attribute("id") == f"module-0:{PROMOTES}"
     shown(browser, page, f"module-0:{REJECTS}")
     assert selected(browser).get_attribute("id") == f"module-0:{REJECTS}"
-
-
-@pytest.mark.release
-def test_a_link_opens_a_closed_part_of_a_large_tree(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    """Of a large model only the first levels are open; the containers of what is linked to are opened too."""
-    page = render(large_run(tmp_path / "run", Shape(modules=400, steps=2)))
-    browser.get(page.as_uri())
-    anchor = "module-0:model.layers.40.self_attn.q_proj"
-    assert not browser.find_elements(By.ID, anchor)
-    browser.execute_script("location.hash = arguments[0]", f"#{anchor}")  # type: ignore[no-untyped-call]
-    assert WebDriverWait(browser, 20).until(lambda driver: driver.find_elements(By.ID, anchor))[0].is_displayed()
-    assert selected(browser).get_attribute("id") == anchor
-    assert shown(browser, page, anchor).is_displayed()

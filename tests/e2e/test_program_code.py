@@ -231,6 +231,7 @@ def test_the_programs_own_code_runs_as_without_the_tool(source: str, tmp_path: P
     assert ended.out.startswith(bare.out)
 
 
+@pytest.mark.release
 def test_a_program_recurses_as_deep_as_without_the_tool(tmp_path: Path) -> None:
     """Hooks, and the function by which torch calls them, take frames: module calls nest as deep all the same, and the run is recorded."""
     script = tmp_path / "program.py"

@@ -10,7 +10,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-from command import Finished, dtypedoctor, in_this_process, report_of
+from command import Finished, in_this_process, report_of
 from patience import PATIENCE, becomes
 
 HEALTHY = """\
@@ -152,68 +152,6 @@ def test_a_folder_without_scenarios_and_two_files_of_one_name_are_refused(tmp_pa
     assert (same.code, "1 of 1 scenario as expected" in same.out) == (0, True)
 
 
-WAITING = """
-import os, time
-from types import SimpleNamespace
-from torch import nn
-
-class LanguageModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.config = SimpleNamespace(vocab_size=64)
-        self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
-
-    def forward(self, input_ids, labels=None):
-        logits = self.head(self.embed(input_ids))
-        return SimpleNamespace(logits=logits, loss=logits.square().mean())
-
-def make():
-    while os.path.exists("wait"):
-        time.sleep(0.05)
-    return LanguageModel()
-"""
-
-
-@pytest.mark.release
-def test_an_interrupted_matrix_says_what_is_known_and_goes_on(tmp_path: Path) -> None:
-    """The finished scenario has its row and its report, the others say that they were not run; ``--resume`` runs these and no other."""
-    waiting = HEALTHY.replace("builtin:llama-tiny", "waiting:make")
-    folder(tmp_path / "scenarios", a_first=HEALTHY, b_waiting=waiting, c_last=waiting)
-    (tmp_path / "waiting.py").write_text(WAITING)
-    (tmp_path / "wait").touch()
-    journal = tmp_path / "out" / "scenarios.jsonl"
-    command = [sys.executable, "-m", "dtypedoctor", "run", "scenarios", "--no-remedies", "--out", "out"]
-    with (tmp_path / "err").open("wb") as err:
-        started = subprocess.Popen(
-            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=err,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )  # fmt: skip
-    try:
-        assert becomes(lambda: started.poll() or (journal.exists() and journal.read_bytes().count(b"\n") == 2))
-        assert started.poll() is None, (tmp_path / "err").read_text()
-        started.send_signal(signal.SIGINT)
-        out, _ = started.communicate(timeout=PATIENCE)
-    finally:
-        started.kill()
-        started.wait()
-    said = (tmp_path / "err").read_text()
-    assert started.returncode == 130, said
-    assert "Interrupted: 1 of 3 scenarios are finished." in said
-    assert "Resume with: dtypedoctor run --resume out" in said
-    assert "1 of 1 scenario as expected" in out.decode()
-    assert "2 not run (interrupted)" in out.decode()
-    rows = json.loads((tmp_path / "out" / "matrix.json").read_text())["rows"]
-    assert [row["exit"] for row in rows] == [0, 130, 130]
-    assert [row["status"] for row in rows] == ["healthy", "not run", "not run"]
-    before = (tmp_path / "out" / "a_first" / "report.json").stat().st_mtime_ns
-    (tmp_path / "wait").unlink()
-    resumed = dtypedoctor("run", "--resume", "out", cwd=tmp_path)
-    assert resumed.code == 0, resumed.err
-    assert "3 of 3 scenarios as expected" in resumed.out
-    assert (tmp_path / "out" / "a_first" / "report.json").stat().st_mtime_ns == before
-    assert re.findall(r"^\d/\d", resumed.err, re.MULTILINE) == ["2/3", "3/3"]
-
-
 def test_only_a_directory_of_several_scenarios_is_resumed(tmp_path: Path) -> None:
     """One message for anything else; nothing is made."""
     (tmp_path / "scenarios.jsonl").write_text("{}")
@@ -224,25 +162,6 @@ def test_only_a_directory_of_several_scenarios_is_resumed(tmp_path: Path) -> Non
     assert (both.code, "continues with the original options" in both.err) == (2, True)
     neither = in_this_process("run")
     assert (neither.code, "pass either SCENARIO or --resume" in neither.err) == (2, True)
-
-
-@pytest.mark.release
-def test_several_scenarios_run_at_a_time(mixed: tuple[Finished, Path], tmp_path: Path) -> None:
-    """With ``--jobs 2`` each in a process of its own; the rows are the same, a refused one among them."""
-    _, one_by_one = mixed
-    scenarios = folder(tmp_path / "scenarios", a_failing=FAILING, c_refused=REFUSED)
-    finished = in_this_process("run", scenarios, "--out", tmp_path / "out", "--jobs", "2")
-    assert finished.code == 2, finished.err
-    kept = ("scenario", "status", "before", "finding", "fqn", "confidence", "cause", "cured_by", "exit", "report")
-    rows, expected = (
-        {
-            row["scenario"]: {key: row[key] for key in kept}
-            for row in json.loads((out / "matrix.json").read_text())["rows"]
-        }
-        for out in (tmp_path / "out", one_by_one)
-    )
-    assert rows == {name: expected[name] for name in ("a_failing", "c_refused")}
-    assert report_of(tmp_path / "out" / "a_failing")["next_command"].startswith("dtypedoctor report")
 
 
 SCRIPT = """\

@@ -17,7 +17,6 @@ from rich.console import Console
 from snapshot import check_against_snapshot, entry, forget_others, read_snapshot
 
 from dtypedoctor.lab.scenarios.loading import load_scenario
-from dtypedoctor.lab.scenarios.model import Scenario
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.report.files import read_report
 from dtypedoctor.report.formats import FORMATS, format_named
@@ -216,23 +215,6 @@ def test_the_report_of_a_scenario_renders_in_every_format(name: str, everything:
     assert ET.fromstring(written["junit"]).get("failures") == "0"
 
 
-def _variant(scenario: Scenario) -> tuple[Any, ...]:
-    model = scenario.steps[0].model
-    assert model is not None
-    assert model.quantization is not None
-    return model.name, scenario.steps[0].workload.kind, model.quantization.kind
-
-
-@pytest.mark.release
-def test_the_variants_of_the_grpo_ticket_look_alike_and_are_told_apart(rows: dict[str, dict[str, Any]]) -> None:
-    """The same model and trainer; finding, operator and phase together are different for each."""
-    names = [name for name in FAILING if name.startswith("bnb4bit_grpo") and name in rows]
-    assert len({_variant(FAILING[name]) for name in names}) == 1
-    places = {name: (rows[name]["finding"], rows[name]["op"], rows[name]["phase"]) for name in names}
-    del places["bnb4bit_grpo_bf16_float16_state"]  # two causes, of which the first is that of bnb4bit_grpo_bf16
-    assert len(set(places.values())) == len(places), places
-
-
 @pytest.fixture(scope="session")
 def gemma4(everything: tuple[Finished, Path]) -> Path:
     """The run of the Gemma-4 scenario."""
@@ -287,23 +269,6 @@ def test_without_remedies_the_findings_remain(gemma4_again: tuple[Finished, Path
     assert "\x1b[" not in finished.out
     assert "Traceback" not in finished.err
     assert report_of(directory)["trials"] == []
-
-
-@pytest.mark.release
-def test_two_runs_with_the_same_seed_give_the_same_numbers(gemma4: Path, gemma4_again: tuple[Finished, Path]) -> None:
-    """Findings, losses and gradient norms are equal to the last digit."""
-    first, second = report_of(gemma4), report_of(gemma4_again[1])
-    assert [_verdict(f) for f in first["findings"]] == [_verdict(f) for f in second["findings"]]
-    assert _numbers(first["before"]) == _numbers(second["before"])
-
-
-def _verdict(finding: dict[str, Any]) -> tuple[Any, ...]:
-    """A finding without what only the trials of the first run could add."""
-    return tuple(finding[key] for key in ("id", "fqn", "op", "phase", "step", "dtype", "source", "summary"))
-
-
-def _numbers(run: dict[str, Any]) -> tuple[Any, ...]:
-    return run["loss"], run["grad_norm"], run["reward"], run["steps_completed"]
 
 
 @pytest.mark.parametrize("format", ["terminal", "md", "json"])

@@ -1,8 +1,6 @@
 """One job on two machines: two real torchrun agents on this one, each started by its own ``exec``."""
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -137,20 +135,3 @@ def test_a_machine_that_is_killed_is_told_from_a_healthy_one(tmp_path: Path) -> 
     assert "module.down" in report["headline"]
     assert any(line.startswith("rank 0: ") and "another rank had ended" in line for line in report["coverage"])
     assert not (lost.parents[1] / "report.json").exists()
-
-
-@pytest.mark.release
-def test_what_two_machines_left_in_folders_of_their_own_is_joined_by_report(tmp_path: Path) -> None:
-    """Each folder says which rank it lacks; together they say what rank 1 raised, with its operator; other folders do not belong to it."""
-    ends = ran(tmp_path, ("a", "b"), C10D, "dtype")
-    assert [code for code, _ in ends] == [10, 10], ends
-    ranks = {int(path.name.removeprefix("rank-")): path.parents[2].name for path in tmp_path.glob("*/*/before/rank-*")}
-    other = report_of(tmp_path / ranks[0])
-    assert any(line.startswith("rank 1: not recorded here") for line in other["coverage"])
-    assert other["status"] == "error"
-    joined = json.loads(in_this_process("report", "a", "b", "--format", "json", cwd=tmp_path).out)
-    assert first_of(joined) == ("operand-dtype-mismatch", 1, "aten.addmm.default", "proven")
-    assert "another rank had ended" in " ".join(joined["coverage"])
-    shutil.copytree(tmp_path / "a", tmp_path / "copy")
-    twice = in_this_process("report", "a", "copy", cwd=tmp_path)
-    assert (twice.code, "was recorded twice" in twice.err) == (2, True)

@@ -1,16 +1,9 @@
 """Several processes: real torchrun, two ranks over gloo, tiny models."""
 
-import fcntl
 import os
-import re
-import struct
-import subprocess
-import sys
-import termios
 import textwrap
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +11,10 @@ from typing import Any
 import pytest
 from command import DRIVER, Finished, dtypedoctor, forked, python, report_of
 from nursery import preload
-from patience import PATIENCE, becomes
+from patience import becomes
 
 from dtypedoctor.trace.cursor import CURSOR, read_entered
-from dtypedoctor.trace.events import Op, Root
+from dtypedoctor.trace.events import Op
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.ranks import LEADING
 from dtypedoctor.trace.reader import read_trace
@@ -106,16 +99,6 @@ PIPELINE = (
     dist.destroy_process_group()
 """
 )
-MIXED = (
-    BEGIN
-    + """
-    from torch.distributed.fsdp import fully_shard
-
-    block = nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16), nn.LayerNorm(4))
-    fully_shard(block)
-    raise SystemExit("not called yet")
-"""
-)
 FSDP = """
     name: sharded
     summary: A tiny Llama, sharded over two processes, computing in bfloat16.
@@ -123,18 +106,6 @@ FSDP = """
       - model: {name: "builtin:llama-tiny", options: {hidden: 32, intermediate: 64}}
         workload: {kind: train, steps: 2, sequence_length: 8}
     distributed: {processes: 2, strategy: fsdp, param_dtype: bfloat16, reduce_dtype: float32}
-"""
-
-
-SFT = """
-    name: tuned
-    summary: TRL's supervised trainer, in as many processes as the command line says.
-    steps:
-      - model:
-          name: "factories:llama_that_waits"
-          options: {hidden: 32, intermediate: 64}
-          lora: {r: 4, alpha: 8, targets: [q_proj, v_proj]}
-        workload: {kind: sft, steps: 2, examples: 8, max_length: 16}
 """
 
 
@@ -190,7 +161,7 @@ def test_a_healthy_ddp_run_has_no_findings_and_is_bitwise_what_it_is_unwatched(t
 
 def test_an_overflow_on_one_rank_is_told_with_the_all_reduce_that_carried_it(tmp_path: Path) -> None:
     """Rank, module and op of the origin, and the collective by which it came to the rank whose own gradients were finite."""
-    finished, out = execute(tmp_path, DDP, "--rerun", "--", "overflow")
+    finished, out = execute(tmp_path, DDP, "--", "overflow")
     assert finished.code == 10
     report = report_of(out)
     first = report["findings"][0]
@@ -313,16 +284,6 @@ def test_forced_replays_leave_the_results_of_all_ranks_bitwise_unchanged(argumen
 
 
 @pytest.mark.release
-def test_a_replay_ends_at_a_collective_and_names_it(tmp_path: Path) -> None:
-    """What comes after it needs what the other rank has sent; the replay says so and does not wait for it."""
-    text = WITH_BUFFERS.replace("return self.down(", "dist.barrier()\n            return self.down(")
-    finished, out = execute(tmp_path, text, "--once", "--", "overflow")
-    assert finished.code == 10
-    coverage = report_of(out)["coverage"]
-    assert any("module cannot be made again: barrier needs the other ranks" in line for line in coverage)
-
-
-@pytest.mark.release
 def test_an_overflow_in_one_stage_of_a_pipeline_is_told_with_the_message_that_carried_it(tmp_path: Path) -> None:
     """There is no collective at all: the second stage gets infinities, and sends gradients that are not finite back."""
     finished, out = execute(tmp_path, PIPELINE, "--rerun", "--")
@@ -390,97 +351,6 @@ def test_a_sharded_scenario_with_a_precision_policy_is_healthy(tmp_path: Path) -
         assert {("sent", "all_gather", "bfloat16"), ("received", "reduce_scatter", "float32")} <= seen
         assert {site.dtype for site in trace.sites.values() if site.kind == "grad"} == {"float32"}
         assert any(site.kind == "param" and site.shape[0] == 16 for site in trace.sites.values())  # half of 32 rows
-
-
-@pytest.mark.release
-def test_a_trainer_of_trl_runs_in_several_processes_and_a_terminal_shows_how_far_it_is(tmp_path: Path) -> None:
-    """It wraps the model itself; modules have the names that they have in one process, and rank 0 tells of its steps."""
-    path, out = written(tmp_path, SFT, "tuned.yaml"), tmp_path / "run"
-    terminal, end = os.openpty()
-    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
-    shown: list[bytes] = []
-    reader = threading.Thread(target=_follow, args=(terminal, shown, tmp_path / "seen"))
-    reader.start()
-    command = [
-        sys.executable,
-        "-m",
-        "dtypedoctor",
-        "run",
-        "--nproc-per-node",
-        "2",
-        "--no-remedies",
-        "--allow-code",
-        "--out",
-        str(out),
-        str(path),
-    ]
-    paths = {
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "OMP_NUM_THREADS": "1",
-        "TERM": "xterm",
-        "SEEN": str(tmp_path / "seen"),
-    }
-    done = subprocess.run(
-        command, env=os.environ | paths, stdout=subprocess.DEVNULL, stderr=end, check=False, timeout=PATIENCE
-    )
-    os.close(end)
-    reader.join()
-    text = b"".join(shown).decode()
-    assert done.returncode == 0, text
-    assert SHOWN.search(text)
-    report = report_of(out)
-    assert (report["status"], report["before"]["steps_completed"]) == ("healthy", 2)
-    assert report["observer"]["bitwise_equal"] is True
-    for trace in ranks_of(out):
-        assert [root.cls for root in trace.all(Root)] == ["PeftModelForCausalLM"]
-        assert any((site.kind, site.cls) == ("received", "all_reduce") for site in trace.sites.values())
-
-
-SHOWN = re.compile(r"baseline\S*\s.*step [12]  \w+  base_model")
-"""Where the training is, as the terminal shows it."""
-
-
-def _follow(terminal: int, shown: list[bytes], seen: Path) -> None:
-    """Keeps what is written to the other end of a terminal, until that is closed; lets the training go on once it is seen where it is."""
-    with suppress(OSError):
-        while True:
-            shown.append(os.read(terminal, 4096))
-            if SHOWN.search(b"".join(shown).decode(errors="ignore")):
-                seen.touch()
-
-
-@pytest.mark.release
-def test_a_mixed_shard_unit_is_found_before_fsdp_refuses_it(tmp_path: Path) -> None:
-    """The call of fully_shard is enough, although it succeeds; FSDP2 itself complains in the first forward pass."""
-    path, out = written(tmp_path, MIXED, "work.py"), tmp_path / "run"
-    finished = forked("exec", "--nproc-per-node", "1", "--out", out, path, OMP_NUM_THREADS="1")
-    assert finished.code == 10
-    first = report_of(out)["findings"][0]
-    assert (first["id"], first["phase"], first["source"]) == ("fsdp-mixed-dtypes", "static", "work.py:15")
-    assert "float32: 1.bias, 1.weight." in first["evidence"]
-
-
-@pytest.mark.release
-def test_a_job_that_torchrun_has_started_records_each_rank_by_itself(tmp_path: Path) -> None:
-    """No collision, the script's own exit status, and one report about all ranks."""
-    path, job = written(tmp_path, DDP, "work.py"), tmp_path / "job"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "dtypedoctor", "exec", "--out", str(job), str(path), "overflow"]
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, check=False, timeout=PATIENCE
-    )
-    assert done.returncode == 0, done.stderr
-    for rank in (0, 1):
-        assert report_of(job / f"rank-{rank}")["findings"]
-    assert done.stderr.split().count("Next") == 1  # one report on the terminal, and one command for the whole job
-    assert f"dtypedoctor report {job}" in done.stderr
-    assert f"dtypedoctor: rank-1: {report_of(job / 'rank-1')['headline']}" in done.stderr
-    joined = dtypedoctor("report", job, "--format", "md")
-    assert joined.code == 0
-    assert "Rank 1 of 2 was the first" in joined.out
-    assert "The all_reduce in the backward pass of step 2" in joined.out
-    assert "carried it to rank 0" in joined.out
 
 
 @pytest.mark.parametrize(

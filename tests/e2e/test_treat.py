@@ -155,27 +155,6 @@ def test_every_rank_of_torchrun_is_treated(tmp_path: Path) -> None:
     assert "not treated" not in done.err
 
 
-RANK = """
-import torch
-from torch.nn.parallel import DistributedDataParallel
-torch.distributed.init_process_group("gloo")
-DistributedDataParallel(torch.nn.Linear(2, 2).half())(torch.ones(1, 2).half())
-torch.distributed.destroy_process_group()
-"""
-
-
-@pytest.mark.release
-def test_why_a_correction_is_not_in_place_on_the_ranks_is_said_by_the_launcher(tmp_path: Path) -> None:
-    """It calls no module itself. A model whose gradients are reduced keeps its dtypes."""
-    script = tmp_path / "train.py"
-    script.write_text(RANK)
-    launch = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script
-    done = dtypedoctor("treat", "--with", "bfloat16-weights", *launch, OMP_NUM_THREADS="1")
-    assert done.code == 0, done.err
-    said = "bfloat16-weights was not used: gradients of several ranks are reduced in buckets of the dtypes that the weights had; "
-    assert f"dtypedoctor: {said}make the change in the script, before the model is wrapped\n" in done.err
-
-
 OTHERS = """
 import os, subprocess, sys
 root = dict(os.environ)

@@ -64,17 +64,6 @@ def test_a_model_that_is_spread_over_devices_is_run_and_fixed(llama: Path, tmp_p
     assert first["confidence"] == "proven"
 
 
-@pytest.mark.release
-@pytest.mark.slow
-def test_a_map_of_devices_changes_nothing_on_a_cpu(llama: Path, tmp_path: Path) -> None:
-    """There is one device of that kind."""
-    out = tmp_path / "run"
-    arguments = ["--model", llama, "--dtype", "float16", "--workload", "forward", "--device-map", "auto"]
-    finished = dtypedoctor("bisect", *arguments, "--device", "cpu", "--out", out)
-    assert finished.code == 10, finished.err
-    assert sorted(report_of(out)["bisection"]["culprits"]) == CULPRITS
-
-
 def test_an_unknown_map_of_devices_is_rejected(llama: Path, tmp_path: Path) -> None:
     """Before anything is run."""
     finished = dtypedoctor("bisect", "--model", llama, "--device-map", "balanced", "--out", tmp_path / "run")

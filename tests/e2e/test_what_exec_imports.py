@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 COUNTED = """
 import json, subprocess, sys
 
@@ -147,11 +145,3 @@ def test_the_command_ends_without_taking_its_objects_apart() -> None:
         assert ended.returncode == status
         assert ended.stdout.startswith(printed)
         assert ended.stdout.endswith("registered\n")
-
-
-@pytest.mark.release
-def test_workers_collect_garbage_although_their_server_imports_without() -> None:
-    """What the server has imported is never looked through again; what a training leaves is."""
-    said = "import dtypedoctor.lab.worker.preload, gc; print(gc.isenabled(), gc.get_freeze_count() > 100_000)"
-    finished = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
-    assert finished.stdout.split() == ["True", "True"]

@@ -266,16 +266,3 @@ def test_who_reads_expects_what_who_writes_has_left_out(seed: int) -> None:
             known[number] = Observed(n=number, step=1, call=0, phase="forward", what=call, fqn="")
     assert [call.seen.what.name for call in _unrolled(known, len(names))] == names
     assert seed % 3 or len(known) <= 5 * len(pattern)
-
-
-@pytest.mark.usefixtures("group")
-def test_a_loop_that_repeats_itself_adds_no_records(tmp_path: Path) -> None:
-    """The reducer's collectives are the program's too: their line is that of the backward pass."""
-    with Watched(tmp_path) as watched:
-        net = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-        for _ in range(20):
-            net(torch.ones(2, 4)).square().sum().backward()
-    records = watched.trace.observed(CollectiveCall)
-    assert len(calls_of(watched.trace)["0"]) >= 20
-    assert len(records) < 10
-    assert all(seen.what.source and seen.what.source.startswith("test_collectives.py:") for seen in records)

@@ -116,15 +116,6 @@ def test_a_training_of_complex_parameters_that_stays_finite_is_healthy(tmp_path:
     assert not diagnose(trace)
 
 
-def test_gradients_of_complex_leaves_are_measured_without_an_optimizer(tmp_path: Path) -> None:
-    """Where a backward pass leaves them."""
-    leaf = torch.zeros(3, dtype=torch.cfloat, requires_grad=True)
-    trace = watched(tmp_path, lambda _: leaf.abs().sqrt().sum().backward())
-    coverage = coverage_of(trace)
-    assert (coverage.gradients, coverage.gradients_measured) == (1, 1)
-    assert bad_places(trace)
-
-
 def test_parameters_that_cannot_be_read_count_as_not_measured(tmp_path: Path) -> None:
     """The gradient of a parameter of a class of its own is counted, and it is not said that it was measured."""
 
@@ -150,23 +141,6 @@ def test_the_operator_of_a_module_that_makes_complex_nan_is_named(tmp_path: Path
     assert all(t.absmax is not None for op in trace.all(Op) for t in op.inputs)
     assert any("is not finite either" in line for line in finding.evidence)
     assert not any("in float64 is finite" in line for line in finding.evidence)
-
-
-def test_a_healthy_spectrum_stays_silent(tmp_path: Path) -> None:
-    """A model with a complex parameter trains, and nothing is found."""
-    model = Spectrum(divides=False)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-
-    def work(_: Instruments) -> None:
-        for _ in range(2):
-            model(torch.randn(4, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    trace = watched(tmp_path, work)
-    coverage = coverage_of(trace)
-    assert (coverage.gradients, coverage.gradients_measured) == (6, 6)
-    assert not diagnose(trace)
 
 
 def replays_of(directory: Path, run: Any) -> list[Replay]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextMLP
 
-from dtypedoctor.corrections.contract import TargetMismatchError, install_edits
+from dtypedoctor.corrections.contract import install_edits
 from dtypedoctor.lab.tickets.gemma4 import SAFE_LIMIT, gemma4_tiny, install_mlp_float32_product
 from dtypedoctor.plugins import Correction, registered
 
@@ -60,19 +60,6 @@ def test_elements_that_are_lost_are_counted_as_rescued() -> None:
         assert installed.counters.elements("rescued") == 64
     finally:
         installed.undo()
-
-
-def test_another_signature_is_refused_with_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward with one more parameter is not the code that this was written for."""
-    model, _ = mlp()
-
-    def forward(self: nn.Module, x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
-        return x
-
-    monkeypatch.setattr(Gemma4TextMLP, "forward", forward)
-    with pytest.raises(TargetMismatchError, match=r"takes \(self, x, router\).*written for \(self, x\)"):
-        install_mlp_float32_product(model, [])
-    assert Gemma4TextMLP.forward is forward
 
 
 def test_the_edit_of_transformers_makes_the_test_pass_that_it_proposes() -> None:

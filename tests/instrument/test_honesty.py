@@ -291,13 +291,6 @@ def test_parameters_that_have_no_shape_yet_are_no_trouble(tmp_path: Path) -> Non
     assert counts.module_calls == counts.module_calls_measured == 8
 
 
-def test_a_scripted_module_is_measured_from_outside(tmp_path: Path) -> None:
-    """It holds its parts in C++, which do not read as dictionaries do."""
-    net = torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.ReLU()))
-    trace = watched(tmp_path, lambda _: net(torch.randn(2, 4)).sum().backward())
-    assert {note.why for note in trace.all(NotWatched)} == {"TorchScript runs no module hooks"}
-
-
 def test_a_forked_child_writes_nothing_into_the_trace(tmp_path: Path) -> None:
     """A writer that a child disowns is silent there, and whole in the parent."""
     writer = TraceWriter(tmp_path)

@@ -211,23 +211,6 @@ def test_what_was_seen_of_tensors_that_are_gone_stays(tmp_path: Path) -> None:
     assert "in place" in found.summary
 
 
-def test_what_the_program_computes_does_not_change(tmp_path: Path) -> None:
-    """Parameters and random numbers are those of an unwatched run."""
-    states = []
-
-    def work(_: object) -> None:
-        model = net(torch.bfloat16)
-        for _ in range(4):
-            gradients(model, torch.bfloat16)
-            for parameter in model.parameters():
-                parameter.data.add_(parameter.grad, alpha=-0.01)  # type: ignore[arg-type]
-        states.append([*(p.detach().clone() for p in model.parameters()), torch.rand(3)])
-
-    work(None)
-    watched(tmp_path, work)
-    assert all(map(torch.equal, *states))
-
-
 def assigned(decay: float, *, weights_first: bool = False) -> Callable[[object], None]:
     """An average that is computed anew and assigned at each step."""
 

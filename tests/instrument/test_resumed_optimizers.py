@@ -11,8 +11,6 @@ from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
 
-State = dict[str, Any]
-
 
 def trained(layer: nn.Module, optimizer: torch.optim.Optimizer, size: float = 1e-5) -> None:
     """Three steps on gradients of about this size, of which the squares are below what float16 holds."""

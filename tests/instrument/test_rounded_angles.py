@@ -128,12 +128,6 @@ def test_sines_outside_of_modules_are_found(tmp_path: Path, program: Callable[[]
     assert all((f.source or "").startswith("test_rounded_angles.py:") for f in findings)
 
 
-def test_angles_of_a_product_in_half_precision_are_measured(tmp_path: Path) -> None:
-    """Against those that the same operators make in float64."""
-    net = Apply(lambda x, f: torch.outer(x.bfloat16(), f.bfloat16()).float().cos())
-    assert evidence(tmp_path, net, torch.rand(5) * 1000) == [("rounded-rotary-buffer", True)]
-
-
 @pytest.mark.parametrize(
     "healthy",
     [

@@ -372,22 +372,6 @@ def test_every_call_of_the_first_steps_is_looked_at_where_calls_add_to_state(tmp
     assert following.looked_at == [number for number in range(1, 65) if number not in (1, 2, 16)]
 
 
-def test_a_call_gives_the_same_with_and_without_the_look(tmp_path: Path) -> None:
-    """Values, gradients and the state of the random numbers, with dropout in between."""
-
-    def run() -> list[Tensor]:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.LayerNorm(8), nn.Linear(8, 2)).to(torch.bfloat16)
-        out = net(torch.randn(4, 8).bfloat16())
-        out.float().sum().backward()
-        return [out.detach(), *(p.grad for p in net.parameters()), torch.randn(3)]  # type: ignore[list-item]
-
-    bare = run()
-    results: list[Tensor] = []
-    watched(tmp_path, lambda _: results.extend(run()))
-    assert all(torch.equal(a, b) for a, b in zip(bare, results, strict=True))
-
-
 def test_a_program_with_a_mode_of_its_own_is_not_looked_at(tmp_path: Path) -> None:
     """Its mode would see the look's."""
 

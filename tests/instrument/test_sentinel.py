@@ -117,27 +117,6 @@ def test_a_value_dies_when_the_program_lets_go_of_it(tmp_path: Path) -> None:
     assert watched(tmp_path, work).all(Op)
 
 
-def test_compiled_functions_are_compiled_as_without_it(tmp_path: Path) -> None:
-    """A function that is compiled and called outside of modules is one graph, without a graph break, and not seen into."""
-    graphs: list[Any] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    @torch.compile(backend=backend, fullgraph=True)
-    def f(x: torch.Tensor) -> torch.Tensor:
-        return (x.sin() + 1).log().sum()
-
-    def work(_: Instruments) -> None:
-        for _ in range(3):
-            f(torch.ones(3))
-
-    watched(tmp_path, work)
-    torch._dynamo.reset()
-    assert len(graphs) == 1
-
-
 def test_the_sentinel_leaves_when_compiled_code_runs_where_torch_would_compile_it_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,20 +244,6 @@ def test_a_parameter_that_is_overwritten_between_two_calls_is_blamed_on_the_line
     assert (first.id, first.op) == ("float16-overflow", "aten.add_.Tensor")
     assert first.source is not None
     assert first.source.startswith("test_sentinel.py:")
-
-
-def test_a_complex_result_that_is_not_finite_is_found(tmp_path: Path) -> None:
-    """Complex numbers are measured as pairs of real ones: a 0/0 in a spectrum is named like any other."""
-
-    def work(_: Instruments) -> None:
-        spectrum = torch.fft.fft(torch.zeros(8))
-        (spectrum / spectrum.abs()).real.sum().item()
-
-    trace = watched(tmp_path, work)
-    coverage = trace.last(Coverage)
-    assert coverage is not None
-    assert coverage.operators_measured == coverage.operators > 0
-    assert diagnose(trace)[0].op == "aten.div.Tensor"
 
 
 def test_a_result_that_is_too_large_to_be_measured_is_not_counted_as_measured(

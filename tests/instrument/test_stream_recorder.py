@@ -74,16 +74,6 @@ def test_batched_and_immediate_recording_tell_the_same_story(tmp_path: Path, mon
     assert not found.all(NotWatched)
 
 
-@pytest.mark.usefixtures("behind")
-def test_results_are_bitwise_equal_behind_the_stream(tmp_path: Path) -> None:
-    """Batching keeps tensors alive and reads them; it changes nothing."""
-    one, two = nets(4)
-    expected = train(one)
-    found: list[list[Tensor]] = []
-    watched(tmp_path, lambda _: found.append(train(two)))
-    assert all(torch.equal(a, b) for a, b in zip(expected, found[0], strict=True))
-
-
 def test_what_is_not_finite_first_is_told_first_by_both_recorders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,5 @@
 """Statistics and findings in real experiment trackers, through the Trainer, accelerate and by hand."""
 
-import json
-import sqlite3
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,79 +66,6 @@ def test_the_trainers_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(list((tmp_path / "logs").rglob("events.out.tfevents.*"))) == 1
     found = events_of(tmp_path / "logs")
     assert "train/loss" in found
-    expect(found)
-
-
-def leveldb_records(data: bytes) -> Iterator[bytes]:
-    """The records of W&B's file: LevelDB's log format behind a header of seven bytes."""
-    at, parts = 7, b""
-    while at + 7 <= len(data):
-        length, kind = struct.unpack_from("<HB", data, at + 4)
-        if left := -at % 32768 if 32768 - at % 32768 < 7 else 0:  # no record begins in the last bytes of a block
-            at += left
-            continue
-        parts += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part of one
-            yield parts
-            parts = b""
-
-
-@pytest.mark.slow
-def test_the_trainers_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of the run that is kept on disk."""
-    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
-    from wandb.proto import wandb_internal_pb2
-
-    monkeypatch.chdir(tmp_path)
-    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
-        monkeypatch.setenv(name, value)
-    train(tmp_path, "wandb")
-    wandb.finish()
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    found: dict[str, list[tuple[int, float]]] = {}
-    for data in leveldb_records(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        row = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-        for name, value in row.items():
-            found.setdefault(name, []).append((row.get("train/global_step", 0), value))
-    expect(found)
-
-
-@pytest.mark.slow
-def test_the_trainers_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The metrics of the one run, which is closed when training ends."""
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
-    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
-    train(tmp_path, "mlflow")
-    assert mlflow.active_run() is None
-    client = mlflow.MlflowClient()
-    (run,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
-    found = {
-        name: [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)]
-        for name in run.data.metrics
-    }
-    expect(found, prefix="")
-
-
-@pytest.mark.slow
-def test_the_trainers_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of its database."""
-    pytest.importorskip("trackio", reason="trackio is not installed")
-    from trackio.sqlite_storage import SQLiteStorage
-
-    monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio")
-    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
-    train(tmp_path, "trackio", project="doctor")
-    with sqlite3.connect(SQLiteStorage.get_project_db_path("doctor")) as database:
-        rows = [json.loads(text) for (text,) in database.execute("select metrics from metrics order by id")]
-    found: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        for name, value in row.items():
-            found.setdefault(name, []).append((row["train/global_step"], value))
     expect(found)
 
 

@@ -1,8 +1,5 @@
 """The module watch on small real modules."""
 
-import copy
-import io
-import pickle
 from pathlib import Path
 
 import pytest
@@ -140,24 +137,6 @@ def test_a_step_that_a_fused_optimizer_does_not_take_is_a_skipped_one(tmp_path: 
 
     trace = watched(tmp_path, train)
     assert [(s.step, s.skipped) for s in trace.all(ScalerState)] == [(1, False), (2, True), (3, False)]
-
-
-def test_a_watched_model_pickles_copies_and_keeps_no_hooks(tmp_path: Path) -> None:
-    """Nothing hangs on the modules, during the watch or after it."""
-    net = Net(1.0)
-
-    def work(_: Instruments) -> None:
-        net(torch.randn(2, 8))
-        copied = copy.deepcopy(net)
-        assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in copied.modules())
-        pickle.loads(pickle.dumps(net))
-        torch.save(net.state_dict(), io.BytesIO())
-
-    trace = watched(tmp_path, work)
-    assert trace.end is not None
-    assert trace.end.outcome == "completed"
-    assert torch.autograd.backward.__module__ == "torch.autograd"
-    assert not hasattr(torch.autograd.backward, "__wrapped__")
 
 
 def test_an_exception_names_the_modules_that_were_open(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from bisections import found, verdict
+from bisections import found
 from report_builders import overflow
 from rich.console import Console
 
@@ -17,12 +17,11 @@ from dtypedoctor.report.run_document import (
     bisection_document,
     bisection_part,
     bisection_summary,
-    bisection_verdicts,
     remedy_yaml,
 )
 from dtypedoctor.report.to_html import render_html
 from dtypedoctor.report.to_json import from_json, json_schema, plain, render_json
-from dtypedoctor.report.to_md import render_markdown, size
+from dtypedoctor.report.to_md import render_markdown
 from dtypedoctor.report.to_terminal import print_document
 
 OLDEST = {"culprits": ["m"], "corrections": [], "probes": 3, "one_minimal": False, "verdicts": []}
@@ -60,41 +59,6 @@ def test_the_answer_comes_first_at_the_prompt() -> None:
     assert places[0] == 0
 
 
-@pytest.mark.parametrize("width", [80, 100, 200])
-def test_the_page_keeps_to_its_width(width: int) -> None:
-    """Whatever the names."""
-    long = verdict("compiled", "fail", "x" * 90, fqn="model." + ".".join(f"part{i}" for i in range(40)))
-    page = printed(report(verdicts=[long]), width)
-    assert max(map(len, page.splitlines())) <= width
-
-
-def test_what_was_run_is_said_where_it_is_not_what_the_probes_ran() -> None:
-    """A mode that is named after its workload, or runs the usual one, needs no second name."""
-    rows = [row[0] for row in bisection_verdicts(found())]
-    assert rows == ["one forward pass", "loss scale: 2 steps of plain training"]
-
-
-def test_the_module_that_stands_for_compiled_code_is_named() -> None:
-    """The model itself has no dotted name."""
-    rows = bisection_verdicts(found(verdicts=[verdict("compiled", "fail", "one forward pass", fqn="", absmax=None)]))
-    assert rows == [("compiled", "fail", "–", "the model's output", "–")]
-
-
-def test_numbers_carry_their_units() -> None:
-    """Bytes, ratios, seconds."""
-    told = summary()
-    assert told["cost in float32"] == "0 B of weights, +5 MiB at the peak; step time 1.25× (12 ms)"
-    assert told["probes"] == "14 for 44 candidates by one forward pass (median 200 ms)"
-    assert told["corrections"] == "mlp-float32 (2 offered)"
-    assert told["reproduction"].startswith("repro.py (64.4 KiB of tensors)")
-
-
-def test_a_little_memory_is_not_told_as_a_measurement() -> None:
-    """The peak of a process moves by itself."""
-    cost = {"parameter_bytes": 4096, "memory_bytes": -300_000, "step_time": None, "step_time_ratio": None}
-    assert summary(cost=cost)["cost in float32"] == "+4 KiB of weights, less than 1 MiB at the peak"
-
-
 def test_a_bisection_says_its_doubts() -> None:
     """Flaky runs, probes that failed otherwise, treatment that hurts, notes."""
     told = summary(flaky=["with nothing treated: fail, then pass"], unresolved=2, monotone=False, note="luck")
@@ -103,25 +67,6 @@ def test_a_bisection_says_its_doubts() -> None:
     assert "a healthy run failed with more modules" in told["not monotone"]
     assert told["note"] == "luck"
     assert not {"flaky", "unresolved", "not monotone", "note"} & summary().keys()
-
-
-def test_a_missing_reproduction_says_why() -> None:
-    """Instead of being left out."""
-    told = summary(reproduction={"module": "m", "script": None, "bytes": 0, "said": "", "reason": "it is 4-bit"})
-    assert told["reproduction"] == "none: it is 4-bit"
-
-
-@pytest.mark.parametrize("end", ["domain-error", "outside", "unresolved", "interrupted"])
-def test_one_minimality_is_not_claimed_without_an_answer(end: str) -> None:
-    """Nor denied."""
-    assert summary(end=end, one_minimal=False)["minimal"] == "not checked"
-
-
-def test_a_healthy_model_has_no_tables() -> None:
-    """Its sentence is all."""
-    page = printed(report(end="healthy", answer="It does not fail.", culprits=[], verdicts=[]))
-    assert page.startswith("It does not fail.")
-    assert "culprits" not in page
 
 
 @pytest.mark.parametrize("render", [render_markdown, render_html, printed_document])
@@ -138,15 +83,6 @@ def test_every_format_has_the_same_facts(render: Callable[[Document], str]) -> N
     ):
         assert words in text
     assert bisection_part(replace(report(), bisection=None)).blocks == ()
-
-
-@pytest.mark.parametrize("room", [3000, 4000])
-def test_markdown_keeps_to_its_room(room: int) -> None:
-    """Rows that do not fit are left out with a note."""
-    many = report(verdicts=[verdict(f"mode {i}", "fail", "x") for i in range(200)])
-    text = render_markdown(bisection_document(many), room)
-    assert size(text) <= room
-    assert "more rows left out" in text
 
 
 def test_an_older_report_can_still_be_shown() -> None:

@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 from compared import compared, saved, three_modules
 from goldens import assert_golden
-from report_builders import EVIL
-from rich.cells import cell_len
 from rich.console import Console
 from traces import TraceBuilder
 
@@ -72,14 +70,6 @@ def test_equal_runs_are_called_equal_without_reasons_against_it() -> None:
     assert reasons(exact) == reasons(close) == []
 
 
-def test_further_outputs_of_one_run_are_mentioned_in_the_headline() -> None:
-    """What is set aside is not set aside in silence."""
-    more = three_modules().sample("layers.1", 0.5, index="1").build()
-    found = compared(three_modules().build(), more)
-    assert "Ignored: 1 measurement of outputs" in headline(found)
-    assert "only in B: 1 tensor (forward)" in shown(found, 120)
-
-
 @pytest.mark.parametrize(
     ("kind", "phase", "said"),
     [
@@ -125,39 +115,6 @@ def test_every_gap_is_a_reason() -> None:
         assert sentence in text
 
 
-def hostile() -> TraceComparison:
-    """Names and texts that try to break out of every format."""
-    endless = "a" * 9_000 + "|" * 1_000
-    sides = []
-    for scale in (1.0, 2.0):
-        trace = TraceBuilder().add(Environment(values={EVIL: f"{EVIL}{scale}"}))
-        trace.sample(EVIL, scale, cls=EVIL, dtype=EVIL, index=EVIL).sample(endless, scale, cls=endless)
-        trace.sample(f"{EVIL}{scale}", 1.0).add(Metric(n=trace.n(), step=1, values={EVIL: scale}))
-        raised = Raised(n=trace.n(), step=1, call=1, phase=EVIL, type=EVIL, message=EVIL, frames=[], modules=[])
-        sides.append(saved(trace.add(raised).build(), label=EVIL, steps=[{EVIL: f"{EVIL}{scale}"}]))
-    return compared(*sides)
-
-
-@pytest.mark.parametrize("width", [80, 100, 132])
-@pytest.mark.parametrize("found", [overflow(), hostile()], ids=["overflow", "hostile"])
-def test_no_line_is_wider_than_the_terminal(found: TraceComparison, width: int) -> None:
-    """A terminal that breaks lines itself would tear the tables."""
-    text = shown(found, width)
-    assert max(cell_len(line) for line in text.splitlines()) <= width
-    assert not {c for c in text if not c.isprintable()} - {"\n"}
-
-
-def test_hostile_names_do_not_break_a_markdown_table() -> None:
-    """Every row of a table has as many cells as its head, and no tag or mention is left."""
-    text = written("md", hostile())
-    assert "<script" not in text
-    cells = 0
-    for line in text.splitlines():
-        bars = line.replace("\\|", "").count("|")
-        cells = bars if not cells and bars else cells if bars else 0
-        assert bars == cells, line
-
-
 def test_the_json_form_is_strict_and_says_what_was_found() -> None:
     """Verdict, first divergence, each module and each step; no NaN, nothing but ASCII."""
     text = written("json", overflow())
@@ -182,16 +139,6 @@ def test_nothing_private_leaves_in_a_form_that_is_attached_to_tickets(format: st
     text = written(format, compared(run, three_modules().build()))
     assert "alice" not in text
     assert secret not in text
-
-
-def test_the_markdown_form_of_a_large_comparison_fits_into_a_comment() -> None:
-    """A thousand modules with long names, all different, stay below GitHub's limit."""
-    a, b = TraceBuilder(), TraceBuilder()
-    for number in range(1000):
-        name = f"model.layers.{number}." + "block." * 40
-        a.sample(name + "x", 1.0, dtype=f"d{number}").sample(name + "a", 1.0)
-        b.sample(name + "x", 2.0, dtype=f"e{number}").sample(name + "b", 1.0, phase=f"p{number}")
-    assert len(written("md", compared(a.build(), b.build())).encode()) < 65_536
 
 
 def test_missing_modules_are_named_up_to_a_few_and_then_counted() -> None:

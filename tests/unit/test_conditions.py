@@ -8,7 +8,7 @@ from nonfinite_examples import overflow
 from report_builders import facts_of, plain_text
 from traces import TraceBuilder
 
-from dtypedoctor.diagnosis import TIE_BREAKERS, diagnose, with_tie_breakers
+from dtypedoctor.diagnosis import TIE_BREAKERS, with_tie_breakers
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.examination.fixes import ABLATIONS, remedies
@@ -93,13 +93,6 @@ def test_a_condition_is_proposed_where_it_settles_something(
 ) -> None:
     """Behind what may cure, and nowhere else."""
     assert with_tie_breakers(finding, TraceBuilder().add(record).build()).remedies == ("bfloat16", *offered)
-
-
-def test_a_diagnosis_proposes_the_conditions_that_would_settle_it() -> None:
-    """The overflow of a trace in which a region of its dtype was open."""
-    (plain,) = diagnose(overflow().build())
-    (region,) = diagnose(overflow().add(REGION).build())
-    assert region.remedies == (*plain.remedies, "autocast-off")
 
 
 def under(*states: Condition, failing: bool = False) -> TraceBuilder:

@@ -103,17 +103,6 @@ def test_the_table_names_findings_causes_and_remedies(width: int) -> None:
     assert "needs a CUDA device" in text
 
 
-def test_the_table_needs_no_more_than_ascii() -> None:
-    """Signs are spelt out where the terminal has no others."""
-    assert printed(encoding="ascii").isascii()
-
-
-def test_a_row_in_one_line() -> None:
-    """Progress on stderr."""
-    assert in_one_line(rows()[0]) == "gemma4_grpo_fp16: as expected (float16-overflow, 12.5 s)"
-    assert in_one_line(rows()[2]) == "needs_cuda: UNEXPECTED (could not run, 0.0 s)"
-
-
 @pytest.mark.parametrize("done", [0, 1, 2])
 def test_scenarios_that_ctrl_c_has_left_out_are_not_run(
     done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

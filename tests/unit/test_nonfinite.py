@@ -12,7 +12,6 @@ from nonfinite_examples import (
     refused_sampling,
     replayed,
     scores,
-    squares,
 )
 from traces import TraceBuilder, tensor
 
@@ -69,12 +68,6 @@ def test_a_replay_that_fits_the_dtype_proves_nothing() -> None:
     assert only(overflow(float32=60000.0)).confidence is Confidence.LIKELY
 
 
-def test_a_product_with_a_weight_is_no_attention_score() -> None:
-    """A linear layer in front of a softmax overflows as any other."""
-    finding = only(scores(product="aten.addmm.default", query="parameter"))
-    assert finding.id == "float16-overflow"
-
-
 def test_fused_attention_on_the_same_operands_proves_that_the_scores_overflow() -> None:
     """Also where the replay of the product alone would have left it likely."""
     assert only(scores(float32=60000.0)).confidence is Confidence.LIKELY
@@ -97,11 +90,6 @@ def test_rows_of_both_kinds_are_counted_and_the_earlier_op_is_blamed() -> None:
     assert "The softmax makes 3 rows NaN; in 2 of them the mask leaves nothing." in finding.evidence
 
 
-def test_squares_that_no_root_follows_are_an_ordinary_overflow() -> None:
-    """Squaring is not a norm by itself."""
-    assert only(squares("aten.tanh.default")).id == "float16-overflow"
-
-
 def test_positive_infinities_before_a_softmax_are_not_called_a_mask() -> None:
     """They were asked for by nobody, so what made NaN of them is to blame."""
     assert only(masked(posinf=1)).id == "domain-error"
@@ -111,11 +99,6 @@ def test_a_masked_row_outside_of_all_modules_is_found_where_the_sampler_refuses_
     """No module returned anything bad; the softmax is blamed and not the sampler."""
     finding = only(refused_sampling())
     assert (finding.id, finding.fqn, finding.op) == ("fully-masked-row", None, "aten._softmax.default")
-
-
-def test_a_scaler_that_halves_its_scale_until_steps_are_taken_is_healthy() -> None:
-    """Its skipped first steps are what it is for."""
-    assert diagnose(gradient(scale=2.0**22, later_taken=True).build()) == ()
 
 
 @pytest.mark.parametrize(

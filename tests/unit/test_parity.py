@@ -20,13 +20,6 @@ def run(*steps: list[float | None], rewards: tuple[float, ...] = ()) -> Trace:
     return trace.build()
 
 
-def test_equal_policies_have_no_divergence() -> None:
-    """The same log-probabilities give zero everywhere."""
-    found = parity(run([-1.0, -2.0], [-1.5, -2.5]), run([-1.0, -2.0], [-1.5, -2.5]))
-    assert found is not None
-    assert (found.median_kl, found.max_kl, found.total_kl, found.steps_compared) == (0.0, 0.0, 0.0, 2)
-
-
 def test_the_divergence_is_the_mean_of_exp_d_minus_d_minus_one() -> None:
     """One token 0.5 below the reference and one equal: half of exp(0.5) - 0.5 - 1."""
     found = parity(run([-1.5, -2.0]), run([-1.0, -2.0]))
@@ -40,13 +33,6 @@ def test_the_95th_percentile_lies_between_two_steps_in_proportion() -> None:
     assert found is not None
     assert found.p95_kl == pytest.approx(0.95 * (math.e - 2))
     assert found.median_kl == pytest.approx(0.5 * (math.e - 2))
-
-
-def test_small_differences_are_not_rounded_away() -> None:
-    """A difference of 1e-9 still gives d²/2."""
-    found = parity(run([-1.0 - 1e-7]), run([-1.0]))
-    assert found is not None
-    assert found.max_kl == pytest.approx(0.5e-14, rel=0.1)
 
 
 def test_a_step_with_a_probability_that_is_not_finite_is_not_compared() -> None:

@@ -16,7 +16,6 @@ from dtypedoctor.lab.trials.reduction import (
     Probe,
     Result,
     Stage,
-    cover,
     leaves_of,
     reduce,
 )
@@ -91,14 +90,6 @@ def test_planted_culprits_are_found_exactly_and_within_the_probe_bound(shape: st
     assert result.probes <= bound(len(culprits))
     assert result.monotone
     assert_one_minimal(result, needs(culprits))
-
-
-@pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_a_sole_culprit_is_found_wherever_it_is(shape: str) -> None:
-    """Each of the 128 places is found within the bound."""
-    results = {name: reduce(needs([name]), SHAPES[shape]) for name in NAMES}
-    assert all(result.culprits == (name,) for name, result in results.items())
-    assert max(result.probes for result in results.values()) <= bound(1)
 
 
 def test_the_smallest_set_of_corrections_is_found_by_the_same_function() -> None:
@@ -327,10 +318,3 @@ def test_an_unusable_forest_is_refused(roots: list[Node], message: str) -> None:
     """Empty forests, duplicate ids and impossible weights are named before any probe."""
     with pytest.raises(ValueError, match=message):
         reduce(needs("a"), roots)
-
-
-def test_treated_leaves_are_covered_by_the_fewest_nodes() -> None:
-    """A block whose leaves are all treated stands for them; a partly treated one is named by its leaves."""
-    treated = frozenset([*NAMES[8:16], "m3", "m127"])
-    assert cover(BLOCKS, treated) == ("m3", "block1", "m127")
-    assert cover(BLOCKS, frozenset()) == ()

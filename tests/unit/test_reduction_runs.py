@@ -145,14 +145,3 @@ def test_a_key_outcome_that_changes_when_repeated_is_reported_as_flaky(
         assert result.flaky
         assert [(entry.treated, entry.outcomes) for entry in result.disagreements] == [(changing, outcomes)]
     assert resumed.probes == 0
-
-
-def test_a_steady_failure_is_not_called_flaky() -> None:
-    """Repetition costs as many runs as were asked for, of the two key sets, and finds no disagreement."""
-    steady = Runs({"m3"})
-    result = reduce(steady, BLOCKS, Options(repeat=3))
-    assert not result.flaky
-    assert result.disagreements == ()
-    assert result.probes == reduce(Runs({"m3"}), BLOCKS).probes + 6
-    sets = [treated for treated, _ in steady.log]
-    assert sets.count(frozenset()) == sets.count(frozenset(["m3"])) == 4

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from report_builders import facts_of, hostile, mismatch, overflow, plain_text
+from report_builders import facts_of, mismatch, overflow, plain_text
 
 from dtypedoctor.cli.reported import _next_of_script
 from dtypedoctor.diagnosis.rule import Advice, Edit
@@ -14,8 +14,7 @@ from dtypedoctor.report.document import Fold, Paragraph, Table, parts_of
 from dtypedoctor.report.fixes import cured_sentence, cures, remedy_lines, which_one
 from dtypedoctor.report.model import Outcome, Report, Trial
 from dtypedoctor.report.run_document import run_document
-from dtypedoctor.report.run_facts import ended_with, ranked_facts, raw_sentence
-from dtypedoctor.report.surveys import environment_rows
+from dtypedoctor.report.run_facts import ranked_facts, raw_sentence
 from dtypedoctor.report.to_md import render_markdown
 
 
@@ -70,50 +69,6 @@ def test_runs_that_cure_stand_beside_the_untreated_one_and_the_others_apart() ->
     assert isinstance(failed, Fold)
     assert failed.title == "1 check that raises, as intended"
     assert [block.header for block in failed.blocks if isinstance(block, Table)] == [("", "strict")]
-
-
-def test_what_corrections_changed_is_told_only_where_they_changed_something() -> None:
-    """Nothing was rescued in any run, 96 elements were clamped in one."""
-    table = before_after(overflow()).blocks[0]
-    assert isinstance(table, Table)
-    rows = [row[0] for row in table.rows]
-    assert "elements replaced" not in rows
-    assert "elements clamped" in rows
-
-
-def test_the_first_table_of_a_ticket_holds_the_error_and_each_cure() -> None:
-    """What failed and what helps can be read without scrolling."""
-    first = render_markdown(run_document(overflow())).split("###")[0]
-    assert (
-        "| **origin** | `aten.mul.Tensor in layers.0.mlp (Gemma4TextMLP) at modeling_gemma4.py:271 (generate, step 2)` |"
-        in first
-    )
-    assert "| **noticed** | `RuntimeError in step 2` |" in first
-    assert "| **fixed by** | `gemma4-mlp-float32-product`: Multiplies in float32" in first
-    assert "| **or by** | `bfloat16`: Runs the model in bfloat16 (8/8 steps; 1/8 without it) |" in first
-
-
-def test_the_error_is_not_repeated_where_the_headline_is_about_it() -> None:
-    """Only a report of findings has an error besides."""
-    assert ended_with(overflow()) == "RuntimeError in step 2"
-    assert ended_with(replace(overflow(), status=type(hostile().status).ERROR)) == ""
-
-
-def test_the_environment_has_no_empty_rows() -> None:
-    """A driver that is not there is left out; nested names are joined with dots."""
-    rows = environment_rows({"driver": None, "cuda": "", "versions": {"torch": "2.13.0"}, "gpus": []})
-    assert rows == [("versions.torch", "2.13.0")]
-
-
-def test_a_headline_names_safe_cures_and_few_of_them() -> None:
-    """A remedy that may hide the failure is no cure beside others, and is called by its name alone."""
-    safe = overflow().trials[1]
-    unsafe = replace(safe, remedy="cast-it", safe=False)
-    several = [unsafe, *(replace(safe, remedy=name) for name in ("a", "b", "c"))]
-    assert cured_sentence(several) == " Fixed by a or b (and 1 more)."
-    assert cured_sentence([unsafe, safe]) == " Fixed by bfloat16."
-    assert cured_sentence([unsafe]) == " It disappears with cast-it, which may only hide it."
-    assert cured_sentence([overflow().trials[2]]) == ""
 
 
 REPLAY = {

@@ -13,11 +13,9 @@ from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.run_facts import (
     chains,
     observer_sentence,
-    place,
     proven_means,
     ranked_facts,
     run_title,
-    title,
     watched_and_not,
 )
 from dtypedoctor.report.to_md import render_markdown
@@ -56,21 +54,6 @@ def test_a_scenario_that_is_not_whole_is_not_told(scenario: dict[str, object]) -
     assert run_title(replace(mismatch(), scenario=scenario)) == ""
 
 
-def test_a_dtype_is_labelled_by_what_it_is_of() -> None:
-    """That of a region, of the odd operand, or of what overflows."""
-    found = mismatch().findings[0]
-    labels = [
-        place(f)[3][0] for f in (found, replace(found, id="autocast-contradicts-model"), *overflow().findings[:1])
-    ]
-    assert labels == ["operand dtype", "region dtype", "dtype"]
-
-
-def test_a_line_of_the_program_itself_is_said_to_be_the_workload_of_the_scenario() -> None:
-    """It must not look as if the diagnosing program had the fault."""
-    own = replace(mismatch().findings[0], source="dtypedoctor/lab/workloads/trainers.py:31")
-    assert dict(place(own))["source"] == "dtypedoctor/lab/workloads/trainers.py:31 (the scenario's workload)"
-
-
 def test_a_chain_that_ends_at_the_failing_op_tells_it_once() -> None:
     """The reason stands beside the op, without its name; any other chain is told as it is."""
     found = replace(mismatch().findings[0], met=())
@@ -91,13 +74,6 @@ def test_a_mismatch_is_told_with_the_origin_of_both_dtypes() -> None:
     assert [(link.fqn, link.op, link.dtype_out) for link in met] == [
         ("model.layers.3.self_attn.q_proj", "parameter weight", "bfloat16")
     ]
-
-
-def test_a_consequence_is_headed_as_one() -> None:
-    """Two findings of one failure are not two failures."""
-    found = mismatch().findings[0]
-    assert title(found) == found.summary
-    assert title(replace(found, consequence_of="autocast-contradicts-model")) == f"Where it surfaces: {found.summary}"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +19,9 @@ from dtypedoctor.report.pictures import (
     map_data,
     picture_of,
     why_it_changes,
-    with_pictures,
 )
-from dtypedoctor.trace.events import Correction, Flow, Header, Observed, ParameterNote, Raised, Replay, Root, Site
+from dtypedoctor.trace.events import Flow, Observed, ParameterNote, Raised, Replay
 from dtypedoctor.trace.records.silent import StalledParameter, Updates
-from dtypedoctor.trace.writer import TraceWriter
 
 
 def module(picture: Picture, fqn: str) -> Mapping[str, Any]:
@@ -89,12 +86,6 @@ def test_a_long_run_is_shown_at_its_worst_in_fewer_columns() -> None:
     assert len(picture.columns) <= MOST_COLUMNS
     assert picture.columns[0] == "1–50"
     assert lanes(picture, "a")["forward"][0] == 50.0
-
-
-def test_an_empty_trace_is_an_empty_picture() -> None:
-    """A worker that died before its first module still has a page."""
-    picture = picture_of(TraceBuilder().build(), "before")
-    assert (picture.columns, picture.modules) == (("1",), ())
 
 
 @pytest.mark.parametrize(
@@ -236,32 +227,6 @@ def test_of_many_ops_those_around_the_failure_are_kept() -> None:
     assert sum(line[-1] for line in lines) == MOST_OPS // 2
 
 
-def test_exceptions_and_corrections_are_noted() -> None:
-    """What ended the run, and what a correction did, in one line each; of a correction the last state counts."""
-    trace = (
-        TraceBuilder()
-        .add(Correction(n=5, id="clamp", target="t", installed=True, proof="f runs g.py:1"))
-        .add(Correction(n=6, id="clamp", target="t", installed=True, proof="f runs g.py:1", hits=3, clamped=7))
-        .add(
-            Raised(
-                n=7,
-                step=2,
-                call=1,
-                phase="forward",
-                type="RuntimeError",
-                message="no\nmore",
-                frames=[],
-                modules=["", "a"],
-            )
-        )
-        .build()
-    )
-    assert picture_of(trace, "before").notes == (
-        "RuntimeError in step 2, forward, in a: no more",
-        "correction clamp: f runs g.py:1; 3 hits, 0 rescued, 7 clamped",
-    )
-
-
 def test_the_strip_shows_an_origin_between_two_modules() -> None:
     """The product overflows after up_proj has returned and before down_proj has: it has a row of its own."""
     finding = overflow().findings[0]
@@ -282,23 +247,6 @@ def test_a_mismatch_has_no_strip() -> None:
     assert origin_strip(trace, replace(finding, fqn="q_proj", dtype="float32")) == ()
     assert origin_strip(trace, None) == ()
     assert origin_strip(TraceBuilder().sample("a", 1.0).build(), finding) == ()
-
-
-def test_the_gallery_shows_before_the_first_cure_and_the_reference(tmp_path: Path) -> None:
-    """Runs that left no trace are passed over."""
-    for name in ("before", "remedy-gemma4-mlp-float32-product"):
-        (tmp_path / name).mkdir()
-        writer = TraceWriter(tmp_path / name)
-        writer.write(Header())
-        writer.write(Root(root=0, cls="Model", modules=1, dtypes={}))
-        writer.write(
-            Site(id=0, root=0, fqn="a", cls="A", phase="forward", kind="output", index="", dtype="float16", shape=[1])
-        )
-        writer.write_samples(writer.next_n(), 1, 1, [(0, 2.0, 0, 0)])
-        writer.close()
-    report = with_pictures(overflow(), tmp_path)
-    assert [picture.label for picture in report.pictures] == ["baseline", "gemma4-mlp-float32-product"]
-    assert with_pictures(overflow(), tmp_path / "nowhere").pictures == ()
 
 
 def test_the_pages_data_cannot_end_its_element() -> None:

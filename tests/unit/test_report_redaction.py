@@ -38,11 +38,6 @@ def every_format(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def test_a_hundred_secrets_are_tried() -> None:
-    """Sixteen kinds of token in five places each, and more than twenty ways to tell who and where."""
-    assert len(SECRETS) >= 100
-
-
 @pytest.mark.parametrize(("text", "needle"), SECRETS, ids=range(len(SECRETS)))
 def test_a_secret_in_every_field_is_in_no_format(text: str, needle: str) -> None:
     """The secret is planted in every text of a report, keys of mappings included, and every format is searched for it."""

@@ -104,12 +104,3 @@ def test_hostile_names_reach_the_terminal_as_visible_text() -> None:
     assert not [c for c in text if not c.isprintable() and c != "\n"]
     assert "\\x1b[31m" in text
     assert "\\u202e" in text
-
-
-def test_many_trials_are_spread_over_several_tables() -> None:
-    """Every run is shown, however many there are."""
-    report = overflow()
-    text = shown(
-        Report(name="many", status=report.status, headline="h", before=report.before, trials=report.trials[:2] * 5)
-    )
-    assert text.count("steps completed") == 3

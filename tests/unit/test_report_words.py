@@ -34,12 +34,6 @@ def test_a_line_is_printable_and_short(text: str, limit: int) -> None:
     assert len(line) <= limit
 
 
-@given(st.text(alphabet=st.characters(codec="ascii", categories=["L", "N", "P"]), max_size=50))
-def test_an_ordinary_name_is_not_touched(name: str) -> None:
-    """Names that need no care are shown as they are."""
-    assert one_line(name) == name
-
-
 def test_what_cannot_be_seen_is_written_as_an_escape() -> None:
     """A bidi override, an escape sequence and a zero-width space cannot hide."""
     assert one_line("a\u202eb\x1b[0m\u200bc") == "a\\u202eb\\x1b[0m\\u200bc"

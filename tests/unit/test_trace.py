@@ -114,12 +114,6 @@ def test_unknown_records_and_fields_are_passed_over(tmp_path: Path) -> None:
     assert trace.damage == ("1 record(s) of unknown kind 'aura'",)
 
 
-def test_a_directory_without_a_trace_is_named(tmp_path: Path) -> None:
-    """The message says where nothing was found."""
-    with pytest.raises(UsageError, match="no trace here"):
-        read_trace(tmp_path / "nowhere")
-
-
 def test_a_trace_is_never_overwritten(tmp_path: Path) -> None:
     """A second writer in the same directory is refused."""
     write_example(tmp_path)
