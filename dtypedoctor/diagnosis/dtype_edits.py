@@ -50,16 +50,20 @@ def cast_exported(scene: Scene) -> Changes | None:
 
 
 def cast_around(scene: Scene) -> list[Changes]:
-    """Casts to float32 what a function gets that lacks a dtype; and its result back, or each of its results."""
+    """Casts to float32 what a function gets that lacks a dtype; and its result back, each of its results, or what the statement makes of it."""
     found, op = scene.failing_node(), scene.rejected
     if found is None or op is None or found[2] or not isinstance(found[1], ast.Call):
         return []
     source, node = found[0], found[1]
-    operands = _method_of(node) if _method(node) == op.op.rpartition(".")[2] else _positional(node)[:1]
+    lacking = max(1, sum(tensor.dtype == scene.finding.dtype for tensor in op.inputs))
+    operands = [*_method_of(node), *_positional(node)][:lacking]
     changes = [change for operand in operands for change in source.after(operand, cast("float32"))]
     begin, end, back = source.start(node), source.end(node), cast(scene.finding.dtype or "float32")
     each = [(begin, begin, f"[t{back} for t in ".encode()), (end, end, b"]")]
     results: list[list[Change]] = [[], list(source.after(node, back)), each]
+    whole = source.value_around(node)
+    if whole is not None and whole is not node:  # the result may be complex, and only a part of it go on
+        results.insert(2, source.after(whole, back))
     return [(source, [*changes, *more]) for more in results] if changes else []
 
 

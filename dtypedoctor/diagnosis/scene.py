@@ -96,6 +96,8 @@ class Source:
             return [(start, start, around[0].encode()), (end, end, f"{text}{around[1]}".encode())]
         if isinstance(node, ATOMS):
             return [(end, end, text.encode())]
+        if not self._is_apart(node) and self.data[start - 1 : start] + self.data[end : end + 1] == b"()":
+            return [(end + 1, end + 1, text.encode())]
         return [(start, start, b"("), (end, end, f"){text}".encode())]
 
     def instead(self, node: ast.expr, text: str) -> Change:
@@ -126,6 +128,11 @@ class Source:
         start, end = self.start(node), self.end(node)
         found = (one for one in ast.walk(self.tree) if isinstance(one, kinds))
         return sorted((one for one in found if self.start(one) <= start and end <= self.end(one)), key=self.start)
+
+    def value_around(self, node: ast.expr) -> ast.expr | None:
+        """The whole value that ``node`` is a part of, which its statement returns or assigns."""
+        statements: list[ast.Return | ast.Assign] = self.around(node, ast.Return, ast.Assign)
+        return statements[-1].value if statements else None
 
     def before(self, statement: ast.stmt, *lines: str) -> list[Change]:
         """Lines before a statement, as far to the right; none where something else stands before it on its line."""
@@ -410,8 +417,11 @@ def function_around(source: Source, node: ast.expr) -> ast.AST:
 
 
 def names_a_module(node: ast.expr) -> bool:
-    """Whether an expression is that of a namespace of functions: ``torch``, ``F``, ``nn.functional``, ``torch.nn.functional``."""
-    return ast.unparse(node) in ("torch", "F", "fn", "nn.functional", "torch.nn.functional", "functional")
+    """Whether an expression is that of a namespace of functions: ``torch``, ``F``, ``nn.functional``, ``torch.fft``."""
+    return isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node).split(".")[0] in _NAMESPACES
+
+
+_NAMESPACES = ("torch", "F", "fn", "nn", "functional")
 
 
 def other_method(source: Source, node: ast.Call, method: str, text: str) -> Change:

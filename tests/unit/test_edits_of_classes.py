@@ -281,6 +281,28 @@ def test_the_outermost_call_of_the_model_is_made_in_a_region(autocast: dict[str,
     assert after == ("" if autocast else f"def step(x):\n    h = x @ w\n    return h\n{region}")
 
 
+@pytest.mark.parametrize(
+    ("line", "call", "op", "tensors", "cast"),
+    [
+        ("y = (e - q).inverse()", "(e - q).inverse()", "aten.linalg_inv_ex.default", 1, "y = (e - q).to(torch.float32).inverse()"),
+        ("y = -torch.cdist(a, b)", "torch.cdist(a, b)", "aten._cdist_forward.default", 2, "y = -torch.cdist(a.to(torch.float32), b.to(torch.float32))"),
+        ("y = torch.fft.fft(x, dim=-1).real", "torch.fft.fft(x, dim=-1)", "aten.fft_fft.default", 1, "y = torch.fft.fft(x.to(torch.float32), dim=-1).real"),
+    ],
+    ids=["a method of another name", "two operands", "a namespace inside of torch"],
+)  # fmt: skip
+def test_all_operands_of_what_lacks_a_dtype_are_cast(
+    tmp_path: Path, line: str, call: str, op: str, tensors: int, cast: str
+) -> None:
+    """However the call is written; its result is cast back there, or where the statement is done with it."""
+    program(tmp_path, line)
+    builder = failing(tmp_path, (2, call, ""), op=op, inputs=[tensor(n + 1, dtype="bfloat16") for n in range(tensors)])
+    read = program(tmp_path, line, builder, id="unsupported-dtype", dtype="bfloat16")
+    ways = ["".join(edit.new for edit in edits) for edits, _ in edits_for(read, ("cast-around",))]
+    assert ways[0] == cast
+    value = cast.removeprefix("y = ")
+    assert f"y = {value}.to(torch.bfloat16)" in ways or f"y = ({value}).to(torch.bfloat16)" in ways
+
+
 def test_the_argument_that_the_operand_is_is_cast(tmp_path: Path) -> None:
     """The state of a recurrent cell, not its input; a loss with weights in a buffer casts what it is given."""
     program(tmp_path, "state = cell(x, state)")
