@@ -30,13 +30,11 @@ class Format:
         name: what stands after ``--format``.
         suffix: of a file in this format, with its dot.
         render: the text of a :class:`dtypedoctor.report.document.Document`. The document is redacted before, but its texts may hold anything, markup included.
-        shows_runs: whether it shows the map of magnitudes and the dtype flow, for which the traces of the runs are read.
     """
 
     name: str
     suffix: str
     render: Callable[[Any], str]
-    shows_runs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -246,15 +246,6 @@ def show_markdown(text: str) -> None:
         console.print(Markdown(text, code_theme="ansi_dark"))
 
 
-def shows_runs(format: str) -> bool:
-    """Whether a format shows what the traces of the runs hold."""
-    if format == TERMINAL:
-        return False
-    from dtypedoctor.report.formats import format_named
-
-    return format_named(format).shows_runs
-
-
 def left_in(directory: Path) -> list[str]:
     """Names of the reports in a run directory, the best one to read first; none where nothing could be written there."""
     return [name for name in ("report.html", "report.md", "report.json") if (directory / name).exists()]
@@ -290,8 +281,7 @@ def leave_page(directory: Path, document: "Document", *, open_it: bool) -> None:
 def leave_report_page(directory: Path, report: "Report", *, open_it: bool, bisection: bool = False) -> None:
     """Leaves the page of a run or a bisection, see :func:`leave_page`."""
     from dtypedoctor.redaction.redact import redact
-    from dtypedoctor.report.pictures import with_pictures
     from dtypedoctor.report.run_document import bisection_document, run_document
 
     lay_out = bisection_document if bisection else run_document
-    leave_page(directory, lay_out(redact(with_pictures(report, directory))), open_it=open_it)
+    leave_page(directory, lay_out(redact(report)), open_it=open_it)

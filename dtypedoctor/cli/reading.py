@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dtypedoctor.cli import completion
-from dtypedoctor.cli.output import TERMINAL, FormatOption, announce, show, show_markdown, shows_runs
+from dtypedoctor.cli.output import TERMINAL, FormatOption, announce, show, show_markdown
 from dtypedoctor.errors import ExitCode, UsageError
 from dtypedoctor.foreign_files import reason
 from dtypedoctor.interruptions import say
@@ -101,7 +101,6 @@ def report(
     from dtypedoctor.redaction.redact import redact
     from dtypedoctor.report.files import read_matrix
     from dtypedoctor.report.matrix import matrix_document, matrix_exit
-    from dtypedoctor.report.pictures import with_pictures
     from dtypedoctor.report.run_document import run_document
 
     gc.disable()  # the process ends with the report, and looking for garbage in a long trace takes a fifth of the time
@@ -113,8 +112,6 @@ def report(
         show(matrix_document(rows, shown, exit_code=matrix_exit(rows)), format)
         return
     found = _report_of(runs)
-    if shows_runs(format):
-        found = with_pictures(found, run if run.is_dir() else run.parent)
     show(run_document(found if format == TERMINAL else redact(found)), format)
 
 

@@ -7,11 +7,7 @@ format makes them safe for itself.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from dtypedoctor.diagnosis.rule import Finding
-    from dtypedoctor.report.model import Picture
+from typing import Any
 
 
 class Look(StrEnum):
@@ -20,8 +16,6 @@ class Look(StrEnum):
     PLAIN = "plain"
     NAME = "name"
     """A name or a message, shown letter by letter."""
-    MODULE = "module"
-    """The name of a module, which leads to its row where the document has a map."""
     LINK = "link"
     STRONG = "strong"
     DIM = "dim"
@@ -35,13 +29,11 @@ class Words:
     """A text with a look.
 
     Attributes:
-        target: the dotted name of the module that it leads to, where that is not the text.
         anchor: a name under which a page can be opened at this text; formats without links ignore it.
     """
 
     text: str
     look: Look = Look.PLAIN
-    target: str = ""
     anchor: str = ""
 
 
@@ -111,14 +103,6 @@ class Code:
 
 
 @dataclass(frozen=True, slots=True)
-class Map:
-    """Modules × steps of several runs, to be explored; left out where a format cannot show it."""
-
-    pictures: tuple["Picture", ...]
-    findings: tuple["Finding", ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Fold:
     """Blocks that are folded away under a title.
 
@@ -139,7 +123,7 @@ class Beside:
     right: tuple["Block", ...]
 
 
-Block = Heading | Paragraph | Facts | Table | Items | Code | Map | Fold | Beside
+Block = Heading | Paragraph | Facts | Table | Items | Code | Fold | Beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,12 +205,6 @@ class Document:
     def title(self) -> str:
         """Status and headline."""
         return f"{self.status}: {self.headline}" if self.status else self.headline
-
-    @property
-    def map(self) -> Map | None:
-        """The map, if there is one."""
-        blocks = (block for section in self.sections for block in section.blocks)
-        return next((block for block in blocks if isinstance(block, Map)), None)
 
 
 def named(text: str) -> Words:

@@ -1,4 +1,4 @@
-"""The Report: everything that is said about a scenario, as one value, with the pictures of its runs. Renderers decide nothing."""
+"""The Report: everything that is said about a scenario, as one value. Renderers decide nothing."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,26 +7,6 @@ from typing import Any
 
 from dtypedoctor.diagnosis.rule import Advice, Excerpt, Finding
 from dtypedoctor.examination.results import Observer, Outcome, Parity, RunSummary, Trial
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """What the trace of one run looks like, see :mod:`dtypedoctor.report.pictures`.
-
-    Attributes:
-        label: name of the run, e.g. ``before``.
-        columns: the step, or the steps, that each column stands for.
-        modules: in the order in which they were first seen, each as the page reads it.
-        ops: those of the op trace, in order.
-        notes: what else happened: exceptions, corrections.
-    """
-
-    label: str
-    columns: tuple[str, ...]
-    modules: tuple[Mapping[str, Any], ...]
-    ops: tuple[list[Any], ...] = ()
-    notes: tuple[str, ...] = ()
-
 
 __all__ = ["SCHEMA", "Observer", "Outcome", "Parity", "Report", "RunSummary", "Status", "StripRow", "Trial"]
 
@@ -100,8 +80,6 @@ class Report:
     next_command: str = ""
     rerun: str = ""
     """With which options another run of the script would tell more, and what; empty where it would not."""
-    pictures: tuple[Picture, ...] = ()
-    """What the traces of the runs look like, for formats that can show it; not part of report.json."""
 
     @property
     def asks_for_edit(self) -> bool:

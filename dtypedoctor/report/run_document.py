@@ -21,7 +21,6 @@ from dtypedoctor.report.document import (
     Items,
     Line,
     Look,
-    Map,
     Outcome,
     Paragraph,
     Section,
@@ -64,7 +63,7 @@ def run_document(report: Report) -> Document:
         _verdict(report),
         fixes_part(report),
         before_after(report),
-        _map(report) if report.pictures else magnitude_section(report),
+        magnitude_section(report),
         bisection_part(report),
         _trust(report),
         _reproduce(report),
@@ -192,24 +191,6 @@ def _link(link: Link) -> Line:
     )
 
 
-def _map(report: Report) -> Section:
-    modules = [module for picture in report.pictures for module in picture.modules]
-    views = {
-        "magnitudes": (
-            "Each row is a module, each column a step. Color: the largest element on the log scale of its own dtype, from the "
-            "smallest normal value to the max. Red is near the max and still finite, also in a run that is fixed; inf and NaN are hatched."
-        )
-    }
-    if any(module["w"] for module in modules):
-        views["dtypes"] = "Dtypes: of the input, the weights and the output of each module, over the whole run."
-    if any(module["u"] for module in modules):
-        views["lost updates"] = (
-            "Lost updates: the share of the elements that the same optimizer steps move in float32 and rounding leaves where they are."
-        )
-    intro = (Paragraph(text, Look.DIM) for text in views.values())
-    return Section(f"Modules: {', '.join(views)}", (*intro, Map(report.pictures, report.findings)), "map", "Modules")
-
-
 def _trust(report: Report) -> Section:
     """Observer certificate, expectation, and what was not covered."""
     sentences = (observer_sentence(report.observer), measured_sentence(report), raw_sentence(report))
@@ -218,10 +199,6 @@ def _trust(report: Report) -> Section:
         blocks.append(Paragraph(expectation_line(report)))
     if report.coverage:
         blocks += [Heading("not covered"), Items(report.coverage)]
-    notes = [(picture.label, note) for picture in report.pictures for note in picture.notes]
-    if notes:
-        noted: tuple[Line, ...] = tuple((Words(f"{label}: ", Look.STRONG), note) for label, note in notes)
-        blocks += [Heading("events of the runs"), Items(noted)]
     return Section("Can this be trusted?", tuple(blocks), "trust", "Trust")
 
 

@@ -8,7 +8,6 @@ from dtypedoctor.diagnosis.rule import Confidence, Finding, Link
 from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, indexed, module_name
 from dtypedoctor.report.document import (
     Line,
-    Look,
     Words,
     anchored,
     named,
@@ -283,8 +282,8 @@ def ranked_facts(report: Report) -> Iterator[Fact]:
         yield Fact("ended", named(one_line(report.before.ended.removeprefix("was "), 400)))
     yield Fact("what", what(finding))
     for label, value in place(finding):
-        name, _, cls = value.partition(" (")
-        module = (Words(name, Look.MODULE, finding.fqn or ""), f" ({cls}" if cls else "")
+        name, opening, cls = value.partition(" (")
+        module = (named(name), f"{opening}{cls}")
         yield Fact(label, module if label == "module" else named(value), on_screen=False)
     for other in report.findings[1:]:
         if other.consequence_of == finding.id:  # a root cause that is no operation shows first there

@@ -26,14 +26,12 @@ from dtypedoctor.report.document import (
     Items,
     Line,
     Look,
-    Map,
     Paragraph,
     Section,
     Table,
     Words,
     parts_of,
 )
-from dtypedoctor.report.pictures import map_data
 from dtypedoctor.text import ABSENT, one_line, paragraphs
 from dtypedoctor.version import __version__
 
@@ -86,8 +84,6 @@ def _first_cell(name: str) -> Html:
     return el("th", name, scope="row") if name else el("td")
 
 
-_SCRIPTS = ("page.js", "modules.js", "explorer.js", "detail.js", "controls.js")
-"""Plain scripts that share one scope, in this order."""
 _CELL = 1000
 _CLASSES = {Look.DIM: "dim", Look.GOOD: "good", Look.BAD: "warn", Look.WARN: None, Look.STRONG: None}
 
@@ -98,9 +94,9 @@ def render_html(document: Document) -> str:
     A content security policy allows this page's own style and script by their hashes and nothing else, so that a text
     that should slip through the escaping still cannot run or load anything.
     """
-    style, script = _asset("report.css"), "\n".join(map(_asset, _SCRIPTS))
+    style, script = _asset("report.css"), _asset("page.js")
     policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; form-action 'none'"
-    draw = _Blocks(leads=document.map is not None)
+    draw = _Blocks()
     sections = [draw.section(section, document if first else None) for first, section in _with_first(document)]
     page = (
         "<!doctype html>\n",
@@ -112,7 +108,6 @@ def render_html(document: Document) -> str:
         _top(document),
         el("main", *sections, *([el("p", one_line(document.last_line, 600))] if document.last_line else [])),
         el("footer", f"Made by dtypedoctor {__version__}. This page is one file and loads nothing."),
-        f'<script type="application/json" id="data">{map_data(document.map)}</script>',
         f"<script>{script}</script></body></html>\n",
     )
     return "".join(page)
@@ -159,10 +154,10 @@ def _pill(words: Words) -> str:
 
 
 class _Blocks:
-    """Draws blocks; names of modules lead to the map where the page has one."""
+    """Draws blocks, and remembers which names the page has given away."""
 
-    def __init__(self, *, leads: bool) -> None:
-        self._leads, self._title = leads, ""
+    def __init__(self) -> None:
+        self._title = ""
         self._labels: Counter[str] = Counter()
 
     def section(self, section: Section, headed: Document | None) -> Html:
@@ -201,9 +196,6 @@ class _Blocks:
             case Beside():
                 right = el("div", self.blocks(block.right), class_="story")
                 return el("div", el("div", self.blocks(block.left)), right, class_="finding")
-            case Map():
-                missing = el("noscript", el("p", "This part needs JavaScript.", class_="warn"))
-                return join((missing, el("div", id="explorer")))
 
     def _label(self, name: str, join: str = " ") -> str:
         """A name that no other part of the page has, of tables for screen readers and of anchors: numbered from the second on."""
@@ -230,19 +222,7 @@ class _Blocks:
         match part.look:
             case Look.PLAIN:
                 return shown
-            case Look.MODULE if self._leads:
-                named = el("code", one_line(part.text))
-                show = el("span", "show", class_="dim")
-                return el(
-                    "button",
-                    named,
-                    " ",
-                    show,
-                    type="button",
-                    class_="goto",
-                    data_fqn=one_line(part.target or part.text),
-                )
-            case Look.NAME | Look.MODULE:
+            case Look.NAME:
                 return el("code", shown)
             case Look.LINK if part.text.startswith("https://") and part.text == shown:
                 return el("a", shown, href=shown, rel="noreferrer noopener")
@@ -285,4 +265,4 @@ def _bar(bar: Bar) -> Html:
     return el("svg", track, full, viewBox="0 0 100 10", class_="bar", aria_hidden="true")
 
 
-FORMAT = Format(name="html", suffix=".html", render=render_html, shows_runs=True)
+FORMAT = Format(name="html", suffix=".html", render=render_html)

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from importlib import resources
 from typing import Any
 
@@ -51,8 +51,7 @@ def from_json(text: str) -> Report:
 
 def report_data(report: Report) -> dict[str, Any]:
     """What ``report.json`` holds."""
-    document = {"schema": SCHEMA, **plain(replace(report, pictures=()))}
-    del document["pictures"]  # the traces themselves lie beside the report
+    document = {"schema": SCHEMA, **plain(report)}
     tried = [advice.tried for advice in report.do_this]
     for position, finding in enumerate(document["findings"]):
         finding["tried"] = tried[position] if position < len(tried) else None

@@ -22,7 +22,6 @@ from dtypedoctor.report.document import (
     Items,
     Line,
     Look,
-    Map,
     Paragraph,
     Section,
     Table,
@@ -141,8 +140,6 @@ def _block(block: Block, room: int) -> str:
             return _details(block.title, _fitted(_block, block.blocks, room - 800))
         case Beside():
             return _fitted(_block, tuple(chain(block.left, block.right)), room)
-        case Map():
-            return ""
 
 
 def _line(line: Line, limit: int = _CELL) -> str:
@@ -155,7 +152,7 @@ def _inline(part: Inline, limit: int) -> str:
         return ABSENT if part.fill is None else f"`{'█' * full}{'░' * (_BAR - full)}`"
     if isinstance(part, str):
         return _spaced(part, prose(part, limit))
-    if part.look in (Look.NAME, Look.MODULE):
+    if part.look is Look.NAME:
         return code(part.text, limit)
     shown = prose(part.text, limit)
     strong = shown and part.look not in (Look.PLAIN, Look.DIM, Look.LINK)

@@ -91,7 +91,7 @@ class _Page:
                 self.block(block)
 
     def block(self, block: Block) -> None:
-        """Draw a block. A heading is printed with what follows it; a map, to be explored, only a browser can show."""
+        """Draw a block; a heading is printed with what follows it."""
         match block:
             case Paragraph():
                 self.line(self._joined(block.line, paragraphs), _STYLES.get(block.look, ""), self._indent)

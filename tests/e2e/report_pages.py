@@ -1,13 +1,12 @@
-"""A page of every kind that the command line and notebooks show, written without running a model."""
+"""A page of every kind that the command line shows, written without running a model."""
 
 from dataclasses import replace
 from pathlib import Path
 
 from command import dtypedoctor
-from run_directories import failing_report, failing_run, mismatched_run, stalled_run
+from run_directories import failing_report, failing_run, mismatched_run
 
 from dtypedoctor.diagnosis.checkpoint import StaticTensor, Subject
-from dtypedoctor.inprocess import WatchReport
 from dtypedoctor.report.files import read_report
 from dtypedoctor.report.matrix import matrix_document, row_of
 from dtypedoctor.report.run_document import bisection_document
@@ -42,11 +41,7 @@ def render(directory: Path) -> Path:
 
 def every_kind(folder: Path) -> list[Path]:
     """The pages of runs, a matrix, a bisection, a comparison, an inspection and the environment."""
-    runs = [
-        failing_run(folder / "overflow"),
-        mismatched_run(folder / "mismatch"),
-        stalled_run(folder / "stall"),
-    ]
+    runs = [failing_run(folder / "overflow"), mismatched_run(folder / "mismatch")]
     reports = [read_report(run) for run in runs]
     rows = [row_of(report, exit_code=10, seconds=1.0, path="report.json") for report in reports]
     tensors = tuple(
@@ -65,15 +60,3 @@ def every_kind(folder: Path) -> list[Path]:
     for name, page in pages.items():
         (folder / f"{name}.html").write_text(page, encoding="utf-8")
     return [*map(render, runs), *(folder / f"{name}.html" for name in pages)]
-
-
-def notebook(folder: Path) -> Path:
-    """A notebook's page with a report in it."""
-    report = failing_report()
-    shown = WatchReport(**{name: getattr(report, name) for name in type(report).__dataclass_fields__})._repr_html_()
-    page = folder / "notebook.html"
-    page.write_text(
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Notebook</title><main><h1>Notebook</h1>{shown}</main></html>',
-        encoding="utf-8",
-    )
-    return page

@@ -12,7 +12,6 @@ from dtypedoctor.trace.events import (
     End,
     Flow,
     Header,
-    Observed,
     Op,
     ParameterNote,
     Raised,
@@ -21,7 +20,6 @@ from dtypedoctor.trace.events import (
     Site,
     TensorNote,
 )
-from dtypedoctor.trace.records.silent import StalledParameter, Updates
 from dtypedoctor.trace.writer import TraceWriter
 
 LIMIT = 65504.0
@@ -200,32 +198,6 @@ def _mismatched_report() -> Report:
         trials=trials,
         before=before,
     )
-
-
-def stalled_run(directory: Path) -> Path:
-    """Ten steps in bfloat16 of which a norm keeps nothing and a projection one fifth."""
-    names = [(PROMOTES, "RMSNorm"), (REJECTS, "Linear")]
-    writer = write_trace(directory / "before", names, 10, "bfloat16", climbing)
-    _write_weights(writer, dict.fromkeys((PROMOTES, REJECTS), "bfloat16"))
-    for step in (1, 2, 3, 4, 8):
-        lost = {PROMOTES: 8 * step, REJECTS: 6 * step}
-        parameters = {
-            f"{fqn}.weight": StalledParameter(wanted=8 * step, lost=gone, dtype="bfloat16", absmax=1.0, update=2e-5)
-            for fqn, gone in lost.items()
-        }
-        what = Updates(
-            optimizer="SGD", lr=1e-3, checks=step, first_step=1, wanted=16 * step, lost=14 * step, parameters=parameters
-        )
-        writer.write(Observed(n=writer.next_n(), step=step, call=step, phase="forward", what=what))
-    writer.write(End(n=writer.next_n(), outcome="completed", steps_completed=10))
-    writer.close()
-    finding = Finding(id="update-stall", severity=Severity.WARNING, confidence=Confidence.PROVEN, fqn=PROMOTES, phase="optimizer", step=1,
-                      dtype="bfloat16", summary="The norm is not training.", cause="Rounding.")  # fmt: skip
-    write_report(
-        directory,
-        Report(name="stall", status=Status.FINDINGS, headline="The norm is not training.", findings=(finding,)),
-    )
-    return directory
 
 
 def large_run(directory: Path, shape: Shape) -> Path:

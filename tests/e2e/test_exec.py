@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 
 from dtypedoctor.report.files import read_report
 from dtypedoctor.report.formats import FORMATS, format_named
-from dtypedoctor.report.pictures import with_pictures
 from dtypedoctor.report.run_document import public_run
 
 OVERFLOWING = """
@@ -105,7 +104,7 @@ def test_an_overflow_is_found_at_its_module_and_op_from_one_run(overflowed: Over
 
 def test_no_folder_of_the_user_is_in_what_is_made_to_be_shown(overflowed: Overflowed) -> None:
     """The script was given as an absolute path, and the traces hold more of them; the reports name files only."""
-    report = with_pictures(read_report(overflowed.out), overflowed.out)
+    report = read_report(overflowed.out)
     texts = {style: format_named(style).render(public_run(report)) for style in (one.name for one in FORMATS)}
     texts |= {name: (overflowed.out / name).read_text() for name in ("report.json", "report.md")}
     for style, text in texts.items():

@@ -20,7 +20,6 @@ from dtypedoctor.lab.scenarios.loading import load_scenario
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.report.files import read_report
 from dtypedoctor.report.formats import FORMATS, format_named
-from dtypedoctor.report.pictures import with_pictures
 from dtypedoctor.report.run_document import public_run, run_document
 from dtypedoctor.report.to_json import json_schema
 from dtypedoctor.report.to_terminal import print_document
@@ -197,11 +196,7 @@ def test_the_report_of_a_scenario_renders_in_every_format(name: str, everything:
     directory = everything[1] / name
     jsonschema.validate(report_of(directory), json_schema())
     report = read_report(directory)
-    drawn = with_pictures(report, directory)
-    written = {
-        style: format_named(style).render(public_run(drawn if style == "html" else report))
-        for style in (one.name for one in FORMATS)
-    }
+    written = {style: format_named(style).render(public_run(report)) for style in (one.name for one in FORMATS)}
     console = Console(file=io.StringIO(), width=80)
     print_document(run_document(redact(report)), console)
     written["terminal"] = console.file.getvalue()  # type: ignore[attr-defined]

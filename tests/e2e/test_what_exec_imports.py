@@ -43,7 +43,6 @@ NOT_FOR_A_SCRIPT = {
     "dtypedoctor.lab.cli.running",
     "dtypedoctor.lab.bisect.report",
     "dtypedoctor.report.matrix",
-    "dtypedoctor.report.pictures",
     "dtypedoctor.report.to_html",
     "dtypedoctor.lab.runner.launch",
     "dtypedoctor.runner.view",

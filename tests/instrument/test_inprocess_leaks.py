@@ -16,7 +16,6 @@ from transformers import TrainerCallback
 import dtypedoctor
 from dtypedoctor.report.files import read_report
 from dtypedoctor.report.formats import FORMATS, format_named
-from dtypedoctor.report.pictures import with_pictures
 from dtypedoctor.report.run_document import public_run
 
 Way = Callable[[nn.Module, str, Path], None]
@@ -64,7 +63,7 @@ def named(name: str) -> nn.Module:
 
 def everything_public(directory: Path) -> dict[str, str]:
     """The files that are attached to tickets, and every format that ``dtypedoctor report`` prints."""
-    report = with_pictures(read_report(directory), directory)
+    report = read_report(directory)
     files = {path.name: path.read_text(encoding="utf-8") for path in directory.glob("report.*")}
     return files | {style: format_named(style).render(public_run(report)) for style in (one.name for one in FORMATS)}
 

@@ -30,7 +30,6 @@ from dtypedoctor.report.document import Document
 from dtypedoctor.report.files import report_of
 from dtypedoctor.report.formats import FORMATS, format_named
 from dtypedoctor.report.matrix import matrix_document, row_of
-from dtypedoctor.report.pictures import with_pictures
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.surveys import environment_document
 from dtypedoctor.report.to_terminal import print_document
@@ -129,7 +128,7 @@ def drawn(document: Document) -> Iterator[tuple[str, str]]:
 
 def test_a_run_that_is_rendered_elsewhere_shows_no_secret(place: Path) -> None:
     """This process has none of the secrets in its environment."""
-    report = redact(with_pictures(report_of(place / "one"), place))
+    report = redact(report_of(place / "one"))
     row = row_of(report, exit_code=10, seconds=1.0, path="one/report.json")
     compared = redact(compare_runs(open_run(place / "one"), open_run(place / "two"), None))
     documents = {

@@ -1,17 +1,15 @@
 """Remedies are changes of scenarios: what each changes, and that the others stay as they are."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from report_builders import overflow
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.wording import class_of_named
 from dtypedoctor.examination.fixes import remedies, remedy_named
-from dtypedoctor.examination.results import Outcome, RunSummary, run_of_fix
+from dtypedoctor.examination.results import RunSummary, run_of_fix
 from dtypedoctor.lab.scenarios.loading import available, load_scenario
 from dtypedoctor.lab.scenarios.model import Scenario
 from dtypedoctor.lab.trials.changes import (
@@ -24,9 +22,6 @@ from dtypedoctor.lab.trials.changes import (
     with_autocast,
     with_corrections,
 )
-from dtypedoctor.report.pictures import with_pictures
-from dtypedoctor.trace.events import End, Header, Site
-from dtypedoctor.trace.writer import TraceWriter
 
 LLAMA: dict[str, Any] = {
     "name": "builtin:llama-nf4-fused",
@@ -185,22 +180,6 @@ def test_the_run_of_any_fix_has_a_directory_of_its_own(tmp_path: Path) -> None:
     for fix in fixes:
         (tmp_path / run_of_fix(fix)).mkdir()
     assert (tmp_path / "remedy-bfloat16").is_dir()
-
-
-def test_the_picture_of_a_run_with_named_modules_is_found(tmp_path: Path) -> None:
-    """It lies where the trial has put it."""
-    fix = "keep-float32:model[1]"
-    (tmp_path / run_of_fix(fix)).mkdir()
-    writer = TraceWriter(tmp_path / run_of_fix(fix))
-    site = Site(
-        id=1, root=0, fqn="1", cls="Linear", phase="forward", kind="output", index="", dtype="float16", shape=[2]
-    )
-    for record in (Header(), site, End(n=2, outcome="completed", steps_completed=1)):
-        writer.write(record)
-    writer.close()
-    trial = replace(overflow().trials[0], remedy=fix, outcome=Outcome.FIXED)
-    pictures = with_pictures(replace(overflow(), trials=(trial,)), tmp_path).pictures
-    assert [picture.label for picture in pictures] == [fix]
 
 
 def test_a_number_that_is_spelled_wrong_is_not_a_number() -> None:

@@ -16,7 +16,6 @@ from dtypedoctor.errors import EmptyTraceError, ExitCode, UsageError
 from dtypedoctor.report.files import report_of
 from dtypedoctor.report.formats import FORMATS, format_named
 from dtypedoctor.report.model import Report, Status
-from dtypedoctor.report.pictures import with_pictures
 from dtypedoctor.report.run_document import public_run
 from dtypedoctor.report.to_json import from_json
 from dtypedoctor.trace.reader import read_trace
@@ -42,7 +41,7 @@ def reported(intact: Path, seed: int) -> tuple[str, Report | UsageError]:
         shutil.copytree(intact, copy)
         how = mutated(copy, seed)
         try:
-            report: Report | UsageError = with_pictures(report_of(copy), copy.parent)
+            report: Report | UsageError = report_of(copy)
         except UsageError as refused:
             report = refused
         if isinstance(report, Report):
