@@ -81,15 +81,12 @@ def print_first_screen(report: Report, console: Console, directory: str, files: 
         return
     at = f"Full report: {directory}/{files[0]}" + (f" ({', '.join(files[1:])})" if len(files) > 1 else "")
     patch = quote(f"{directory}/{PATCH}")
-    pages = (first_screen(report, at, room, patch) for room in ROOMS)
-    fitting = (page for page in pages if _height(page, console) <= MOST_LINES)
-    print_document(next(fitting, None) or first_screen(report, at, ROOMS[-1], patch), console)
-
-
-def _height(page: Document, console: Console) -> int:
-    drawn = StringIO()
-    print_document(page, Console(file=drawn, width=max(console.width, WIDTH), no_color=True))
-    return len(drawn.getvalue().splitlines())
+    for room in ROOMS:
+        page, drawn = first_screen(report, at, room, patch), StringIO()
+        print_document(page, Console(file=drawn, width=max(console.width, WIDTH), no_color=True))
+        if len(drawn.getvalue().splitlines()) <= MOST_LINES:
+            break
+    print_document(page, console)
 
 
 def first_screen(report: Report, where_the_rest_is: str, room: Room = ROOMS[0], patch: str = PATCH) -> Document:
@@ -103,7 +100,7 @@ def first_screen(report: Report, where_the_rest_is: str, room: Room = ROOMS[0], 
     """
     parts = (
         *(_about_finding(report, report.findings[0], room, patch) if report.findings else ()),
-        tuple(_gaps(report)),
+        _gaps(report),
         (*_trust(report), Paragraph(where_the_rest_is, Look.DIM)),
     )
     settled = bool(report.findings) and report.findings[0].confidence is Confidence.PROVEN
@@ -160,11 +157,11 @@ def _short(line: Line, left: int) -> Line:
     return tuple(parts)
 
 
-def _gaps(report: Report) -> Iterator[Block]:
+def _gaps(report: Report) -> tuple[Block, ...]:
     """What could not be measured: where nothing was found, that is what the verdict leaves open."""
-    if report.coverage and not report.findings:
-        yield Heading("not covered")
-        yield Items(tuple(clipped(text, _LONGEST) for text in report.coverage[:_MOST_GAPS]))
+    if report.findings or not report.coverage:
+        return ()
+    return (Heading("not covered"), Items(tuple(clipped(text, _LONGEST) for text in report.coverage[:_MOST_GAPS])))
 
 
 def _trust(report: Report) -> Iterator[Block]:

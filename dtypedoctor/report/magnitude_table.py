@@ -83,8 +83,11 @@ def origin_strip(trace: Trace, finding: Finding | None) -> tuple[StripRow, ...]:
     first = analysis_of(trace).first_nonfinite
     if first is None:
         return ()
-    if finding is not None and not _knows_origin(finding):
-        finding = None
+    if (
+        finding is not None
+    ):  # one about something else, or where it was only seen first, does not say where the value comes from
+        only_seen = finding.op is None and finding.confidence is Confidence.POSSIBLE
+        finding = finding if spec_of(finding.id).nonfinite and not only_seen else None
     anchor = first[0]
     around = _distinct(same_call(trace, anchor), anchor)
     place = next(i for i, (s, _) in enumerate(around) if s is anchor)
@@ -96,25 +99,16 @@ def origin_strip(trace: Trace, finding: Finding | None) -> tuple[StripRow, ...]:
     return tuple(rows)
 
 
-def _knows_origin(finding: Finding) -> bool:
-    """Whether the finding says where the value comes from; not one about something else, nor where it was only seen first."""
-    return spec_of(finding.id).nonfinite and not (finding.op is None and finding.confidence is Confidence.POSSIBLE)
-
-
-def _distinct(found: list[tuple[Sample, Site]], keep: Sample) -> list[tuple[Sample, Site]]:
+def _distinct(measured: list[tuple[Sample, Site]], keep: Sample) -> list[tuple[Sample, Site]]:
     """Leaves out containers that return what their last child has returned, unless it is the one to keep."""
-    kept: list[tuple[Sample, Site]] = []
-    for s, site in found:
-        last = kept[-1] if kept else None
-        if last and s is not keep and last[1].fqn.startswith(site.fqn) and _same(last, (s, site)):
-            continue
-        kept.append((s, site))
-    return kept
-
-
-def _same(one: tuple[Sample, Site], other: tuple[Sample, Site]) -> bool:
-    return (one[0].absmax, one[0].num_nan, one[0].num_inf, one[1].dtype, one[1].shape) == (
-        other[0].absmax, other[0].num_nan, other[0].num_inf, other[1].dtype, other[1].shape)  # fmt: skip
+    distinct: list[tuple[Sample, Site]] = []
+    last_name, last_values = "", tuple[object, ...]()
+    for sample, site in measured:
+        values = (sample.absmax, sample.num_nan, sample.num_inf, site.dtype, site.shape)
+        if sample is keep or not last_name.startswith(site.fqn) or values != last_values:
+            distinct.append((sample, site))
+            last_name, last_values = site.fqn, values
+    return distinct
 
 
 def _row(sample: Sample, site: Site, finding: Finding | None) -> StripRow:

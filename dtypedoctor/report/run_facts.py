@@ -101,12 +101,13 @@ def place(finding: Finding) -> list[tuple[str, str]]:
     """Where and when a finding is, as labelled values; what is not known is left out."""
     number = f"step {finding.step}" if finding.call is None else f"call {finding.call}"
     when = [finding.phase or "", number if finding.step is not None else ""]
+    own = (finding.source or "").startswith(OWN_WORKLOADS)
     rows = [
         ("module", finding.module or (indexed(finding.fqn) if finding.fqn else None)),
         ("op", finding.op),
         ("when", ", ".join(part for part in when if part)),
         (_dtype_of_what(finding), finding.dtype),
-        ("source", _source(finding)),
+        ("source", f"{finding.source} (the scenario's workload)" if own else finding.source),
     ]
     return [(label, one_line(value)) for label, value in rows if value]
 
@@ -116,11 +117,6 @@ def _dtype_of_what(finding: Finding) -> str:
         return "region dtype"
     failing = finding.provenance[0] if finding.provenance else None  # its dtype_in is that of the odd operand
     return "operand dtype" if failing is not None and failing.dtype_in == finding.dtype else "dtype"
-
-
-def _source(finding: Finding) -> str | None:
-    own = finding.source is not None and finding.source.startswith(OWN_WORKLOADS)
-    return f"{finding.source} (the scenario's workload)" if own else finding.source
 
 
 def origins(finding: Finding) -> list[str]:

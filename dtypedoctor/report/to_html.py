@@ -73,15 +73,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "
         if header
         else Html()
     )
-    body = (el("tr", _first_cell(row[0]), *(el("td", cell) for cell in row[1:])) for row in rows)
+    body = []
+    for name, *cells in rows:
+        first = el("th", name, scope="row") if name else el("td")
+        body.append(el("tr", first, *(el("td", cell) for cell in cells)))
     named = el("caption", caption) if caption else Html()
     inner = el("table", named, head, el("tbody", *body))
     return el("div", inner, class_="scroll", tabindex="0", role="region", aria_label=label or caption or "table")
-
-
-def _first_cell(name: str) -> Html:
-    """Names its row, where it says anything."""
-    return el("th", name, scope="row") if name else el("td")
 
 
 _CELL = 1000
@@ -97,7 +95,10 @@ def render_html(document: Document) -> str:
     style, script = _asset("report.css"), _asset("page.js")
     policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; form-action 'none'"
     draw = _Blocks()
-    sections = [draw.section(section, document if first else None) for first, section in _with_first(document)]
+    first, *others = document.sections or (Section("", ()),)
+    if first.title:  # the headline stands in a section of its own
+        first, others = Section("", ()), [first, *others]
+    sections = [draw.section(first, _header(document)), *map(draw.section, others)]
     page = (
         "<!doctype html>\n",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -111,14 +112,6 @@ def render_html(document: Document) -> str:
         f"<script>{script}</script></body></html>\n",
     )
     return "".join(page)
-
-
-def _with_first(document: Document) -> Iterable[tuple[bool, Section]]:
-    """The sections, the first of which carries the headline; one that has a title of its own gets an empty one before it."""
-    sections = document.sections
-    if not sections or sections[0].title:
-        sections = (Section("", ()), *sections)
-    return ((position == 0, section) for position, section in enumerate(sections))
 
 
 def _asset(name: str) -> str:
@@ -143,14 +136,12 @@ def _top(document: Document) -> Html:
 def _header(document: Document) -> Html:
     """Status, labels and what it is about above the headline."""
     status = [Words(document.status, Look.GOOD if document.good else Look.BAD)] if document.status else []
-    pills = [join((el("span", words.text, class_=_pill(words)), " ")) for words in (*status, *document.labels)]
+    looks = {Look.GOOD: "pill good", Look.BAD: "pill"}
+    labels = (*status, *document.labels)
+    pills = [join((el("span", label.text, class_=looks.get(label.look, "pill plain")), " ")) for label in labels]
     about = el("span", one_line(document.about, 600), class_="dim")
     title = el("h1", one_line(document.headline, 600)) if document.headline else el("h1", one_line(document.name))
     return el("header", el("p", *pills, about), title)
-
-
-def _pill(words: Words) -> str:
-    return {Look.GOOD: "pill good", Look.BAD: "pill"}.get(words.look, "pill plain")
 
 
 class _Blocks:
@@ -160,9 +151,8 @@ class _Blocks:
         self._title = ""
         self._labels: Counter[str] = Counter()
 
-    def section(self, section: Section, headed: Document | None) -> Html:
+    def section(self, section: Section, head: str = "") -> Html:
         title = el("h2", one_line(section.title)) if section.title else Html()
-        head = _header(headed) if headed is not None else Html()
         self._title = one_line(section.title)
         return el("section", head, title, self.blocks(section.blocks), id=section.anchor or None, class_="card")
 

@@ -57,7 +57,8 @@ def render_markdown(document: Document, limit: int = LIMIT) -> str:
     """
     head = f"## {prose(document.title, 600)}" if document.headline else ""
     if document.about:
-        signed = "dtypedoctor" in document.about or any(map(_has_facts, document.sections[:1]))
+        first = document.sections[0].blocks if document.sections else ()
+        signed = "dtypedoctor" in document.about or any(isinstance(block, (Facts, Beside)) for block in first)
         head += f"\n\n{prose(document.about, 600)}" + ("" if signed else f" (report by {_reporter()})")
     last = prose(document.last_line, 600)
     room = limit - size(head) - size(last) - 200
@@ -73,10 +74,6 @@ def _reporter() -> str:
         known = []
     addresses = [one.partition(", ")[2] for one in known]
     return ", ".join([f"dtypedoctor {__version__}", *addresses[:1]])
-
-
-def _has_facts(section: Section) -> bool:
-    return any(isinstance(block, (Facts, Beside)) for block in section.blocks)
 
 
 def _signed(sections: Sequence[Section]) -> tuple[Section, ...]:
@@ -137,7 +134,9 @@ def _block(block: Block, room: int) -> str:
         case Code():
             return fenced(block.text, block.language, room)
         case Fold():
-            return _details(block.title, _fitted(_block, block.blocks, room - 800))
+            summary = "".join(map(_as_html, parts_of(block.title)))  # inside of it Markdown is not read
+            body = _fitted(_block, block.blocks, room - 800)
+            return f"<details>\n<summary>{summary}</summary>\n\n{body}\n\n</details>"
         case Beside():
             return _fitted(_block, tuple(chain(block.left, block.right)), room)
 
@@ -163,11 +162,6 @@ def _spaced(text: str, shown: str) -> str:
     """``shown`` with the spaces that join ``text`` to its neighbors."""
     before, after = " " * text.startswith(" "), " " * (text.endswith(" ") and bool(text.strip()))
     return f"{before}{shown}{after}"
-
-
-def _details(title: Line, body: str) -> str:
-    """``body`` folded away; inside the summary Markdown is not read, so there everything is written as HTML."""
-    return f"<details>\n<summary>{''.join(map(_as_html, parts_of(title)))}</summary>\n\n{body}\n\n</details>"
 
 
 def _as_html(part: Inline) -> str:

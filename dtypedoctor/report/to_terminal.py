@@ -221,11 +221,10 @@ def _longest_word(cell: Text, *, parts: bool) -> int:
 def _fits(row: Sequence[Text], widths: Sequence[int]) -> bool:
     """Whether no cell is too tall and no word of one is broken."""
     cells = list(zip(row, widths, strict=True))
-    return all(_lines(cell, width) <= _TALLEST and _longest_word(cell, parts=True) <= width for cell, width in cells)
-
-
-def _lines(cell: Text, width: int) -> int:
-    return ceil(_width(cell) / max(1, width))
+    return all(
+        ceil(_width(cell) / max(1, width)) <= _TALLEST and _longest_word(cell, parts=True) <= width
+        for cell, width in cells
+    )
 
 
 def _folded(cell: Text, width: int) -> Text:
