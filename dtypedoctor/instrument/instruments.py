@@ -58,7 +58,7 @@ class Instruments:
         watch: False leaves the process untouched but for exceptions and what the workload itself reports.
         every: looks at each ``every``-th training step, the first one included, at none with 0; between them the loss and gradients are measured.
         budget: says which steps are looked at, where ``every`` is 1; None for all.
-        look: look at the operators of some calls for failures that leave finite values.
+        look_steps: up to which training step the operators of some calls are looked at for failures that leave finite values; None: in all.
 
     Attributes:
         session: what all instruments share; ``writer``, ``position``, ``names``, ``guard`` and ``coverage`` are its own.
@@ -74,7 +74,7 @@ class Instruments:
         watch: bool = True,
         every: int = 1,
         budget: Budget | None = None,
-        look: bool = True,
+        look_steps: int | None = None,
     ) -> None:
         self._budget = None if not watch else budget if every == 1 else Budget(every=every)
         self.session = session = Session(writer)
@@ -100,7 +100,7 @@ class Instruments:
         originals = Originals()
         originals.outside = self._program = Float32Program(session, FOLLOWED)
         self._computes_in_half: dict[int, bool] = {}
-        self.checks = Checks(session, originals, look=look)
+        self.checks = Checks(session, originals, look_steps=look_steps)
         self.in_place = InPlaceReplays(
             session, self.modules, self.phases, originals, self._operators_unseen, self._samples.look_closer
         )

@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dtypedoctor.errors import DoctorError, UsageError, WorkerDiedError
 from dtypedoctor.lab.scenarios.model import Request, Scenario
+from dtypedoctor.lab.trials import treatment as treatment_module
 from dtypedoctor.lab.trials.treatment import Plan, treat
 from dtypedoctor.report.build import build_report
 from dtypedoctor.runner.directories import clear, remove_unused
@@ -17,7 +19,7 @@ from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trace.writer import TraceWriter
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
-from run_directories import failing_run
+from run_directories import failing_report, failing_run
 
 OVERFLOW = Scenario.model_validate(
     {
@@ -159,3 +161,28 @@ def test_what_an_interruption_has_left_makes_room_and_strangers_files_are_set_as
         clear(place)
         assert not place.exists()
         assert [path.name for path in (tmp_path / "run" / f"before.kept-{number}").iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize(("finding", "steps"), [("float16-overflow", 1), ("router-flip", None)])
+def test_fixes_are_looked_at_for_what_stays_finite_as_long_as_that_is_what_failed(
+    finding: str, steps: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a failure that is seen at once the later runs look at the operators of their first step alone, which is where most of their time went."""
+    directory = failing_run(tmp_path)
+    looked_at: dict[str, int | None] = {}
+
+    def run(label: str, request: Request) -> Run:
+        looked_at[label] = request.look_steps
+        place = directory / ("before" if label == "before" else "remedy-bfloat16")
+        return Run(trace=read_trace(place), exit=WorkerExit(code=0, timed_out=False, seconds=1.0), directory=place)
+
+    findings = (replace(failing_report().findings[0], id=finding, remedies=("bfloat16",)),)
+    monkeypatch.setattr(treatment_module, "findings_of", lambda *_: findings)
+    treat(OVERFLOW, run)
+    assert looked_at == {
+        "before": None,
+        "unwatched": None,
+        "reference": 1,
+        "float32-twin": None,
+        "remedy-bfloat16": steps,
+    }

@@ -25,14 +25,14 @@ class Checks:
     Args:
         session: where the observations go.
         originals: what half-precision tensors were before they were cast; shared with the op trace.
-        look: take the routine look.
+        look_steps: up to which training step the operators of some calls are looked at; None: in all.
 
     Attributes:
         whereabouts: says where the operator that is running stands.
         in_scaler: says whether a gradient scaler is at work.
     """
 
-    def __init__(self, session: Session, originals: Originals, *, look: bool = True) -> None:
+    def __init__(self, session: Session, originals: Originals, *, look_steps: int | None = None) -> None:
         self.session, self.originals = session, originals
         self.whereabouts = Whereabouts(session)
         self.in_scaler: Callable[[], bool] = lambda: False
@@ -57,7 +57,7 @@ class Checks:
             for observer in self._hearing("writing")
         ]
         writes = (self.writing, self.wrote)
-        self.look = RoutineLook(self.hearing("saw"), self.hearing("look_ended"), session, writes, enabled=look)
+        self.look = RoutineLook(self.hearing("saw"), self.hearing("look_ended"), session, writes, steps=look_steps)
 
     def __getitem__(self, cls: type[Of]) -> Of:
         """The observer of this class."""

@@ -108,7 +108,7 @@ class RoutineLook:
         ended: called when a call that was looked at is over.
         session: tells the moment, and keeps the observers' errors from the program.
         writes: called before each operator, and after it with what the first has returned and the line.
-        enabled: whether any call is looked at.
+        steps: only calls up to this training step are looked at; None: of all steps.
 
     Attributes:
         accumulating: those of ``saw`` that look at more calls, because these add to half-precision state.
@@ -121,11 +121,11 @@ class RoutineLook:
         session: Session,
         writes: Writes,
         *,
-        enabled: bool = True,
+        steps: int | None = None,
     ) -> None:
         self._saw, self._ended = saw, ended
         self._writes = writes
-        self._enabled = enabled
+        self._steps = steps
         self.accumulating: list[Callable[[Seen], None]] = []
         self._session = session
         self._calls: Counter[tuple[int, str]] = Counter()
@@ -142,7 +142,7 @@ class RoutineLook:
         """An outermost call begins."""
         self.after_call()  # of one that was left without a word
         position = self._session.position
-        if position.backward_depth or not self._enabled:
+        if position.backward_depth or (self._steps is not None and position.step > self._steps):
             return
         key = (id(module), position.phase)
         self._calls[key] += 1

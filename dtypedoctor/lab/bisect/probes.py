@@ -50,7 +50,7 @@ class Layers:
 
 def probe_of(scenario: Scenario) -> Request:
     """The run that answers a question of the search: where it fails and how near it comes, without a look at what stays finite."""
-    return Request(scenario=scenario, look=False)
+    return Request(scenario=scenario, look_steps=0)
 
 
 def cheaper(scenario: Scenario, phase: str | None, step: int | None) -> tuple[Scenario, ...]:

@@ -404,8 +404,8 @@ class Request(Strict):
     ``repeats`` and ``witness`` are for scripts, which seed their random numbers themselves or not at all: the label of the run whose
     random state this one begins with, and whether a digest of the parameters is taken after each optimizer step.
     ``repeatable`` has the random states kept for a later run. ``member`` is what launchers call the process that makes the request.
-    Without ``look`` the operators of the first calls are not looked at for failures that leave finite values, and the weights get no
-    checksum at the end: a probe of a bisection asks where values stop being finite.
+    ``look_steps`` is the last training step in which operators are looked at for failures that leave finite values; None for all. With 0 the
+    weights get no checksum at the end either: a probe of a bisection asks where values stop being finite.
     """
 
     scenario: Scenario
@@ -417,7 +417,7 @@ class Request(Strict):
     repeatable: bool = False
     member: str = ""
     capture: Capture | None = None
-    look: bool = True
+    look_steps: int | None = None
 
     def to_text(self) -> str:
         """Write this as ASCII JSON. pydantic's own writer rejects arguments and file names with bytes that are no text."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from dtypedoctor.analysis import analysis_of, ending_of
 from dtypedoctor.diagnosis.checkpoint import Intent, Subject, noted
-from dtypedoctor.diagnosis.rule import Finding
+from dtypedoctor.diagnosis.registry import spec_of
+from dtypedoctor.diagnosis.rule import SILENT, Finding
 from dtypedoctor.errors import DoctorError, UsageError, WorkerDiedError
 from dtypedoctor.examination.capsules import caught_in
 from dtypedoctor.examination.examine import (
@@ -260,7 +261,7 @@ def _baselines(
     """What the trials are compared with: the run, and if it is to be the healthy reference and a twin in float32; and the run of the reference."""
     healthy, exact = None, None
     if compare and (reference := healthy_reference(scenario)) is not None:
-        healthy = later("reference", Request(scenario=reference))
+        healthy = later("reference", Request(scenario=reference, look_steps=1))
     if compare and (twin := float32_twin(scenario)) is not None:
         run = later("float32-twin", Request(scenario=twin))
         exact = run.trace if run is not None else None
@@ -283,7 +284,10 @@ def _try(remedy: Remedy, scenario: Scenario, run: LaterRuns, baselines: Baseline
     condition = changed.conditions != scenario.conditions
     if reason:
         return not_tried(remedy, reason, condition=condition)
-    request = Request(scenario=changed, repeats="before" if is_script(changed) else None)
+    # What stays finite is looked for as long as in the run without the fix where that is what failed, else only in the first step
+    is_silent = any(spec_of(finding.id).family is SILENT for finding in baselines.findings)
+    repeats = "before" if is_script(changed) else None
+    request = Request(scenario=changed, repeats=repeats, look_steps=None if is_silent else 1)
     tried = run.attempt(run_of_fix(remedy.id), request)
     if isinstance(tried, str):  # what can be run untreated may still not be possible with the remedy
         return not_tried(remedy, tried, condition=condition)

@@ -330,7 +330,7 @@ class _Run:
     def __init__(self, request: Request, writer: TraceWriter, directory: Path, stock: Stock) -> None:
         self._scenario = request.scenario
         self._capture = request.capture
-        self._look = request.look
+        self._look_steps = request.look_steps
         self._stock = stock
         self._writer = writer
         self._instruments = Instruments(
@@ -338,7 +338,7 @@ class _Run:
             watch=request.watch,
             every=request.scenario.watch_every,
             budget=budget_of(request.scenario.overhead_budget),
-            look=request.look,
+            look_steps=request.look_steps,
         )
         if request.replay:
             self._instruments.replay_failures(request.capsule_limit)
@@ -396,7 +396,7 @@ class _Run:
                 steps=self._steps,
                 device=str(self._device),
                 peak_memory=self._meter.peak() + self._stock.taken_bytes if self._meter else 0,
-                checksum=checksum(self._holder.built.model) if self._holder.built and self._look else None,
+                checksum=checksum(self._holder.built.model) if self._holder.built and self._look_steps != 0 else None,
             )
         except RuntimeError as failed:
             self._instruments.note_exception(failed)
@@ -454,7 +454,7 @@ class _Run:
             scratch=self._directory / "scratch",
             pause=self._corrections.counters,
             steps_before=self._steps,
-            look=self._look,
+            look_steps=self._look_steps,
         )
 
 

@@ -83,7 +83,7 @@ class Context:
         compiled: the model as ``torch.compile`` gave it back, where the stage asks for that.
         wrapped: the model as it is called in one of several processes, where the scenario asks for that.
         rank: number of this process, whose batches are its own.
-        look: as in :class:`dtypedoctor.lab.scenarios.model.Request`.
+        look_steps: as in :class:`dtypedoctor.lab.scenarios.model.Request`.
         steps_before: training steps that earlier stages have done.
         steps_completed: training steps done in this stage, kept by the workload.
     """
@@ -99,7 +99,7 @@ class Context:
     compiled: nn.Module | None = None
     wrapped: nn.Module | None = None
     rank: int = 0
-    look: bool = True
+    look_steps: int | None = None
     steps_before: int = 0
     steps_completed: int = 0
 

@@ -37,9 +37,8 @@ def run_forward(context: Context) -> None:
         values["step_time"] = time.perf_counter() - began
         context.steps_completed = step
         context.metric(step, values)
-        if (
-            context.look or settings.steps > 1
-        ):  # a single pass leaves the outputs as they were before it, and a probe of a bisection is short
+        # A single pass leaves the outputs as they were before it, and a probe of a bisection is short
+        if context.look_steps != 0 or settings.steps > 1:
             with context.region():
                 context.probe(step)
 
