@@ -6,8 +6,8 @@ that are named. A model is built the way custom models of training frameworks ar
 the checkpoint in, make the dtypes uniform if asked, pack to 4 bits if asked, adapt.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -262,26 +262,6 @@ def _casting_input(counters: Counters) -> Callable[[nn.Module, Forward], Forward
     return wrap
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reconciled:
-    """What :func:`reconcile_dtypes` changed.
-
-    Attributes:
-        changed: dotted tensor name to the dtype it had.
-        kept: dotted module name to the entry of the keep list because of which the module was left alone.
-        rounding: dotted tensor name to the largest relative change of an element; the cost of the cast.
-    """
-
-    changed: Mapping[str, str]
-    kept: Mapping[str, str]
-    rounding: Mapping[str, float] = field(default_factory=dict)
-
-
-def keeper(module_name: str, keep_in_fp32: Sequence[str]) -> str | None:
-    """The first entry of the list that is contained in the dotted name, or None."""
-    return next((entry for entry in keep_in_fp32 if entry in module_name), None)
-
-
 def cast_to_dtype(model: nn.Module, dtype: torch.dtype, keep_in_fp32: Sequence[str] = ()) -> dict[str, str]:
     """Casts every floating parameter and buffer of ``model`` to ``dtype``, those of kept modules to float32.
 
@@ -291,69 +271,14 @@ def cast_to_dtype(model: nn.Module, dtype: torch.dtype, keep_in_fp32: Sequence[s
         Dotted name of each module that holds tensors and was kept, with the entry that kept it.
     """
     kept: dict[str, str] = {}
-    for name, tensors in _holders(model):
-        entry = keeper(name, keep_in_fp32)
-        if entry is not None:
-            kept[name] = entry
-        for tensor in tensors.values():
-            tensor.data = tensor.data.to(dtype if entry is None else torch.float32)
-    return kept
-
-
-def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copies ``weights`` into the tensors that ``model`` has; each keeps its dtype, so the dtypes follow the model.
-
-    Raises:
-        UsageError: a tensor is missing, left over or of another shape.
-    """
-    held = dict(model.named_parameters()) | dict(model.named_buffers())
-    wrong = sorted(held.keys() ^ weights.keys())
-    wrong += [name for name in held.keys() & weights.keys() if held[name].shape != weights[name].shape]
-    if wrong:
-        raise UsageError(
-            f"the weights do not fit the model: {', '.join(wrong[:5])}",
-            "Missing, left over or of another shape; build the model with the settings of the checkpoint.",
-        )
-    with torch.no_grad():
-        for name, tensor in held.items():
-            tensor.copy_(weights[name])
-
-
-def reconcile_dtypes(model: nn.Module, dtype: torch.dtype, keep_in_fp32: Sequence[str] = ()) -> Reconciled:
-    """Casts what is not in ``dtype``, except kept modules; an empty list is the form that ignores the model's own.
-
-    Meant for after a checkpoint was loaded, when dtypes may differ from tensor to tensor.
-    """
-    changed: dict[str, str] = {}
-    kept: dict[str, str] = {}
-    rounding: dict[str, float] = {}
-    for name, tensors in _holders(model):
-        entry = keeper(name, keep_in_fp32)
-        if entry is not None:
-            kept[name] = entry
-            continue
-        for leaf, tensor in tensors.items():
-            if tensor.dtype != dtype:
-                full = f"{name}.{leaf}" if name else leaf
-                changed[full] = str(tensor.dtype).removeprefix("torch.")
-                rounding[full] = _largest_relative_change(tensor.data, dtype)
-                tensor.data = tensor.data.to(dtype)
-    return Reconciled(changed=changed, kept=kept, rounding=rounding)
-
-
-def _holders(model: nn.Module) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Modules that directly hold floating tensors: dotted name, its tensors by their own names."""
     for name, module in model.named_modules():
-        tensors = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-        floating = {leaf: tensor for leaf, tensor in tensors.items() if tensor.is_floating_point()}
-        if floating:
-            yield name, floating
-
-
-def _largest_relative_change(tensor: Tensor, dtype: torch.dtype) -> float:
-    wide = tensor.double()
-    change = (tensor.to(dtype).double() - wide).abs() / wide.abs().clamp_min(torch.finfo(torch.float64).tiny)
-    return float(change.max()) if change.numel() else 0.0
+        entry = next((entry for entry in keep_in_fp32 if entry in name), None)
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        for tensor in (tensor for tensor in own if tensor.is_floating_point()):
+            tensor.data = tensor.data.to(dtype if entry is None else torch.float32)
+            if entry is not None:
+                kept[name] = entry
+    return kept
 
 
 GPT_OSS_KEEP_LIST = ("post_attention_layernorm", "input_layernorm", "norm")
@@ -458,14 +383,12 @@ class CustomMoeForCausalLM(nn.Module):
     Attributes:
         config: what it was built from.
         kept_in_fp32: dotted name of each module that the keep list left in float32, with the entry that did.
-        reconciled: what making the dtypes uniform changed; None where that was not asked for.
     """
 
     def __init__(self, config: CustomMoeConfig) -> None:
         super().__init__()
         self.config = config
         self.kept_in_fp32: Mapping[str, str] = {}
-        self.reconciled: Reconciled | None = None
         self.model = CustomMoeModel(config)
         self.lm_head = nn.Linear(config.hidden, config.vocab_size, bias=False)
 
@@ -505,11 +428,10 @@ def build_custom_moe(config: CustomMoeConfig) -> CustomMoeForCausalLM:
                 nn.init.normal_(module.weight, mean=1.0, std=0.1)
         checkpoint = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         model.kept_in_fp32 = cast_to_dtype(model, config.dtype, config.keep_in_fp32)
-        load_weights(model, checkpoint)
+        model.load_state_dict(checkpoint)  # each tensor keeps its dtype
         if config.reconcile != "none":
-            honoured = config.keep_in_fp32 if config.reconcile == "honour-keep-list" else ()
-            model.reconciled = reconcile_dtypes(model, config.dtype, honoured)
-            model.kept_in_fp32 = model.reconciled.kept
+            honored = config.keep_in_fp32 if config.reconcile == "honour-keep-list" else ()
+            model.kept_in_fp32 = cast_to_dtype(model, config.dtype, honored)
         if config.qlora:
             quantize_linears(model, Quantization(kind="nf4", skip=["lm_head", "router"]), config.dtype)
         if config.lora_rank:
