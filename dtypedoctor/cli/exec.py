@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dtypedoctor.cli import completion
-from dtypedoctor.cli.output import EveryNSteps, NprocPerNode, OpenPage, Out, OverheadBudget, ScriptArgument, announce
+from dtypedoctor.cli.output import NprocPerNode, OpenPage, Out, OverheadBudget, ScriptArgument, announce
 from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import say
 
@@ -35,17 +34,11 @@ Ablate = Annotated[
         "--ablate",
         help="Rerun without this, to see whether the failure requires it: autocast, fused-attention, compile or loss-scale.",
         metavar="NAME",
-        autocompletion=completion.ablations,
     ),
 ]
 Try = Annotated[
     list[str] | None,
-    typer.Option(
-        "--try",
-        help="Rerun with this fix installed in the script.",
-        metavar="FIX",
-        autocompletion=completion.fixes,
-    ),
+    typer.Option("--try", help="Rerun with this fix installed in the script.", metavar="FIX"),
 ]
 Rerun = Annotated[
     bool,
@@ -90,7 +83,6 @@ def execute(
     once: Once = False,
     verify_uninstrumented: Verify = False,
     nproc_per_node: NprocPerNode = None,
-    every_n_steps: EveryNSteps = None,
     overhead_budget: OverheadBudget = None,
     capsule_limit: Annotated[
         int, typer.Option("--capsule-limit", help="Largest capsule of the failing call, in MiB.", metavar="MIB", min=1)
@@ -117,14 +109,11 @@ def execute(
     from dtypedoctor.trace.ranks import member, member_of_torchrun, rank_directory
 
     fixes = _fixes(ablate or [], attempt or [])
-    if every_n_steps not in (None, 1) and overhead_budget not in (None, "off"):
-        raise UsageError("--every-n-steps and --overhead-budget: each says what is measured when", "Give one of them.")
     program = Program(
         name=name_of(target),
         **target,
         time_limit=time_limit,
-        watch_every=1 if every_n_steps is None else every_n_steps,
-        overhead_budget=_budget(overhead_budget or ("auto" if every_n_steps is None else "off")),
+        overhead_budget=_budget(overhead_budget or "auto"),
         processes=nproc_per_node or 0,
         fixes=fixes,
     )

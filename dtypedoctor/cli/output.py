@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from dtypedoctor.cli import completion
 from dtypedoctor.foreign_files import write_file
 from dtypedoctor.interruptions import say
 from dtypedoctor.report import FORMATS
@@ -29,14 +28,9 @@ if TYPE_CHECKING:
 MOST_PROCESSES = 64
 
 
-def current_name(name: str) -> str:
-    """Write the name of an option, typed without its dashes, as the program has it: like torchrun, it takes ``_`` for ``-``."""
-    return name.replace("_", "-")
-
-
 Out = Annotated[Path | None, typer.Option("--out", help="Run directory to create.", show_default="runs/NAME-TIME")]
 
-Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.", autocompletion=completion.devices)]
+Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")]
 
 DeviceMap = Annotated[
     str | None,
@@ -54,10 +48,6 @@ NprocPerNode = Annotated[
     ),
 ]
 
-EveryNSteps = Annotated[
-    int | None,
-    typer.Option("--every-n-steps", help="Measure every module in every Nth step only; 0: never.", metavar="N", min=0),
-]
 OverheadBudget = Annotated[
     str | None,
     typer.Option(
@@ -211,7 +201,6 @@ FormatOption = Annotated[
         "-f",
         help="What to print: one of these, or the name of a plug-in's format.",
         metavar=f"[{'|'.join(_COME_WITH_IT)}]",
-        autocompletion=lambda: list(_COME_WITH_IT),
         callback=_known,
     ),
 ]

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dtypedoctor.cli import completion
 from dtypedoctor.cli.output import TERMINAL, FormatOption, announce, show, show_markdown
 from dtypedoctor.errors import ExitCode, UsageError
 from dtypedoctor.foreign_files import reason
@@ -36,9 +35,7 @@ def inspect(
             metavar="MODEL_OR_CHECKPOINT",
         ),
     ],
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="dtype it will be loaded in.", autocompletion=completion.dtypes)
-    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="dtype it will be loaded in.")] = None,
     scaler: Annotated[bool, typer.Option("--scaler", help="It will be trained with GradScaler.")] = False,
     fsdp: Annotated[bool, typer.Option("--fsdp", help="It will be sharded with FSDP.")] = False,
     format: FormatOption = TERMINAL,
@@ -124,9 +121,7 @@ def _report_of(runs: list[Path]) -> "Report":
 def explain(
     finding: Annotated[
         str | None,
-        typer.Argument(
-            help="Finding or fix id; without it, all are listed.", metavar="ID", autocompletion=completion.explained
-        ),
+        typer.Argument(help="Finding or fix id; without it, all are listed.", metavar="ID"),
     ] = None,
     patch: Annotated[
         bool, typer.Option("--patch", help="Print a library's correction as a diff against its source, with a test.")

@@ -54,7 +54,7 @@ class Measured:
 
     Attributes:
         counts: for each kind of thing how many were measured, and how many ran.
-        skipped: how many of those that ran were left out on purpose: ``--every-n-steps`` or ``--overhead-budget`` asks for that.
+        skipped: how many of those that ran were left out on purpose: ``--overhead-budget`` asks for that.
         bad: the first value that is not finite and that the code does not ask for, in words, whether it matters or not.
         asked_for: where all such values are asked for, as in a mask, the first of them in words. Everything measured is finite where both are empty.
         matters: the first one that reaches a loss, gradient, parameter or result, and that no op trace shows to be meant so, in

@@ -42,7 +42,6 @@ class Program:
         command: another program that starts it, a launcher, say, with all arguments; ``path`` or ``module`` only names the script then.
         processes: how many ranks torchrun starts of it; 0 without torchrun.
         time_limit: seconds.
-        watch_every: every module is measured in each so many steps, the first included.
         overhead_budget: the share of the time that measuring may take.
         fixes: ids of fixes to try on it in further runs.
     """
@@ -56,7 +55,6 @@ class Program:
     command: Sequence[str] = ()
     processes: int = 0
     time_limit: int = WEEK
-    watch_every: int = 1
     overhead_budget: str = "off"
     fixes: Sequence[str] = ()
 
@@ -85,7 +83,6 @@ class Program:
         words = {name: list(value) for name, value in (("args", self.args), ("command", self.command)) if value}
         options: dict[str, Any] = {"time_limit": self.time_limit} if self.time_limit != OF_A_SCENARIO else {}
         options["deterministic"] = False
-        options |= {"watch_every": self.watch_every} if self.watch_every != 1 else {}
         options |= {"overhead_budget": self.overhead_budget} if self.overhead_budget != "off" else {}
         options |= {"distributed": {"processes": self.processes}} if self.processes else {}
         options |= {"remedies": list(self.fixes)} if self.fixes else {}

@@ -120,11 +120,10 @@ def test_a_scenario_whose_node_is_killed_runs_on_the_other_one(cluster: Any, pro
     """The report is complete; ``--resume`` then finds nothing left to do."""
     one, nodes = cluster
     command = [sys.executable, "-m", "dtypedoctor", "run", "scenarios", "--out", "out", "--no-remedies"]
-    where = ["--executor", "ray", "--address", one.address]
     with (project / "err").open("wb") as err:
         started = subprocess.Popen(
-            [*command, *where], cwd=project, stdout=subprocess.PIPE, stderr=err,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            [*command, "--executor", "ray"], cwd=project, stdout=subprocess.PIPE, stderr=err,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "RAY_ADDRESS": one.address},
         )  # fmt: skip
     try:
         raylets = [raylet_of(node) for node in nodes]
@@ -144,12 +143,11 @@ def test_a_scenario_whose_node_is_killed_runs_on_the_other_one(cluster: Any, pro
     assert "1/1" not in again.err
 
 
-def test_a_cluster_that_is_not_there_is_said_at_once(project: Path) -> None:
+def test_a_cluster_that_is_not_there_is_said_at_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence, exit 2; what was begun can be resumed or is gone."""
     pytest.importorskip("ray", reason="needs the extra dtypedoctor[ray]")
-    finished = dtypedoctor(
-        "run", "scenarios", "--out", "out", "--executor", "ray", "--address", "nowhere.invalid:1", cwd=project
-    )
+    monkeypatch.setenv("RAY_ADDRESS", "nowhere.invalid:1")
+    finished = dtypedoctor("run", "scenarios", "--out", "out", "--executor", "ray", cwd=project)
     assert finished.code == 2, finished.err
     assert "cannot reach the Ray cluster nowhere.invalid:1" in finished.err
     assert "Traceback" not in finished.err

@@ -111,7 +111,7 @@ def test_a_time_limit_ends_a_job_and_all_that_it_has_started(job: Callable[..., 
     ("where", "words"),
     [
         (Where(executor="dask"), "there is no executor 'dask'"),
-        (Where(address="a:1"), "--address has no effect with --executor local"),
+        (Where(slurm={"account": "lab"}), "--slurm has no effect with --executor local"),
         (Where(gpus=0), "--gpus has no effect with --executor local"),
     ],
 )
@@ -190,8 +190,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_job_of_slurm_gets_its_parameters_and_is_not_started_again_by_slurm(slurm: Path) -> None:
-    """Partition, parameters and GPUs stand in the file that sbatch is given."""
-    where = Where(executor="slurm", partition="long", slurm={"account": "lab", "cpus_per_task": "4"}, gpus=1)
+    """Parameters and GPUs stand in the file that sbatch is given."""
+    where = Where(executor="slurm", slurm={"partition": "long", "account": "lab", "cpus_per_task": "4"}, gpus=1)
     with machines(where, slurm / "jobs", 7200) as executor:
         assert isinstance(executor, SubmititExecutor)
         lines = executor.engine._make_submission_file_text("COMMAND", "1").splitlines()

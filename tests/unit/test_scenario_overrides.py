@@ -38,12 +38,6 @@ def test_dtype_and_seed_are_changed_alone(scenario: Scenario) -> None:
     assert (model.dtype, changed.seed, len(model.outliers)) == ("float32", 7, 2)
 
 
-def test_how_often_all_is_measured_can_be_chosen(scenario: Scenario) -> None:
-    """Every step is measured whole unless something else is asked for."""
-    assert scenario.watch_every == 1
-    assert override(scenario, watch_every=0) == scenario.with_changes(watch_every=0)
-
-
 def test_a_value_that_no_file_could_hold_is_refused_with_its_option(scenario: Scenario) -> None:
     """The message is the file's, with the option's name as the place."""
     with pytest.raises(UsageError) as refused:

@@ -105,7 +105,7 @@ def test_operators_that_are_sampled_make_a_run_healthy_and_are_stated() -> None:
 
 
 def test_calls_that_were_left_out_on_purpose_are_in_the_headline() -> None:
-    """With ``--every-n-steps`` a run may be healthy, but the report counts all calls that ran; none measured is not healthy."""
+    """With ``--overhead-budget`` a run may be healthy, but the report counts all calls that ran; none measured is not healthy."""
     report = report_on(measured(module_calls=52, module_calls_measured=52, module_calls_skipped=348).build())
     assert (report.status, exit_code(report)) == (Status.HEALTHY, 0)
     assert report.headline.endswith("everything measured (52 of 400 module calls) is finite.")

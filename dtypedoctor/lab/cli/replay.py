@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dtypedoctor.cli import completion
 from dtypedoctor.cli.output import TERMINAL, Device, FormatOption, Out, announce, show
 from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import say
@@ -33,15 +32,11 @@ def replay(
     device: Device = None,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            "--dtype",
-            help="Make the call in this dtype: float16, bfloat16 or float32.",
-            autocompletion=completion.dtypes,
-        ),
+        typer.Option("--dtype", help="Make the call in this dtype: float16, bfloat16 or float32."),
     ] = None,
     attempt: Annotated[
         list[str] | None,
-        typer.Option("--try", help="Also try this fix.", metavar="FIX", autocompletion=completion.fixes),
+        typer.Option("--try", help="Also try this fix.", metavar="FIX"),
     ] = None,
     script: Annotated[
         bool, typer.Option("--script", help="Print a stand-alone script that fails with the same error; run nothing.")

@@ -1,20 +1,17 @@
 """``dtypedoctor run``: scenarios from failure to proven fix. ``dtypedoctor bisect``: the smallest culprit, by intervention."""
 
 import sys
-from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dtypedoctor.cli import completion
 from dtypedoctor.cli.output import (
     TERMINAL,
     AllowCode,
     Device,
     DeviceMap,
-    EveryNSteps,
     FormatOption,
     NprocPerNode,
     OpenPage,
@@ -44,27 +41,6 @@ def register(app: typer.Typer) -> None:
     )
 
 
-def _names_of_scenarios() -> Iterable[str]:
-    from dtypedoctor.lab.scenarios.loading import available
-
-    return (path.stem for path in available())
-
-
-def _names_of_executors() -> Iterable[str]:
-    from dtypedoctor.lab.runner.executors import EXECUTORS
-
-    return EXECUTORS
-
-
-def _names_of_models() -> Iterable[str]:
-    from dtypedoctor.plugins import BUILTIN, Model, registered
-
-    return (f"{BUILTIN}{name}" for name in registered(Model))
-
-
-_scenarios, _executors = completion.among(_names_of_scenarios), completion.among(_names_of_executors)
-_builtin_models = completion.among(_names_of_models)
-
 Jobs = Annotated[
     int | None,
     typer.Option(
@@ -76,18 +52,11 @@ Jobs = Annotated[
 ]
 ExecutorOption = Annotated[
     str,
-    typer.Option(
-        "--executor",
-        help="What runs them: local, ray, slurm (by submitit), or submitit-local.",
-        autocompletion=_executors,
-    ),
+    typer.Option("--executor", help="What runs them: local, ray, slurm (by submitit), or submitit-local."),
 ]
-Address = Annotated[
-    str | None, typer.Option("--address", help="Ray cluster.", show_default="RAY_ADDRESS, or the one of this machine")
-]
-Partition = Annotated[str | None, typer.Option("--partition", help="Partition of Slurm.")]
 SlurmOption = Annotated[
-    list[str] | None, typer.Option("--slurm", help="Parameter of Slurm's jobs, e.g. account=lab.", metavar="KEY=VALUE")
+    list[str] | None,
+    typer.Option("--slurm", help="Parameter of Slurm's jobs, e.g. partition=gpu.", metavar="KEY=VALUE"),
 ]
 Gpus = Annotated[
     int | None,
@@ -110,9 +79,7 @@ def run(
     scenarios: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Scenario files, directories of them, or names of built-in scenarios.",
-            metavar="SCENARIO...",
-            autocompletion=_scenarios,
+            help="Scenario files, directories of them, or names of built-in scenarios.", metavar="SCENARIO..."
         ),
     ] = None,
     out: Out = None,
@@ -120,20 +87,13 @@ def run(
     no_remedies: Annotated[bool, typer.Option("--no-remedies", help="Stop after the diagnosis: try no fixes.")] = False,
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model",
-            help="Override the model: builtin:NAME, a directory or a hub id.",
-            autocompletion=_builtin_models,
-        ),
+        typer.Option("--model", help="Override the model: builtin:NAME, a directory or a hub id."),
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Override the dtype of every model.", autocompletion=completion.dtypes)
-    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Override the dtype of every model.")] = None,
     device: Device = None,
     device_map: DeviceMap = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Override the seed.")] = None,
     nproc_per_node: NprocPerNode = None,
-    every_n_steps: EveryNSteps = None,
     wheels: Annotated[
         Path | None,
         typer.Option(
@@ -143,8 +103,6 @@ def run(
     allow_code: AllowCode = False,
     executor: ExecutorOption = "local",
     jobs: Jobs = None,
-    address: Address = None,
-    partition: Partition = None,
     slurm: SlurmOption = None,
     gpus: Gpus = None,
     format: FormatOption = TERMINAL,
@@ -157,7 +115,7 @@ def run(
     """
     named = scenarios or ([str(resume)] if resume is not None else [])
     announce(f"Running {' '.join(named) if len(named) < MANY else f'{len(named)} scenarios'}")
-    where = _where(executor, jobs, address, partition, slurm, gpus)
+    where = _where(executor, jobs, slurm, gpus)
     from dtypedoctor.errors import UsageError
     from dtypedoctor.lab.cli.many import new_batch, resumed_batch
     from dtypedoctor.lab.cli.running import load_all
@@ -167,7 +125,7 @@ def run(
         raise UsageError("pass either SCENARIO or --resume", "For example: dtypedoctor run gemma4_grpo_fp16")
     changes: dict[str, Any] = {
         "model": model, "dtype": dtype, "device": device, "seed": seed, "processes": nproc_per_node,
-        "watch_every": every_n_steps, "device_map": device_map,
+        "device_map": device_map,
     }  # fmt: skip
     if resume is not None:
         if no_remedies or any(one is not None for one in (out, wheels, *changes.values())):
@@ -220,8 +178,7 @@ def _treat_several(batch: "Batch", where: "Where", format: str, *, open_page: bo
     return code
 
 
-def _where(executor: str, jobs: int | None, address: str | None, partition: str | None, slurm: list[str] | None,
-           gpus: int | None) -> "Where":  # fmt: skip
+def _where(executor: str, jobs: int | None, slurm: list[str] | None, gpus: int | None) -> "Where":
     """On which machines to run.
 
     Raises:
@@ -232,12 +189,10 @@ def _where(executor: str, jobs: int | None, address: str | None, partition: str 
 
     for one in slurm or ():
         if not one.partition("=")[0] or not one.partition("=")[2]:
-            raise UsageError(f"--slurm {one}: a parameter is KEY=VALUE", "For example: --slurm account=lab")
+            raise UsageError(f"--slurm {one}: a parameter is KEY=VALUE", "For example: --slurm partition=gpu")
     where = Where(
         executor=executor,
         jobs=jobs,
-        address=address,
-        partition=partition,
         slurm=dict(one.partition("=")[::2] for one in slurm or ()),
         gpus=gpus,
     )
@@ -250,18 +205,13 @@ ScenarioArgument = Annotated[
 ]
 ModelOption = Annotated[
     str | None,
-    typer.Option(
-        "--model",
-        help="builtin:NAME, a directory, a downloaded hub id, or package.module:factory.",
-        autocompletion=_builtin_models,
-    ),
+    typer.Option("--model", help="builtin:NAME, a directory, a downloaded hub id, or package.module:factory."),
 ]
 Dtype = Annotated[
     str | None,
     typer.Option(
         "--dtype",
         help="dtype of the model.",
-        autocompletion=completion.dtypes,
         show_default="float16, or the scenario's",
     ),
 ]

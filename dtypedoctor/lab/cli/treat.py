@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from dtypedoctor.cli import completion
 from dtypedoctor.cli.output import ScriptArgument
 from dtypedoctor.errors import UsageError
 
@@ -29,9 +28,7 @@ def register(app: typer.Typer) -> None:
 
 With = Annotated[
     list[str],
-    typer.Option(
-        "--with", help="Correction to put in place.", metavar="CORRECTION", autocompletion=completion.corrections
-    ),
+    typer.Option("--with", help="Correction to put in place.", metavar="CORRECTION"),
 ]
 
 

@@ -51,16 +51,12 @@ class Where:
 
     Attributes:
         executor: one of :data:`EXECUTORS`.
-        address: of the Ray cluster.
-        partition: of Slurm.
-        slurm: further parameters of Slurm's jobs.
+        slurm: parameters of Slurm's jobs.
         gpus: for each job; None for one where a scenario asks for CUDA.
         jobs: most at a time; None for what the executor thinks fit.
     """
 
     executor: str = LOCAL
-    address: str | None = None
-    partition: str | None = None
     slurm: Mapping[str, str] = field(default_factory=dict)
     gpus: int | None = None
     jobs: int | None = None
@@ -92,8 +88,6 @@ def require_executor(where: Where) -> None:
             f"Install it: pip install 'dtypedoctor[{extra}]'",
         )
     for option, given, owners in (
-        ("--address", where.address is not None, (RAY,)),
-        ("--partition", where.partition is not None, (SLURM,)),
         ("--slurm", bool(where.slurm), (SLURM,)),
         ("--gpus", where.gpus is not None, (RAY, SLURM, SUBMITIT_LOCAL)),
     ):
@@ -242,7 +236,7 @@ class LocalExecutor(ThreadPoolExecutor):
 
 
 class RayExecutor(Executor):
-    """Runs each job as a task of a Ray cluster: that of ``where``, else of ``RAY_ADDRESS``, else the one that runs on this machine.
+    """Runs each job as a task of a Ray cluster: that of ``RAY_ADDRESS``, else the one that runs on this machine.
 
     Raises:
         UsageError: it cannot be reached, or has not so many GPUs.
@@ -250,7 +244,7 @@ class RayExecutor(Executor):
 
     def __init__(self, where: Where) -> None:
         self._ray = ray = import_module("ray")
-        address = where.address or os.environ.get("RAY_ADDRESS", "auto")
+        address = os.environ.get("RAY_ADDRESS", "auto")
         host, colon, port = address.rpartition("//")[2].rpartition(":")
         try:
             if colon and port.isdecimal():  # Ray would try for minutes
@@ -259,8 +253,8 @@ class RayExecutor(Executor):
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
             text = str(error).strip().partition("\n")[0]
             raise UsageError(
-                f"cannot reach the Ray cluster {where.address or ''}".rstrip() + f": {text}",
-                "Start one (`ray start --head`), or name it by --address HOST:PORT.",
+                f"cannot reach the Ray cluster {address}: {text}",
+                "Start one (`ray start --head`), or name it by RAY_ADDRESS=HOST:PORT.",
             ) from error
         there = int(ray.cluster_resources().get("GPU", 0))
         gpus = min(1, there) if where.gpus is None else where.gpus
@@ -300,21 +294,22 @@ class SubmititExecutor(Executor):
     def __init__(self, where: Where, folder: Path, seconds: float) -> None:
         submitit = import_module("submitit")
         minutes = int(seconds // 60) + 5
+        on_slurm = where.executor == SLURM
+        given: dict[str, Any] = {"time" if on_slurm else "timeout_min": minutes}
+        if where.gpus:
+            given["gpus_per_node"] = where.gpus
+        if on_slurm:
+            given |= _SUBMITTED_ONCE
+            given |= {key: int(text) if text.isdigit() else text for key, text in where.slurm.items()}
         try:
-            if where.executor == SLURM:
-                self.engine = submitit.SlurmExecutor(folder=folder)
-                given = {"time": minutes, "gpus_per_node": where.gpus, "partition": where.partition, **_SUBMITTED_ONCE}
-                given |= {key: int(text) if text.isdigit() else text for key, text in where.slurm.items()}
-            else:
-                self.engine = submitit.LocalExecutor(folder=folder)
-                given = {"timeout_min": minutes, "gpus_per_node": where.gpus or 0}
-            self.engine.update_parameters(**{key: value for key, value in given.items() if value})
+            self.engine = (submitit.SlurmExecutor if on_slurm else submitit.LocalExecutor)(folder=folder)
+            self.engine.update_parameters(**given)
         except RuntimeError as error:
             raise UsageError(f"--executor {where.executor}: {error}", "Run it where sbatch and srun are.") from error
         except (ValueError, TypeError) as error:
             wrong, _, known = str(error).partition("\n")
             raise UsageError(f"--slurm: {wrong}", known) from error
-        self._queue = _SlurmQueue() if where.executor == SLURM else None
+        self._queue = _SlurmQueue() if on_slurm else None
         self._closing = threading.Event()
         self._waiting = ThreadPoolExecutor(where.jobs or WIDTH)
 

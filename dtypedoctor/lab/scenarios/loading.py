@@ -231,7 +231,6 @@ def override(
     device: str | None = None,
     seed: int | None = None,
     processes: int | None = None,
-    watch_every: int | None = None,
     device_map: str | None = None,
 ) -> Scenario:
     """The scenario with other values where one is given; ``model``, ``dtype`` and ``device_map`` go to every model in it.
@@ -241,7 +240,7 @@ def override(
     Raises:
         UsageError: a value is not one that the scenario's file could hold.
     """
-    given = {"device": device, "seed": seed, "watch_every": watch_every}
+    given = {"device": device, "seed": seed}
     changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if processes is not None:
         changes["distributed"] = _distributed(scenario) | {"processes": processes}
