@@ -84,8 +84,8 @@ def play(name: str, directory: Path) -> Treatment:
 
 def _request(directory: Path) -> Request:
     made = json.loads((directory / REQUEST).read_text(encoding="utf-8"))
-    made.pop("windows", None)
-    return Request.model_validate(made)
+    retired = ("windows", "look")  # what earlier versions wrote
+    return Request.model_validate({name: value for name, value in made.items() if name not in retired})
 
 
 def _recorded_run(directory: Path, script: bool, label: str, request: Request) -> Run:
