@@ -1,11 +1,11 @@
 """Compares two runs, whatever made them different: dtype, device, library versions, attention implementation.
 
-First how far two aligned runs are apart: where they first differ, each module, and what both report per step; then what that says.
+Their measurements are paired; each module, each number per step and each trained parameter is compared; the verdict follows from all of that.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import hypot
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,7 +32,7 @@ from dtypedoctor.lab.compare.comparison import (
     relative_error,
 )
 from dtypedoctor.runner.run import SavedRun
-from dtypedoctor.trace.events import Metric, ProbeLogProbs, Resources, Sample, Site
+from dtypedoctor.trace.events import Metric, ProbeLogProbs, Resources, Sample
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import ParameterEnds
 
@@ -51,217 +51,150 @@ class Stream(NamedTuple):
     path: str
     phase: str
 
+    @property
+    def lane(self) -> str:
+        """The part of a run that it belongs to: ``loss``, ``backward``, ``gradient``, ``parameter``, or its phase."""
+        return _LANES.get(self.kind, self.phase)
 
-def lane_of(stream: Stream) -> str:
-    """The part of a run that a stream belongs to: ``loss``, ``backward``, ``gradient``, ``parameter``, or its phase."""
-    return _LANES.get(stream.kind, stream.phase)
+    @property
+    def owner(self) -> tuple[int, str]:
+        """The module that holds the parameter whose gradient it is; no module for anything else."""
+        return (self.root, self.fqn.rpartition(".")[0]) if self.kind == "grad" else (-1, "")
 
 
-class Place(NamedTuple):
-    """One measurement of a stream: the ``nth`` one, from 1, of that training step."""
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A measurement that both runs hold, or one of them.
+
+    Attributes:
+        stream, step, nth: it is the ``nth`` of the stream, from 1, in that training step.
+        a, b: what each run measured; None where it has no such call.
+        before: the number, from 0, of this pair; of what one run holds alone, that of the pair before which it was taken.
+    """
 
     stream: Stream
     step: int
     nth: int
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A measurement that both traces hold."""
-
-    place: Place
-    a: Sample
-    b: Sample
-
-
-@dataclass(frozen=True, slots=True)
-class Lone:
-    """A measurement that one trace holds alone.
-
-    Attributes:
-        side: ``A`` or ``B``.
-        before: number (from 0) of the pair before which it was taken; the number of pairs if it was taken after the last.
-    """
-
-    side: str
-    place: Place
-    sample: Sample
+    a: Sample | None
+    b: Sample | None
     before: int
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alignment:
-    """Two traces side by side.
-
-    Attributes:
-        pairs: what both hold, in the order in which A measured it.
-        lone: what only one holds: first A's in its order, then B's in its order.
-    """
-
-    pairs: tuple[Pair, ...]
-    lone: tuple[Lone, ...]
-
     @property
-    def shared(self) -> frozenset[Stream]:
-        """Streams of which at least one measurement is in both."""
-        return frozenset(pair.place.stream for pair in self.pairs)
+    def side(self) -> str:
+        """Which run holds it alone."""
+        return "A" if self.b is None else "B"
 
 
-def align(a: Trace, b: Trace) -> Alignment:
+def align(a: Trace, b: Trace) -> tuple[list[Measurement], list[Measurement]]:
     """Pairs the measurements of two traces by module, tensor, phase, training step and order of calls.
 
     Modules have to have the same dotted names below outermost modules that were seen in the same order.
+
+    Returns:
+        What both hold, in the order in which A measured it; what only one holds, A's first, each in its own order.
     """
     theirs = dict(_placed(b))
-    pairs: list[Pair] = []
-    lone_a: list[Lone] = []
+    pairs: dict[tuple[Stream, int, int], Measurement] = {}
+    only_a, only_b = [], []
     for place, sample in _placed(a):
-        other = theirs.get(place)
-        if other is None:
-            lone_a.append(Lone("A", place, sample, len(pairs)))
+        measurement = Measurement(*place, sample, theirs.get(place), len(pairs))
+        if measurement.b is None:
+            only_a.append(measurement)
         else:
-            pairs.append(Pair(place, sample, other))
-    lone_b = _lone_of_b(theirs, {pair.place: number for number, pair in enumerate(pairs)})
-    return Alignment(pairs=tuple(pairs), lone=(*lone_a, *lone_b))
+            pairs[place] = measurement
+    # What only B holds stands before the pair that follows it in B
+    following = len(pairs)
+    for place, sample in reversed(theirs.items()):
+        if place in pairs:
+            following = pairs[place].before
+        else:
+            only_b.append(Measurement(*place, None, sample, following))
+    return list(pairs.values()), [*only_a, *reversed(only_b)]
 
 
-def _placed(trace: Trace) -> Iterator[tuple[Place, Sample]]:
-    streams = {number: _stream(site) for number, site in trace.sites.items() if site.kind in ALIGNED}
+def _placed(trace: Trace) -> Iterator[tuple[tuple[Stream, int, int], Sample]]:
+    streams = {
+        number: Stream(site.root, site.fqn, site.kind, site.index, site.phase)
+        for number, site in trace.sites.items()
+        if site.kind in ALIGNED
+    }
     seen: Counter[tuple[Stream, int]] = Counter()
     for sample in trace.samples:
         stream = streams.get(sample.site)
         if stream is not None:
             seen[stream, sample.step] += 1
-            yield Place(stream, sample.step, seen[stream, sample.step]), sample
+            yield (stream, sample.step, seen[stream, sample.step]), sample
 
 
-def _stream(site: Site) -> Stream:
-    return Stream(site.root, site.fqn, site.kind, site.index, site.phase)
-
-
-def _lone_of_b(placed: dict[Place, Sample], paired: dict[Place, int]) -> list[Lone]:
-    """B's own measurements, each put before the pair that follows it in B."""
-    lone: list[Lone] = []
-    following = len(paired)
-    for place, sample in reversed(placed.items()):
-        number = paired.get(place)
-        if number is None:
-            lone.append(Lone("B", place, sample, following))
-        else:
-            following = number
-    return lone[::-1]
-
-
-_Module = tuple[int, str]
-_ModuleKey = tuple[str, _Module, str, str]
-
-
-def missing(alignment: Alignment) -> tuple[Missing, ...]:
-    """Everything of which the other trace has nothing at all, A's first, each in execution order.
+def missing(pairs: Sequence[Measurement], lone: Sequence[Measurement]) -> tuple[Missing, ...]:
+    """Everything of which the other run has nothing at all, A's first, each in execution order.
 
     Single calls that one run makes more often are not among them: they are counted in the drift of their module.
     """
-    shared, end = alignment.shared, len(alignment.pairs)
-    lanes = {(stream.root, stream.fqn, lane_of(stream)) for stream in shared}
-    known = {"A": _modules(alignment, "A"), "B": _modules(alignment, "B")}
-    groups: dict[_ModuleKey, list[Lone]] = {}
-    for lone in alignment.lone:
-        stream = lone.place.stream
+    shared, end = {pair.stream for pair in pairs}, len(pairs)
+    lanes = {(stream.root, stream.fqn, stream.lane) for stream in shared}
+    in_both = {(stream.root, stream.fqn) for stream in shared}
+    known = {side: in_both | {m.stream[:2] for m in lone if m.side == side} for side in "AB"}
+    groups: dict[tuple[str, int, str, str, str], list[Measurement]] = {}
+    for measurement in lone:
+        stream, side = measurement.stream, measurement.side
         if stream not in shared:
-            whole = (stream.root, stream.fqn) not in known["B" if lone.side == "A" else "A"]
-            groups.setdefault(_key(lone.side, stream, whole=whole), []).append(lone)
+            whole = stream[:2] not in known["B" if side == "A" else "A"]
+            tensor = ("", "") if whole else (stream.lane, stream.path)
+            groups.setdefault((side, stream.root, stream.fqn, *tensor), []).append(measurement)
     return tuple(
         Missing(
             only_in=side,
-            root=module[0],
-            fqn=module[1],
+            root=root,
+            fqn=fqn,
             lane=lane,
             path=path,
             whole=not lane,
-            extra=(*module, lane) in lanes,
-            tensors=len(found),
-            after_the_end=end > 0 and all(lone.before == end for lone in found),
+            extra=(root, fqn, lane) in lanes,
+            tensors=len(several),
+            after_the_end=end > 0 and all(measurement.before == end for measurement in several),
         )
-        for (side, module, lane, path), found in groups.items()
+        for (side, root, fqn, lane, path), several in groups.items()
     )
 
 
-def _modules(alignment: Alignment, side: str) -> set[_Module]:
-    """Every module of which one side has measured anything."""
-    streams = alignment.shared | {lone.place.stream for lone in alignment.lone if lone.side == side}
-    return {(stream.root, stream.fqn) for stream in streams}
-
-
-def _key(side: str, stream: Stream, *, whole: bool) -> _ModuleKey:
-    module = (stream.root, stream.fqn)
-    return (side, module, "", "") if whole else (side, module, lane_of(stream), stream.path)
-
-
-class Found(NamedTuple):
-    """A pair that differs, and its number among all pairs, from 0."""
-
-    number: int
-    pair: Pair
-    difference: Difference
-
-
-def first_divergence(a: Trace, b: Trace, alignment: Alignment, found: Found | None) -> Divergence | None:
-    """The earlier of the first pair that differs, ``found``, and the first call that one run makes and the other does not."""
-    lone = min(_surplus(alignment), key=lambda one: one.before, default=None)
-    if found is not None and (lone is None or found.number < lone.before):
-        return divergence_of(a, b, found)
-    return _of_lone(a if lone.side == "A" else b, lone) if lone is not None else None
-
-
-def _surplus(alignment: Alignment) -> Iterator[Lone]:
-    """Calls of streams that both traces have, which only one of them makes.
+def surplus_call(pairs: Sequence[Measurement], lone: Sequence[Measurement]) -> Measurement | None:
+    """The first call of a stream that both runs have, which only one of them makes.
 
     Where only one run goes on after the last thing in common, it is merely longer: that is no divergence.
     """
-    shared, end = alignment.shared, len(alignment.pairs)
-    calls = [lone for lone in alignment.lone if lone.place.stream in shared]
-    both_go_on = len({lone.side for lone in calls if lone.before == end}) == 2
-    return (lone for lone in calls if lone.before < end or both_go_on)
+    shared, end = {pair.stream for pair in pairs}, len(pairs)
+    calls = [measurement for measurement in lone if measurement.stream in shared]
+    if len({call.side for call in calls if call.before == end}) < 2:
+        calls = [call for call in calls if call.before < end]
+    return min(calls, key=lambda call: call.before, default=None)
 
 
-def divergence_of(a: Trace, b: Trace, found: Found) -> Divergence:
-    """What is to be said about a pair that differs."""
-    pair, place = found.pair, found.pair.place
-    by_magnitude = found.difference is Difference.MAGNITUDE
+def divergence(a: Trace, b: Trace, measurement: Measurement, difference: Difference) -> Divergence:
+    """What is to be said about a measurement that differs, or that one run has more."""
+    ours, theirs = _measured(a, measurement.a), _measured(b, measurement.b)
+    trace, sample = (a, measurement.a) if measurement.a is not None else (b, measurement.b)
+    assert sample is not None  # one of the two runs holds it
     return Divergence(
-        fqn=place.stream.fqn,
-        cls=a.sites[pair.a.site].cls,
-        lane=lane_of(place.stream),
-        path=place.stream.path,
-        step=place.step,
-        nth=place.nth,
-        difference=found.difference,
-        a=_measured(a, pair.a),
-        b=_measured(b, pair.b),
-        error=relative_error(pair.a.absmax, pair.b.absmax) if by_magnitude else None,
-        pairs_before=found.number,
+        fqn=measurement.stream.fqn,
+        cls=trace.sites[sample.site].cls,
+        lane=measurement.stream.lane,
+        path=measurement.stream.path,
+        step=measurement.step,
+        nth=measurement.nth,
+        difference=difference,
+        a=ours,
+        b=theirs,
+        error=relative_error(ours.absmax, theirs.absmax)
+        if difference is Difference.MAGNITUDE and ours and theirs
+        else None,
+        pairs_before=measurement.before,
     )
 
 
-def _of_lone(trace: Trace, lone: Lone) -> Divergence:
-    place, measured = lone.place, _measured(trace, lone.sample)
-    in_a = lone.side == "A"
-    return Divergence(
-        fqn=place.stream.fqn,
-        cls=trace.sites[lone.sample.site].cls,
-        lane=lane_of(place.stream),
-        path=place.stream.path,
-        step=place.step,
-        nth=place.nth,
-        difference=Difference.ONLY_A if in_a else Difference.ONLY_B,
-        a=measured if in_a else None,
-        b=None if in_a else measured,
-        error=None,
-        pairs_before=lone.before,
-    )
-
-
-def _measured(trace: Trace, sample: Sample) -> Measured:
+def _measured(trace: Trace, sample: Sample | None) -> Measured | None:
+    if sample is None:
+        return None
     site = trace.sites[sample.site]
     return Measured(
         dtype=site.dtype,
@@ -272,148 +205,37 @@ def _measured(trace: Trace, sample: Sample) -> Measured:
     )
 
 
-_ModuleLane = tuple[int, str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drifts:
-    """What the measurements say; the fields are those of :class:`.TraceComparison`."""
-
-    compared: int
-    equal: int
-    beyond: int
-    first: Divergence | None
-    first_nonfinite: Divergence | None
-    modules: tuple[ModuleDrift, ...]
-
-
-def drifts(a: Trace, b: Trace, alignment: Alignment, tolerance: Tolerance) -> Drifts:
-    """Compares what is aligned, one measurement with the other."""
-    rows: dict[_ModuleLane, _Row] = {}
-    found: dict[bool, Found] = {}
-    around = _gradients_around(alignment)
-    for number, pair in enumerate(alignment.pairs):
-        sites = a.sites[pair.a.site], b.sites[pair.b.site]
-        difference = _difference(pair, sites, tolerance.at(pair.place.step), around.get(_owner(pair), 0.0))
-        _row(rows, pair.place.stream).add(pair, sites, beyond=number if difference is not None else None)
-        if difference is not None:
-            found.setdefault((pair.a.finite != pair.b.finite), Found(number, pair, difference))
-    for lone in alignment.lone:
-        _row(rows, lone.place.stream).add_lone(lone, (a if lone.side == "A" else b).sites[lone.sample.site])
-    modules = tuple(row.freeze(key) for key, row in rows.items())
-    return Drifts(
-        compared=len(alignment.pairs),
-        equal=sum(module.equal for module in modules),
-        beyond=sum(module.beyond for module in modules),
-        first=first_divergence(a, b, alignment, min(found.values(), default=None)),
-        first_nonfinite=divergence_of(a, b, found[True]) if True in found else None,
-        modules=modules,
-    )
-
-
-def _difference(pair: Pair, sites: tuple[Site, Site], tolerance: float, around: float) -> Difference | None:
-    a, b = pair.a, pair.b
-    if not _may_be_equal(sites[0].shape, sites[1].shape):
-        return Difference.SHAPE
-    if (a.num_nan, a.num_inf) != (b.num_nan, b.num_inf):
-        return Difference.NONFINITE
-    if abs(a.absmax - b.absmax) <= tolerance * around:
-        return None
-    is_loss = pair.place.stream.kind == "loss"
-    error = drift(a.absmax, b.absmax, tolerance) if is_loss else relative_error(a.absmax, b.absmax)
-    return Difference.MAGNITUDE if error > tolerance else None
-
-
-def _gradients_around(alignment: Alignment) -> dict[tuple[int, str, int], float]:
-    """By module and step the largest gradient of a parameter of it.
-
-    A gradient that is zero in exact arithmetic, as of the bias of an attention's keys, is all rounding: the sums that cancel in it
-    are as large as the gradients beside it, and so is the measure of what rounding may do.
-    """
-    largest: dict[tuple[int, str, int], float] = {}
-    for pair in alignment.pairs:
-        if pair.place.stream.kind == "grad":
-            owner = _owner(pair)
-            largest[owner] = max(largest.get(owner, 0.0), pair.a.absmax, pair.b.absmax)
-    return largest
-
-
-def _owner(pair: Pair) -> tuple[int, str, int]:
-    stream, step = pair.place.stream, pair.place.step
-    owner = stream.fqn.rpartition(".")[0] if stream.kind == "grad" else ""
-    return (stream.root if stream.kind == "grad" else -1), owner, step
+def differences(
+    a: Trace, b: Trace, pairs: Iterable[Measurement], tolerance: Tolerance
+) -> Iterator[tuple[Measurement, Difference | None]]:
+    """Yields each pair with the way in which it differs."""
+    pairs = list(pairs)
+    # A gradient that is zero in exact arithmetic, as of the bias of an attention's keys, is all rounding: the sums that cancel in it are as
+    # large as the other gradients of the module in that step, and so is the measure of what rounding may do.
+    around: dict[tuple[tuple[int, str], int], float] = {}
+    for pair in pairs:
+        if pair.stream.kind == "grad" and pair.a is not None and pair.b is not None:
+            key = pair.stream.owner, pair.step
+            around[key] = max(around.get(key, 0.0), pair.a.absmax, pair.b.absmax)
+    for pair in pairs:
+        ours, theirs, limit = pair.a, pair.b, tolerance.at(pair.step)
+        assert ours is not None  # it is a pair
+        assert theirs is not None
+        if not _may_be_equal(a.sites[ours.site].shape, b.sites[theirs.site].shape):
+            yield pair, Difference.SHAPE
+        elif (ours.num_nan, ours.num_inf) != (theirs.num_nan, theirs.num_inf):
+            yield pair, Difference.NONFINITE
+        elif abs(ours.absmax - theirs.absmax) <= limit * around.get((pair.stream.owner, pair.step), 0.0):
+            yield pair, None
+        else:
+            is_loss, values = pair.stream.kind == "loss", (ours.absmax, theirs.absmax)
+            error = drift(*values, limit) if is_loss else relative_error(*values)
+            yield pair, Difference.MAGNITUDE if error > limit else None
 
 
 def _may_be_equal(one: list[int], other: list[int]) -> bool:
     """Whether two shapes may be the same; -1 stands for any size."""
     return len(one) == len(other) and all(x == y or -1 in (x, y) for x, y in zip(one, other, strict=True))
-
-
-@dataclass(slots=True)
-class _Row:
-    """The drift of one module in one lane while it is being added up."""
-
-    classes: dict[str, None] = field(default_factory=dict)
-    compared: int = 0
-    equal: int = 0
-    beyond: int = 0
-    first_beyond: int | None = None
-    only_a: int = 0
-    only_b: int = 0
-    error: float = 0.0
-    error_step: int | None = None
-    dtypes: tuple[dict[str, None], dict[str, None]] = field(default_factory=lambda: ({}, {}))
-    nonfinite: list[int] = field(default_factory=lambda: [0, 0])
-
-    def add(self, pair: Pair, sites: tuple[Site, Site], *, beyond: int | None) -> None:
-        """Adds a pair; ``beyond`` is its number if it is outside the tolerance."""
-        a, b = pair.a, pair.b
-        self.compared += 1
-        if beyond is not None:
-            self.beyond += 1
-            self.first_beyond = beyond if self.first_beyond is None else self.first_beyond
-        elif a.absmax == b.absmax:
-            self.equal += 1
-        error = relative_error(a.absmax, b.absmax)
-        if error > self.error:
-            self.error, self.error_step = error, pair.place.step
-        self._note(0, sites[0], a)
-        self._note(1, sites[1], b)
-
-    def add_lone(self, lone: Lone, site: Site) -> None:
-        side = 0 if lone.side == "A" else 1
-        self.only_a += side == 0
-        self.only_b += side == 1
-        self._note(side, site, lone.sample)
-
-    def _note(self, side: int, site: Site, sample: Sample) -> None:
-        self.classes[site.cls] = None
-        self.dtypes[side][site.dtype] = None
-        self.nonfinite[side] += not sample.finite
-
-    def freeze(self, key: _ModuleLane) -> ModuleDrift:
-        return ModuleDrift(
-            root=key[0],
-            fqn=key[1],
-            cls=" → ".join(self.classes),
-            lane=key[2],
-            compared=self.compared,
-            equal=self.equal,
-            beyond=self.beyond,
-            first_beyond=self.first_beyond,
-            only_a=self.only_a,
-            only_b=self.only_b,
-            max_error=self.error,
-            max_error_step=self.error_step,
-            dtypes_a=tuple(self.dtypes[0]),
-            dtypes_b=tuple(self.dtypes[1]),
-            nonfinite_a=self.nonfinite[0],
-            nonfinite_b=self.nonfinite[1],
-        )
-
-
-def _row(rows: dict[_ModuleLane, _Row], stream: Stream) -> _Row:
-    return rows.setdefault((stream.root, stream.fqn, lane_of(stream)), _Row())
 
 
 _NOT_COMPARED = frozenset({"step_time"})
@@ -434,9 +256,18 @@ def compare_metrics(a: Trace, b: Trace, tolerance: Tolerance) -> tuple[MetricDri
 
 
 def _metric(name: str, ours: Mapping[_Key, Metric], theirs: Mapping[_Key, Metric], tolerance: Tolerance) -> MetricDrift:
-    a, b = _values(ours, name), _values(theirs, name)
-    keys, shared = sorted(a.keys() | b.keys()), sorted(a.keys() & b.keys())
-    errors = {key: _error(a[key], b[key], tolerance.at(key[0])) for key in shared}
+    a, b = (
+        {key: record.values.get(name) for key, record in records.items() if name in {*record.values, *record.nonfinite}}
+        for records in (ours, theirs)
+    )
+    errors = {}
+    for key in sorted(a.keys() & b.keys()):
+        x, y = a[key], b[key]  # None where a value is not finite; two such values are equal
+        if x is None or y is None:
+            errors[key] = 0.0 if x is y else 1.0
+        else:
+            errors[key] = drift(x, y, tolerance.at(key[0]))
+    keys = sorted(a.keys() | b.keys())
     return MetricDrift(
         name=name,
         steps=tuple(step for step, _ in keys),
@@ -446,22 +277,6 @@ def _metric(name: str, ours: Mapping[_Key, Metric], theirs: Mapping[_Key, Metric
         beyond=tuple(step for (step, _), error in errors.items() if error > tolerance.at(step)),
         lone=tuple(step for step, _ in sorted(a.keys() ^ b.keys())),
     )
-
-
-def _error(a: float | None, b: float | None, tolerance: float) -> float:
-    """Relative error; 1 where only one is finite, 0 where neither is or both are too close to tell."""
-    if a is None or b is None:
-        return 0.0 if a is b else 1.0
-    return drift(a, b, tolerance)
-
-
-def _values(records: Mapping[_Key, Metric], name: str) -> dict[_Key, float | None]:
-    """One number of the records that report it; None where it is not finite."""
-    return {
-        key: record.values.get(name)
-        for key, record in records.items()
-        if name in record.values or name in record.nonfinite
-    }
 
 
 def _by_key(records: Iterable[_Record]) -> dict[_Key, _Record]:
@@ -476,26 +291,53 @@ def _by_key(records: Iterable[_Record]) -> dict[_Key, _Record]:
 def compare_logprobs(a: Trace, b: Trace) -> tuple[LogProbDrift, ...]:
     """One value for each probe that both runs hold, in order."""
     ours, theirs = _by_key(a.all(ProbeLogProbs)), _by_key(b.all(ProbeLogProbs))
-    return tuple(_logprobs(record, theirs[key]) for key, record in ours.items() if key in theirs)
+    return tuple(_logprobs(record, theirs[key].values) for key, record in ours.items() if key in theirs)
 
 
-def _logprobs(ours: ProbeLogProbs, theirs: ProbeLogProbs) -> LogProbDrift:
-    a, b = ours.values, theirs.values
+def _logprobs(probe: ProbeLogProbs, b: Sequence[float | None]) -> LogProbDrift:
+    a = probe.values
     pairs = [(x, y) for x, y in zip(a, b, strict=False) if x is not None and y is not None]
     unmatched = sum((x is None) != (y is None) for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b))
+    largest = max(hypot(*(x for x, _ in pairs)), hypot(*(y for _, y in pairs)))
     return LogProbDrift(
-        step=ours.step,
-        untrained=ours.untrained,
+        step=probe.step,
+        untrained=probe.untrained,
         tokens=len(pairs),
-        error=_norm_error(pairs),
+        error=hypot(*(x - y for x, y in pairs)) / largest if largest else 0.0,
         max_difference=max((abs(x - y) for x, y in pairs), default=0.0),
         unmatched=unmatched,
     )
 
 
-def _norm_error(pairs: Sequence[tuple[float, float]]) -> float:
-    largest = max(hypot(*(x for x, _ in pairs)), hypot(*(y for _, y in pairs)))
-    return hypot(*(x - y for x, y in pairs)) / largest if largest else 0.0
+_Found = tuple[Measurement, Difference]
+
+
+def _drifts(
+    ours: Trace, theirs: Trace, pairs: Sequence[Measurement], lone: Sequence[Measurement], limit: Tolerance
+) -> tuple[dict[tuple[int, str, str], ModuleDrift], _Found | None, _Found | None]:
+    """The drift of each module in each lane, the first pair that differs, and the first of which one side is finite and the other is not."""
+    modules: dict[tuple[int, str, str], ModuleDrift] = {}
+
+    def row(stream: Stream) -> ModuleDrift:
+        empty = ModuleDrift(root=stream.root, fqn=stream.fqn, lane=stream.lane)
+        return modules.setdefault((stream.root, stream.fqn, stream.lane), empty)
+
+    first: _Found | None = None
+    first_nonfinite: _Found | None = None
+    for pair, difference in differences(ours, theirs, pairs, limit):
+        assert pair.a is not None  # it is a pair
+        assert pair.b is not None
+        row(pair.stream).add_pair(pair.step, pair.a, pair.b, pair.before if difference is not None else None)
+        if difference is not None:
+            first = first or (pair, difference)
+            if pair.a.finite != pair.b.finite:
+                first_nonfinite = first_nonfinite or (pair, difference)
+    for measurement in (*pairs, *lone):
+        a_sample, b_sample = measurement.a, measurement.b
+        a_site = ours.sites[a_sample.site] if a_sample is not None else None
+        b_site = theirs.sites[b_sample.site] if b_sample is not None else None
+        row(measurement.stream).note(a_site, a_sample, b_site, b_sample)
+    return modules, first, first_nonfinite
 
 
 def compare_runs(a: SavedRun, b: SavedRun, tolerance: float | None = None) -> TraceComparison:
@@ -511,9 +353,11 @@ def compare_runs(a: SavedRun, b: SavedRun, tolerance: float | None = None) -> Tr
     limit = default_tolerance(ours, theirs)
     if tolerance is not None:
         limit = Tolerance(base=tolerance, ceiling=0.0, reason="as given")
-    alignment = align(ours, theirs)
-    found = drifts(ours, theirs, alignment, limit)
-    lone = Counter(one.side for one in alignment.lone)
+    pairs, lone = align(ours, theirs)
+    modules, first, first_nonfinite = _drifts(ours, theirs, pairs, lone, limit)
+    extra = surplus_call(pairs, lone)
+    if extra is not None and (first is None or extra.before <= first[0].before):
+        first = extra, Difference.ONLY_A if extra.side == "A" else Difference.ONLY_B
     comparison = TraceComparison(
         verdict=Verdict.EQUAL,
         a=describe(a),
@@ -521,22 +365,22 @@ def compare_runs(a: SavedRun, b: SavedRun, tolerance: float | None = None) -> Tr
         tolerance=limit.base,
         tolerance_ceiling=limit.ceiling,
         tolerance_reason=limit.reason,
-        compared=found.compared,
-        equal=found.equal,
-        beyond=found.beyond,
-        lone_a=lone["A"],
-        lone_b=lone["B"],
+        compared=len(pairs),
+        equal=sum(module.equal for module in modules.values()),
+        beyond=sum(module.beyond for module in modules.values()),
+        lone_a=sum(measurement.side == "A" for measurement in lone),
+        lone_b=sum(measurement.side == "B" for measurement in lone),
         ends_differ=end_of(a) != end_of(b),
         parameters_equal=_parameters_equal(ours, theirs),
         parameters=compare_parameters(ours, theirs, limit),
-        first=found.first,
-        first_nonfinite=found.first_nonfinite,
-        modules=found.modules,
-        missing=missing(alignment),
+        first=divergence(ours, theirs, *first) if first is not None else None,
+        first_nonfinite=divergence(ours, theirs, *first_nonfinite) if first_nonfinite is not None else None,
+        modules=tuple(modules.values()),
+        missing=missing(pairs, lone),
         metrics=compare_metrics(ours, theirs, limit),
         logprobs=compare_logprobs(ours, theirs),
         environment=differing(ours.environment, theirs.environment),
-        settings=differing(settings_of(a), settings_of(b)),
+        settings=differing(_settings_of(a), _settings_of(b)),
     )
     return replace(comparison, verdict=_verdict(comparison))
 
@@ -618,14 +462,10 @@ def describe(saved: SavedRun) -> Side:
         steps_completed=trace.steps_done,
         ended=ending_of(saved.run).words,
         device="+".join(sorted({site.device for site in sites.values()})),
-        dtypes=_commonest_first(site.dtype for site in outputs),
+        dtypes=tuple(name for name, _ in Counter(site.dtype for site in outputs).most_common()),
         findings=tuple((finding.id, finding.summary) for finding in analysis_of(trace).failures),
         damage=(trace.damage if trace.folded is None else (*trace.damage, trace.folded.describe())),
     )
-
-
-def _commonest_first(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(name for name, _ in Counter(names).most_common())
 
 
 def end_of(saved: SavedRun) -> tuple[str, ...]:
@@ -638,7 +478,7 @@ def end_of(saved: SavedRun) -> tuple[str, ...]:
     return "completed", str(run.exit.code) if run.foreign else "0"
 
 
-def settings_of(saved: SavedRun) -> dict[str, Any]:
+def _settings_of(saved: SavedRun) -> dict[str, Any]:
     """What the worker was asked to do, as far as it can change the run."""
     scenario = saved.request.get("scenario")
     values = scenario if isinstance(scenario, Mapping) else {}

@@ -5,7 +5,7 @@ from enum import StrEnum
 from math import prod, sqrt
 
 from dtypedoctor.dtypes import DTYPES, DType
-from dtypedoctor.trace.events import Site
+from dtypedoctor.trace.events import Sample, Site
 from dtypedoctor.trace.model import Trace
 
 EPSILONS = 16
@@ -179,11 +179,12 @@ class Divergence:
     pairs_before: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ModuleDrift:
     """How far one module (or parameter) drifts in one lane.
 
     Attributes:
+        cls: its class; both where the runs have another one.
         compared: measurements in both; ``equal`` of them in every digit that a trace keeps, ``beyond`` outside the tolerance.
         first_beyond: number, from 0, of the first such pair among all that both traces have; None where all agree.
         only_a, only_b: calls that one trace holds alone.
@@ -194,20 +195,46 @@ class ModuleDrift:
 
     root: int
     fqn: str
-    cls: str
+    cls: str = ""
     lane: str
-    compared: int
-    equal: int
-    beyond: int
-    first_beyond: int | None
-    only_a: int
-    only_b: int
-    max_error: float
-    max_error_step: int | None
-    dtypes_a: tuple[str, ...]
-    dtypes_b: tuple[str, ...]
-    nonfinite_a: int
-    nonfinite_b: int
+    compared: int = 0
+    equal: int = 0
+    beyond: int = 0
+    first_beyond: int | None = None
+    only_a: int = 0
+    only_b: int = 0
+    max_error: float = 0.0
+    max_error_step: int | None = None
+    dtypes_a: tuple[str, ...] = ()
+    dtypes_b: tuple[str, ...] = ()
+    nonfinite_a: int = 0
+    nonfinite_b: int = 0
+
+    def add_pair(self, step: int, a: Sample, b: Sample, beyond: int | None) -> None:
+        """Add what both runs have measured; ``beyond`` is the number of the pair if it is outside the tolerance."""
+        self.compared += 1
+        if beyond is not None:
+            self.beyond += 1
+            self.first_beyond = beyond if self.first_beyond is None else self.first_beyond
+        elif a.absmax == b.absmax:
+            self.equal += 1
+        error = relative_error(a.absmax, b.absmax)
+        if error > self.max_error:
+            self.max_error, self.max_error_step = error, step
+
+    def note(self, site_a: Site | None, a: Sample | None, site_b: Site | None, b: Sample | None) -> None:
+        """Note class, dtype and finiteness of a measurement of one run, or of both."""
+        for site in (site_a, site_b):
+            if site is not None and site.cls not in self.cls.split(" → "):
+                self.cls = f"{self.cls} → {site.cls}" if self.cls else site.cls
+        if site_a is not None and site_a.dtype not in self.dtypes_a:
+            self.dtypes_a += (site_a.dtype,)
+        if site_b is not None and site_b.dtype not in self.dtypes_b:
+            self.dtypes_b += (site_b.dtype,)
+        self.only_a += b is None
+        self.only_b += a is None
+        self.nonfinite_a += a is not None and not a.finite
+        self.nonfinite_b += b is not None and not b.finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
