@@ -210,6 +210,7 @@ MAKERS: dict[str, Maker] = {
     "dequantized-weights": dtype_edits.dequantized_weights,
     "shard-apart": dtype_edits.shard_apart,
     "lower-learning-rate": value_edits.lower_learning_rate,
+    "domain-in-float32": value_edits.domain_in_float32,
     "keep-in-domain": value_edits.keep_in_domain,
     "mask-where-made": value_edits.mask_where_made,
     "finite-mask": value_edits.finite_mask,

@@ -11,6 +11,7 @@ from dtypedoctor.diagnosis.scene import (
     Changes,
     Scene,
     Source,
+    cast,
     function_around,
     has_torch,
     in_calls,
@@ -61,6 +62,40 @@ def keep_in_domain(scene: Scene) -> list[Changes]:
     bounds = {name: bound for name, bound in _bounds(scene).items() if name in names}
     made = (_bounded(source, node, bounds, names) for node in source.on_line(line))
     return [(source, changes) for changes in made if changes]
+
+
+def domain_in_float32(scene: Scene) -> list[Changes]:
+    """Computes the argument of what returned NaN or inf in float32, in which what was added or clamped against that is not rounded away."""
+    found, dtype = scene.failing_line(), scene.finding.dtype
+    if found is None or dtype not in ("float16", "bfloat16"):
+        return []
+    source, line = found
+    made: list[Changes] = []
+    for node in source.on_line(line):
+        whole = source.value_around(node)
+        operand = _operand(_in_question(node)) if whole is not None else None
+        if whole is not None and operand is not None:
+            made.append((source, [*source.after(operand, cast("float32")), *source.after(whole, cast(dtype))]))
+    return made
+
+
+def _in_question(node: ast.expr) -> ast.expr | None:
+    """What a division divides by, or what a function with a domain is of."""
+    if isinstance(node, ast.BinOp):
+        return node.right if isinstance(node.op, ast.Div) else None
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ARGUMENT:
+        return _argument(node, node.func, 0)
+    return None
+
+
+def _operand(node: ast.expr | None) -> ast.expr | None:
+    """The tensor that an expression begins with: ``x`` of ``torch.clamp(x.norm(), min=1e-10) + 1e-8``. What a module returns is one itself."""
+    if isinstance(node, ast.BinOp):
+        return _operand(node.left) or _operand(node.right)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        inner = next(iter(node.args), None) if names_a_module(node.func.value) else node.func.value
+        return _operand(inner) if inner is None or ast.unparse(inner) not in ("self", "cls", *_NUMBERS) else node
+    return node if isinstance(node, ast.Name | ast.Attribute | ast.Subscript | ast.Call) else None
 
 
 def _names_of_operator(scene: Scene) -> set[str]:

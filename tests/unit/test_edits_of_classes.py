@@ -303,6 +303,23 @@ def test_all_operands_of_what_lacks_a_dtype_are_cast(
     assert f"y = {value}.to(torch.bfloat16)" in ways or f"y = ({value}).to(torch.bfloat16)" in ways
 
 
+@pytest.mark.parametrize(
+    ("line", "cast"),
+    [
+        ("y = torch.clamp(x, min=1e-10).log10()", "y = torch.clamp(x.to(torch.float32), min=1e-10).log10().to(torch.float16)"),
+        ("y = x / (self.net(x).norm() + 1e-8)", "y = (x / (self.net(x).to(torch.float32).norm() + 1e-8)).to(torch.float16)"),
+        ("y = x / 1e-8", ""),
+    ],
+    ids=["clamped", "an epsilon", "a number"],
+)  # fmt: skip
+def test_an_argument_whose_guard_is_rounded_away_is_computed_in_float32_first(
+    tmp_path: Path, line: str, cast: str
+) -> None:
+    """From the tensor that it begins with; a bound, which changes values that were right, comes after it."""
+    read = program(tmp_path, line, id="rounds-out-of-domain", dtype="float16", source="train.py:2")
+    assert edited(read, "domain-in-float32") == cast
+
+
 def test_the_argument_that_the_operand_is_is_cast(tmp_path: Path) -> None:
     """The state of a recurrent cell, not its input; a loss with weights in a buffer casts what it is given."""
     program(tmp_path, "state = cell(x, state)")

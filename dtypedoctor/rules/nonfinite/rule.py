@@ -208,11 +208,7 @@ ROUNDS_OUT_OF_DOMAIN = FindingSpec(
     ),
     nonfinite=True,
     do_this="Compute this line in float32, or keep the argument inside of the function's domain.",
-    edits=(
-        "keep-in-domain",
-        "half-to-float32",
-        "bfloat16-to-float32",
-    ),
+    edits=("domain-in-float32", "keep-in-domain", "half-to-float32", "bfloat16-to-float32"),
 )
 DIVERGENCE = FindingSpec(
     id="divergence",
