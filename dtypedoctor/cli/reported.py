@@ -41,7 +41,8 @@ def reported(treatment: Treatment, directory: Path, shown: Path | None = None) -
     shown = directory if shown is None else shown
     files = {"report": REPORT_JSON, "markdown": REPORT_MD, "before": "before"}
     for key, name in (("raw_stdout", STDOUT), ("raw_stderr", STDERR)):
-        if _has_content(directory / "before" / name):
+        kept_output = directory / "before" / name
+        if kept_output.exists() and kept_output.stat().st_size:
             files[key] = files["raw_output"] = f"before/{name}"
     if (directory / "server.log").exists():
         files["log"] = "server.log"
@@ -79,13 +80,15 @@ def _next_of_script(report: Report, directory: Path, rerun: str = "") -> str:
     again = shlex.join(_without_out(shlex.split(report.command), directory))
     if report.asks_for_edit:
         return again
+    program = again.removeprefix(verb)
     options = rerun.partition(": ")[0]
     if options and " N " not in options:  # nobody but its launcher knows how many processes
-        return f"{verb}{options} {again.removeprefix(verb)}"
-    if any(trial.outcome is not Outcome.NOT_TRIED for trial in report.trials):
-        return ""
-    fixes = [trial.remedy for trial in report.trials if trial.reason.startswith(f"{NOT_REQUESTED}: --try ")]
-    return f"{verb}--try {fixes[0]} {again.removeprefix(verb)}" if fixes else ""
+        return f"{verb}{options} {program}"
+    nothing_was_tried = all(trial.outcome is Outcome.NOT_TRIED for trial in report.trials)
+    for trial in report.trials if nothing_was_tried else ():
+        if trial.reason.startswith(f"{NOT_REQUESTED}: --try "):
+            return f"{verb}--try {trial.remedy} {program}"
+    return ""
 
 
 def _without_out(words: list[str], directory: Path) -> list[str]:
@@ -96,10 +99,6 @@ def _without_out(words: list[str], directory: Path) -> list[str]:
         if words[at : at + 2] == ["--out", str(directory)]:
             return [*words[:at], *words[at + 2 :]]
     return words
-
-
-def _has_content(path: Path) -> bool:
-    return path.exists() and path.stat().st_size > 0
 
 
 def next_command(treatment: Treatment, directory: Path, shown: Path) -> str:

@@ -165,9 +165,7 @@ def _chosen(made: Sequence[Path], wanted: dict[str, Any], directory: Path) -> Ca
     for path in made:
         description = _description(path)
         tensors = _tensors_of(path)
-        around = f"{description['fqn']}." if description["fqn"] else ""
-        inside = any(f"{fqn}.".startswith(around) for fqn in (wanted["finding"]["fqn"] or "", *wanted["raised_in"]))
-        if description["kind"] != wanted["kind"] or not inside or not _is_of(description, wanted):
+        if description["kind"] != wanted["kind"] or not _is_of(description, wanted):
             continue
         if "why" in description:
             return NoCapsule(why=str(description["why"]))
@@ -176,8 +174,10 @@ def _chosen(made: Sequence[Path], wanted: dict[str, Any], directory: Path) -> Ca
         size = tensors.stat().st_size
         if size > wanted["limit"]:
             return NoCapsule(why=f"it takes {size:,} bytes, and --capsule-limit is {wanted['limit']:,}")
-        told = {**description, "finding": wanted["finding"], "fixes": _wanted_of(description, wanted["fixes"])}
-        return _placed(told, tensors, directory)
+        # Which fixes are wanted was not known where they were tried
+        tried = {row["fix"]: row for row in description.get("fixes", ())}
+        fixes = [tried[fix] for fix in wanted["fixes"] if fix in tried]
+        return _placed({**description, "finding": wanted["finding"], "fixes": fixes}, tensors, directory)
     return NoCapsule(why="by itself no module around the failing operator fails")
 
 
@@ -203,7 +203,12 @@ def _discard(paths: Sequence[Path]) -> None:
 
 
 def _is_of(description: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether a call that was kept has raised what the run raised, whatever sizes either names, or has got inputs that are what is found."""
+    """Whether a call that was kept is around what is found, and has raised what the run raised, whatever sizes either names, or has got inputs
+    that are what is found."""
+    around = f"{description['fqn']}." if description["fqn"] else ""
+    places = (wanted["finding"]["fqn"] or "", *wanted["raised_in"])
+    if not any(f"{fqn}.".startswith(around) for fqn in places):
+        return False
     raised = wanted["raised"]
     if description.get("given") and wanted["finding"]["id"] not in _GIVEN:
         return False
@@ -211,12 +216,6 @@ def _is_of(description: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
         return True
     said, again = (_NUMBER.sub("N", text).split("\n")[0] for text in (raised, description["error"]))
     return bool(again.startswith(said.partition(ELIDED)[0][:_COMPARED]))
-
-
-def _wanted_of(description: Mapping[str, Any], fixes: Sequence[str]) -> list[dict[str, str]]:
-    """What came of the wanted fixes: which these are was not known where they were tried."""
-    tried = {row["fix"]: row for row in description.get("fixes", ())}
-    return [tried[fix] for fix in fixes if fix in tried]
 
 
 def _tensors_of(path: Path) -> Path:

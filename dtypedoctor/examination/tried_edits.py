@@ -122,14 +122,19 @@ class EditTrials:
     def _call(self, finding: Finding, maker: str) -> tuple[str | None, str]:
         """How what the edit does was tried without it (None: not at all), and why it does not help."""
         fix = TRIED_AS.get(maker)
-        runs = [trial for trial in self.trials if trial.remedy == fix and trial.outcome is not Outcome.NOT_TRIED]
-        if runs:
-            return "run", _why_not(runs[0])
-        # What raises has met a dtype that stands in the module's own code, where the edit would change it.
-        for row in self.capsule.fixes if isinstance(self.capsule, Capsule) else ():
+        for trial in self.trials:
+            if trial.remedy == fix and trial.outcome is not Outcome.NOT_TRIED:
+                return "run", _why_not(trial)
+        on_the_call = self.capsule.fixes if isinstance(self.capsule, Capsule) else ()
+        for row in on_the_call:
+            # What raises has met a dtype that stands in the module's own code, where the edit would change it
             if row.fix == fix and row.outcome != Outcome.NOT_TRIED and not row.reason.startswith("raises "):
                 return "call", _why_not(row)
-        return ("call" if maker in ON_THE_OPERATOR and finding.proven_by is not None else None), ""
+
+        # The operator alone was made again with what the edit does: that is what proves the finding
+        if maker in ON_THE_OPERATOR and finding.proven_by is not None:
+            return "call", ""
+        return None, ""
 
 
 def _why_not(tried: Trial | CallFix) -> str:
@@ -186,18 +191,18 @@ def _objections(finding: Finding, before: Run, run: Run) -> Iterator[str]:
     ending, analysis = ending_of(run), analysis_of(run.trace)
     if ending.raised is not None or (run.died and not run.exit.timed_out):
         yield ending.words
+
     known = {one.id for one in analysis_of(before.trace).findings}
     for left in analysis.findings:
-        if left.id == finding.id and (left.severity is not Severity.INFO or finding.severity is Severity.INFO):
+        is_milder = left.severity is Severity.INFO and finding.severity is not Severity.INFO
+        if left.id == finding.id and not is_milder:
             yield f"{left.id} recurs"
         elif left.severity is Severity.ERROR and left.id not in known:
             yield f"{left.id} occurs"
-    if spec_of(finding.id).nonfinite:
-        yield from _wrong_losses(finding, before, run)
 
-
-def _wrong_losses(finding: Finding, before: Run, run: Run) -> Iterator[str]:
-    """What speaks against an edit that was to make values finite."""
+    # An edit that was to make values finite must not make others of those that were
+    if not spec_of(finding.id).nonfinite:
+        return
     was, losses = _losses(before.trace), _losses(run.trace)
     if not all(map(math.isfinite, losses.values())):
         yield "the loss is not finite"

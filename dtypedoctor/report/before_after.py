@@ -1,6 +1,6 @@
 """The baseline beside the runs with fixes and the reference: one column per run, one row per quantity."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dtypedoctor.examination.results import WRONG_OUTPUT
@@ -126,28 +126,24 @@ def _notes(report: Report, runs: Sequence[Column]) -> list[str]:
             "Output error: relative difference between the outputs before the first step and those of the same weights in "
             f"float32. Below 0.03 is rounding; above {WRONG_OUTPUT:g} is wrong."
         )
-    notes += _about_mismatches(report)
-    notes += _about_logs(report)
-    return notes
 
-
-def _about_mismatches(report: Report) -> Iterator[str]:
-    """Why a mismatch that the baseline explains has the fallback's name in runs with fixes."""
+    # A mismatch that the baseline explains has the fallback's name in runs with fixes
     explained = all(finding.id != _UNEXPLAINED for finding in report.findings)
     unexplained_elsewhere = any(trial.run and _UNEXPLAINED in trial.run.finding_ids for trial in report.trials)
     if explained and unexplained_elsewhere:
-        yield f"Only the baseline has an op trace, so in the other runs any dtype mismatch is reported as {_UNEXPLAINED}."
+        notes.append(
+            f"Only the baseline has an op trace, so in the other runs any dtype mismatch is reported as {_UNEXPLAINED}."
+        )
 
-
-def _about_logs(report: Report) -> Iterator[str]:
-    """That the program's own log shows other losses than were computed."""
+    # The program's own log may show other losses than were computed
     run = report.before
     if run is not None and run.log_filter and run.nonfinite.get("loss"):
         count_of = f"{len(run.nonfinite['loss'])} of {counted(len(run.loss), 'loss', 'losses')}"
-        yield (
+        notes.append(
             f"{run.log_filter} logs 0 in place of NaN or inf (logging_nan_inf_filter=True): {count_of} here, which the table shows as computed. "
             "TrainingArguments(logging_nan_inf_filter=False) logs them as they are."
         )
+    return notes
 
 
 def _rows(column: Column) -> dict[str, str]:

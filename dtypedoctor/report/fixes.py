@@ -225,12 +225,15 @@ def cured_sentence(trials: Sequence[Trial], *, here: bool = False) -> str:
     fixed = [trial for trial in trials if _is_fix(trial)]
     safe = [trial.remedy for trial in fixed if trial.safe]
     if safe:
-        more = f" (and {len(safe) - _MOST_NAMED} more)" if len(safe) > _MOST_NAMED else ""
-        return f"{' On this call, fixed' if here else ' Fixed'} by {' or '.join(safe[:_MOST_NAMED])}{more}."
+        more = len(safe) - _MOST_NAMED
+        names = " or ".join(safe[:_MOST_NAMED]) + (f" (and {more} more)" if more > 0 else "")
+        return f" On this call, fixed by {names}." if here else f" Fixed by {names}."
     if fixed:
         return f" It disappears with {fixed[0].remedy}, which may only hide it."
-    partly = [trial for trial in trials if trial.outcome is Outcome.FIXED and trial.remains][:1]
-    return "".join(f" It does not recur with {one.remedy}, but {', '.join(one.remains)} is found." for one in partly)
+    for trial in trials:
+        if trial.outcome is Outcome.FIXED and trial.remains:
+            return f" It does not recur with {trial.remedy}, but {', '.join(trial.remains)} is found."
+    return ""
 
 
 def remedy_lines(report: Report) -> list[RemedyLine]:

@@ -99,24 +99,25 @@ def proven_means(report: Report) -> str:
 
 def place(finding: Finding) -> list[tuple[str, str]]:
     """Where and when a finding is, as labelled values; what is not known is left out."""
-    number = f"step {finding.step}" if finding.call is None else f"call {finding.call}"
-    when = [finding.phase or "", number if finding.step is not None else ""]
-    own = (finding.source or "").startswith(OWN_WORKLOADS)
-    rows = [
-        ("module", finding.module or (indexed(finding.fqn) if finding.fqn else None)),
-        ("op", finding.op),
-        ("when", ", ".join(part for part in when if part)),
-        (_dtype_of_what(finding), finding.dtype),
-        ("source", f"{finding.source} (the scenario's workload)" if own else finding.source),
-    ]
-    return [(label, one_line(value)) for label, value in rows if value]
+    module = finding.module or indexed(finding.fqn or "")
 
+    when = finding.phase or ""
+    if finding.step is not None:
+        number = f"step {finding.step}" if finding.call is None else f"call {finding.call}"
+        when = f"{when}, {number}" if when else number
 
-def _dtype_of_what(finding: Finding) -> str:
+    dtype_of = "dtype"
     if finding.id == _OF_A_REGION:
-        return "region dtype"
-    failing = finding.provenance[0] if finding.provenance else None  # its dtype_in is that of the odd operand
-    return "operand dtype" if failing is not None and failing.dtype_in == finding.dtype else "dtype"
+        dtype_of = "region dtype"
+    elif finding.provenance and finding.provenance[0].dtype_in == finding.dtype:  # that of the odd operand
+        dtype_of = "operand dtype"
+
+    source = finding.source
+    if source is not None and source.startswith(OWN_WORKLOADS):
+        source = f"{source} (the scenario's workload)"
+
+    rows = [("module", module), ("op", finding.op), ("when", when), (dtype_of, finding.dtype), ("source", source)]
+    return [(label, one_line(value)) for label, value in rows if value]
 
 
 def origins(finding: Finding) -> list[str]:

@@ -353,19 +353,21 @@ def _damaged(damaged: Trace, trace: Trace, measured: Measured) -> tuple[Status, 
 
 def _part_recorded(treatment: Treatment) -> str:
     """Where nothing was found, and which processes were not recorded; empty where all were."""
-    notes = treatment.before.trace.all(NotWatched)
-    if left := treatment.before.exit.left:
-        return f"in this process, but not measured: {one_line(left, 200)}, left running by the script"
-    if elsewhere := [note.what for note in notes if note.why == WORKED_ELSEWHERE]:
+    before = treatment.before
+    if before.exit.left:
+        return f"in this process, but not measured: {one_line(before.exit.left, 200)}, left running by the script"
+    if elsewhere := [note.what for note in before.trace.all(NotWatched) if note.why == WORKED_ELSEWHERE]:
         return f"in this process, but not measured: {one_line(', '.join(elsewhere), 200)}"
-    ranks = ranks_of(treatment.before)
+    ranks = ranks_of(before)
     if others := not_recorded(ranks):
         return f"on {counted(len(ranks), 'rank')} of {size_of(ranks)}; not recorded here: {others}"
+
     # What came after the last record is not known: os._exit leaves so, and exec, and a daemon's parent.
-    unended = next((run for run in (treatment.before, *treatment.before.ranks) if run.trace.end is None), None)
-    if unended is None or (unended.others and unended.trace.last(Became) is not None):  # which has recorded itself
-        return ""
-    return f"before {_why(unended)}"
+    for run in (before, *before.ranks):
+        if run.trace.end is None:
+            recorded_itself = run.others and run.trace.last(Became) is not None
+            return "" if recorded_itself else f"before {_why(run)}"
+    return ""
 
 
 def _healthy(treatment: Treatment, measured: Measured, noted: Finding | None) -> str:

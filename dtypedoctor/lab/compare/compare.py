@@ -333,10 +333,12 @@ def _drifts(
             if pair.a.finite != pair.b.finite:
                 first_nonfinite = first_nonfinite or (pair, difference)
     for measurement in (*pairs, *lone):
-        a_sample, b_sample = measurement.a, measurement.b
-        a_site = ours.sites[a_sample.site] if a_sample is not None else None
-        b_site = theirs.sites[b_sample.site] if b_sample is not None else None
-        row(measurement.stream).note(a_site, a_sample, b_site, b_sample)
+        module = row(measurement.stream)
+        module.only_a += measurement.b is None
+        module.only_b += measurement.a is None
+        for side, trace, sample in (("A", ours, measurement.a), ("B", theirs, measurement.b)):
+            if sample is not None:
+                module.note(side, trace.sites[sample.site], sample)
     return modules, first, first_nonfinite
 
 
@@ -386,7 +388,15 @@ def compare_runs(a: SavedRun, b: SavedRun, tolerance: float | None = None) -> Tr
 
 
 def _verdict(found: TraceComparison) -> Verdict:
-    if _diverged(found):
+    diverged = (
+        found.first is not None,
+        found.ends_differ,
+        any(parameter.beyond for parameter in found.parameters),
+        any(metric.beyond for metric in found.metrics),
+        any(probe.error > found.tolerance_at(probe.step) or probe.unmatched for probe in found.logprobs),
+        found.tolerance == 0 and found.parameters_equal is False,
+    )
+    if any(diverged):
         return Verdict.DIVERGED
     nothing = not found.compared and not any(len(metric.steps) > len(metric.lone) for metric in found.metrics)
     lacking = (
@@ -400,17 +410,6 @@ def _verdict(found: TraceComparison) -> Verdict:
         any(metric.lone for metric in found.metrics),
     )
     return Verdict.INCOMPLETE if nothing or any(lacking) else Verdict.EQUAL
-
-
-def _diverged(found: TraceComparison) -> bool:
-    return (
-        found.first is not None
-        or found.ends_differ
-        or any(parameter.beyond for parameter in found.parameters)
-        or any(metric.beyond for metric in found.metrics)
-        or any(probe.error > found.tolerance_at(probe.step) or probe.unmatched for probe in found.logprobs)
-        or (found.tolerance == 0 and found.parameters_equal is False)
-    )
 
 
 def compare_parameters(a: Trace, b: Trace, tolerance: Tolerance) -> tuple[ParameterDrift, ...]:
@@ -453,6 +452,10 @@ def describe(saved: SavedRun) -> Side:
     trace = saved.run.trace
     sites = {number: site for number, site in trace.sites.items() if site.kind in ALIGNED}
     outputs = [site for site in sites.values() if site.kind == "output"]
+    devices = {site.device for site in sites.values()}
+    damage = trace.damage
+    if trace.folded is not None:
+        damage = (*damage, trace.folded.describe())
     return Side(
         label=saved.label,
         watched=trace.header is not None and trace.header.watched,
@@ -461,10 +464,10 @@ def describe(saved: SavedRun) -> Side:
         modules=len({(site.root, site.fqn) for site in outputs}),
         steps_completed=trace.steps_done,
         ended=ending_of(saved.run).words,
-        device="+".join(sorted({site.device for site in sites.values()})),
+        device="+".join(sorted(devices)),
         dtypes=tuple(name for name, _ in Counter(site.dtype for site in outputs).most_common()),
         findings=tuple((finding.id, finding.summary) for finding in analysis_of(trace).failures),
-        damage=(trace.damage if trace.folded is None else (*trace.damage, trace.folded.describe())),
+        damage=damage,
     )
 
 

@@ -222,19 +222,16 @@ class ModuleDrift:
         if error > self.max_error:
             self.max_error, self.max_error_step = error, step
 
-    def note(self, site_a: Site | None, a: Sample | None, site_b: Site | None, b: Sample | None) -> None:
-        """Note class, dtype and finiteness of a measurement of one run, or of both."""
-        for site in (site_a, site_b):
-            if site is not None and site.cls not in self.cls.split(" → "):
-                self.cls = f"{self.cls} → {site.cls}" if self.cls else site.cls
-        if site_a is not None and site_a.dtype not in self.dtypes_a:
-            self.dtypes_a += (site_a.dtype,)
-        if site_b is not None and site_b.dtype not in self.dtypes_b:
-            self.dtypes_b += (site_b.dtype,)
-        self.only_a += b is None
-        self.only_b += a is None
-        self.nonfinite_a += a is not None and not a.finite
-        self.nonfinite_b += b is not None and not b.finite
+    def note(self, side: str, site: Site, sample: Sample) -> None:
+        """Note class, dtype and finiteness of what one side has measured."""
+        if site.cls not in self.cls.split(" → "):
+            self.cls = f"{self.cls} → {site.cls}" if self.cls else site.cls
+        if side == "A":
+            self.dtypes_a = self.dtypes_a if site.dtype in self.dtypes_a else (*self.dtypes_a, site.dtype)
+            self.nonfinite_a += not sample.finite
+        else:
+            self.dtypes_b = self.dtypes_b if site.dtype in self.dtypes_b else (*self.dtypes_b, site.dtype)
+            self.nonfinite_b += not sample.finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -336,12 +336,9 @@ def _divergences(found: TraceComparison) -> Iterator[str]:
 def _different_ends(found: TraceComparison) -> Iterator[str]:
     """Parameters that training takes elsewhere, or that it moves in one run only."""
     for side in ("A", "B"):
-        still = [one for one in found.parameters if one.stands_still == side]
-        if still:
-            moved_a, moved_b = (
-                percent(mean(end.moved for end in ends))
-                for ends in ([one.a for one in still], [one.b for one in still])
-            )
+        if still := [one for one in found.parameters if one.stands_still == side]:
+            moved_a = percent(mean(one.a.moved for one in still))
+            moved_b = percent(mean(one.b.moved for one in still))
             yield (
                 f"training does not move {counted(len(still), 'parameter')} in {side}: after {counted(still[0].steps, 'step')} {moved_a} of "
                 f"the elements in A and {moved_b} in B are not what they were before the first"

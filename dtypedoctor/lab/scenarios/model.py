@@ -364,17 +364,18 @@ class Scenario(Strict):
 
     @model_validator(mode="after")
     def _can_be_distributed(self) -> Self:
-        spec = self.distributed
-        for step in self.steps if spec is not None else ():
+        if self.distributed is None:
+            return self
+        is_sharded = self.distributed.strategy == "fsdp"
+        for step in self.steps:
             kind = step.workload.kind
             if kind in ("generate", "unload"):
                 raise ValueError(f"a step of kind {kind} runs in one process only")
-            if kind in ("sft", "grpo") and spec is not None and spec.strategy == "fsdp":
+            if is_sharded and kind in ("sft", "grpo"):
                 raise ValueError(f"the trainer of a step of kind {kind} wraps its model itself, with ddp only")
-            if step.model is None and step.workload.kind != "script" and spec is not None and spec.strategy == "fsdp":
-                raise ValueError(
-                    "a step without a model goes on with a sharded one, which has left its process group; give it a `model`"
-                )
+            if is_sharded and step.model is None and kind != "script":
+                why = "a step without a model goes on with a sharded one, which has left its process group"
+                raise ValueError(f"{why}; give it a `model`")
             if step.compile is not None:
                 raise ValueError("a compiled model runs in one process only")
             if step.model is not None and step.model.device_map is not None:
