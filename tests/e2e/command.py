@@ -22,8 +22,6 @@ LATE_CLOCK = Path(__file__).with_name("late_clock.py")
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A finished command."""
-
     code: int
     out: str
     err: str
@@ -106,5 +104,4 @@ def _stream_to(path: Path, name: str, descriptor: int) -> Iterator[None]:
 
 
 def report_of(directory: Path) -> dict[str, Any]:
-    """The report.json of a run directory."""
     return json.loads((directory / "report.json").read_text())

@@ -57,7 +57,6 @@ class Diagnosed:
 
 
 def found_line(treatment: Treatment) -> str:
-    """The findings in a line, the first with its place."""
     findings = treatment.findings
     if not findings:
         return f"nothing ({treatment.before_summary.ended})"
@@ -66,7 +65,6 @@ def found_line(treatment: Treatment) -> str:
 
 
 def place(finding: Finding) -> str:
-    """Id and coordinates of a finding."""
     return f"{finding.id} fqn={finding.fqn!r} op={finding.op} {finding.phase} step={finding.step}"
 
 
@@ -103,7 +101,6 @@ def treat_forked(
 
 
 def scenario_of(path: Path, remedies: Sequence[str] = ()) -> Scenario:
-    """The scenario that ``exec`` makes of a script."""
     return Scenario(
         name=path.stem,
         summary=path.stem,

@@ -73,5 +73,4 @@ def raises() -> nn.Module:
 
 
 def not_a_model() -> str:
-    """Is not a model."""
     return "weights"

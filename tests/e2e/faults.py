@@ -266,7 +266,6 @@ def _overflowed(ended: Ended) -> bool:
 
 
 def plans_on_a_gpu(times: int) -> Iterator[Plan]:
-    """The same on a GPU."""
     dice = random.Random(3)
     for index in range(times * len(ON_A_GPU)):
         kind = ON_A_GPU[index % len(ON_A_GPU)]

@@ -42,7 +42,6 @@ class Page:
 
     @property
     def example(self) -> str:
-        """The code of the block that runs on a CPU."""
         return next(block.code for block in self.blocks if block.info == "python")
 
 

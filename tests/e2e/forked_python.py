@@ -160,7 +160,6 @@ def _fork_for_others(requests: socket.socket) -> NoReturn:
 
 
 def _executed(path: str, words: Sequence[str]) -> NoReturn:
-    """In place of ``os.execv``."""
     if not _is_program(words):
         os.execve(path, words, os.environ)
     _close_others(os.get_inheritable)

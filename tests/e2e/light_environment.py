@@ -35,7 +35,6 @@ class Light:
         (self.packages / "dtypedoctor").symlink_to(REPOSITORY / "dtypedoctor")
 
     def __call__(self, *arguments: str | Path, **environment: str) -> Finished:
-        """Runs ``python ARGUMENTS``."""
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(
             [self._python, *map(str, arguments)],
@@ -49,7 +48,6 @@ class Light:
         return Finished(code=done.returncode, out=done.stdout, err=done.stderr)
 
     def dtypedoctor(self, *arguments: str | Path) -> Finished:
-        """Runs ``dtypedoctor ARGUMENTS``."""
         return self("-m", "dtypedoctor", *arguments)
 
 

@@ -52,7 +52,6 @@ class Account:
     ran: frozenset[tuple[str, str]]
 
     def first(self, *kinds: str) -> Witnessed | None:
-        """First record of one of ``kinds``."""
         return next((record for record in self.records if record.kind in kinds), None)
 
 

@@ -145,7 +145,6 @@ def choice(header: Mapping[str, Any], key: str) -> Choice:
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """A list as a tuple, anything else as a tuple of one."""
     return tuple(value) if isinstance(value, list) else (value,)
 
 

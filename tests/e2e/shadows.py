@@ -23,7 +23,6 @@ NAMES = [
 
 
 def hostile_folder(place: Path, names: Sequence[str] = NAMES) -> Path:
-    """Makes the folder."""
     place.mkdir()
     for name in names:
         (place / f"{name}.py").write_text(HOSTILE)
@@ -31,6 +30,5 @@ def hostile_folder(place: Path, names: Sequence[str] = NAMES) -> Path:
 
 
 def imported(folder: Path) -> list[str]:
-    """The modules that somebody has imported from the folder."""
     note = folder / "IMPORTED"
     return note.read_text().split() if note.exists() else []

@@ -25,7 +25,6 @@ Entry = dict[str, Any]
 
 
 def entry(report: Mapping[str, Any], exit_code: int) -> Entry:
-    """The entry of a report, given as the document `report.json`."""
     kept: Entry = {
         "status": report["status"],
         "exit": exit_code,

@@ -17,14 +17,12 @@ WITHOUT_A_WHEEL = ("0.9.2", "0.15.0", "0.16.0", "0.16.1")
 
 
 def run(verb: str, version: str, *options: str | Path) -> Finished:
-    """The program with this release on the module path."""
     folder = released("axolotl", version, as_source=version in WITHOUT_A_WHEEL)
     path = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     return forked(verb, *options, PROGRAM, **path)
 
 
 def losses(text: str) -> list[str]:
-    """The printed lines about the losses."""
     return [line for line in text.splitlines() if line.startswith("loss")]
 
 

@@ -27,7 +27,6 @@ HERE = Path(__file__).parent
 
 
 def lines_of(directory: Path, event: str) -> list[dict[str, Any]]:
-    """The events of one kind in the log of a bisection."""
     log = (directory / "bisection.jsonl").read_text().splitlines()
     return [entry for line in log if (entry := json.loads(line)).get("event") == event]
 

@@ -36,7 +36,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compare(runs: Path, a: str, b: str, *options: str) -> Finished:
-    """`dtypedoctor compare A B` in the directory that holds the runs."""
     return in_this_process("compare", a, b, *options, cwd=runs)
 
 

@@ -51,7 +51,6 @@ def test_the_program_understands_the_command(subtests: pytest.Subtests) -> None:
 
 
 def scenarios_named(command: Command) -> list[str]:
-    """The scenarios that a ``run`` command names outright."""
     verb, *arguments = command.arguments
     if verb != "run" or not arguments:
         return []

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
 from command import forked, report_of
+
+pytestmark = pytest.mark.release
 
 CAST_INSIDE = """
 import torch

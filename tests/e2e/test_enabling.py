@@ -51,7 +51,6 @@ def light(tmp_path: Path) -> Light:
 
 @pytest.fixture
 def enabled(light: Light) -> Light:
-    """The same, after ``dtypedoctor enable``."""
     done = light.dtypedoctor("enable")
     assert done.code == 0, done.err
     return light

@@ -32,7 +32,6 @@ OVERFLOWING = """
 
 
 def script(folder: Path, source: str, name: str = "work.py") -> Path:
-    """Writes a script."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(textwrap.dedent(source))
@@ -48,7 +47,6 @@ def execute(
 
 
 def python(folder: Path, *arguments: str | Path) -> "subprocess.CompletedProcess[str]":
-    """Runs Python itself, for comparison."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=folder,

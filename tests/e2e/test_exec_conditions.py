@@ -75,7 +75,6 @@ def treated(folder: Path, source: str, *conditions: str) -> Treatment:
 
 
 def trial_of(treatment: Treatment, condition: str) -> Trial:
-    """What became of a condition."""
     return next(trial for trial in treatment.trials if trial.remedy == condition)
 
 

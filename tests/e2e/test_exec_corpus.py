@@ -35,7 +35,6 @@ def libraries_are_imported_once() -> None:
 
 
 def ids(case: Case) -> str:
-    """Name of a case in test ids."""
     return case.name
 
 

@@ -120,7 +120,6 @@ if __name__ == "__main__":
 
 
 def script(folder: Path, source: str, name: str = "work.py") -> Path:
-    """Writes a script."""
     path = folder / name
     path.write_text(textwrap.dedent(source))
     return path

@@ -111,7 +111,6 @@ def cluster() -> Iterator[Any]:
 
 
 def raylet_of(node: Any) -> int:
-    """The process that is a node of Ray."""
     return int(node.all_processes["raylet"][0].process.pid)
 
 

@@ -31,7 +31,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def treated(site: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
-    """The package's scenario, run, and the directory that it has left."""
     directory = tmp_path_factory.mktemp("run")
     (directory / SCENARIO.name).write_bytes(SCENARIO.read_bytes())
     finished = with_package(site, "run", SCENARIO.name, "--out", "out", "--format", "csv", cwd=directory)

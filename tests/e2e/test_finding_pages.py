@@ -64,7 +64,6 @@ def single_threaded(script: Callable[[], None]) -> None:
 
 
 def page_of(finding: str) -> Page:
-    """The page about ``finding``."""
     return pages()[finding]
 
 

@@ -140,7 +140,6 @@ for step in range(6):
 
 
 def once(tmp_path: Path, script: str) -> dict[str, Any]:
-    """The report of a script that was run once."""
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
     done = dtypedoctor("exec", "--once", "--out", tmp_path / "run", "script.py", cwd=tmp_path)
     assert (tmp_path / "run" / "report.json").is_file(), done.err

@@ -100,7 +100,6 @@ def light(tmp_path_factory: pytest.TempPathFactory) -> Light:
 
 @pytest.fixture(scope="module")
 def checkpoint(light: Light) -> str:
-    """A folder with one float16 weight."""
     folder = light.folder / "checkpoint"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"dtype": "float16"}), encoding="utf-8")

@@ -57,7 +57,6 @@ OF_NEWER_TORCH = () if hasattr(microbatch, "BlockMask") else ("0.6.0", "0.7.0")
 
 
 def on(version: str, verb: str, *options: str | Path) -> Finished:
-    """The program with this release on the module path."""
     if version in OF_NEWER_TORCH:
         pytest.skip(f"nemo_automodel {version} cannot be imported with torch {torch.__version__}")
     path = {"PYTHONPATH": str(released("nemo_automodel", version)), "OMP_NUM_THREADS": "1"}

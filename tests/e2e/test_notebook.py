@@ -65,7 +65,6 @@ def cells(folder: Path) -> Sequence[Any]:
 
 
 def outputs(cell: Any, kind: str) -> list[Any]:
-    """The outputs of a cell that are of one kind."""
     return [output for output in cell.outputs if output.output_type == kind]
 
 

@@ -196,7 +196,6 @@ print(kept.fqn, kept.cls, kept.description["kind"])
 
 
 def script(folder: Path, text: str) -> Path:
-    """A script in a folder of its own."""
     path = folder / "script.py"
     path.write_text(text, encoding="utf-8")
     return path

@@ -43,7 +43,6 @@ ENVIRONMENT.pop("DTYPEDOCTOR_RERUN_IN_PLACE", None)
 
 
 def written(folder: Path, begin: str, end: str) -> Path:
-    """The script in a new folder."""
     folder.mkdir()
     (folder / "log.txt").write_text("begun\n")
     script = folder / "train.py"
@@ -58,7 +57,6 @@ def files(folder: Path) -> dict[str, bytes | None]:
 
 
 def view_or_skip(folder: Path) -> None:
-    """Skips where the system allows no view."""
     try:
         View(folder)
     except NoViewError as error:

@@ -9,7 +9,6 @@ GOOD = {"id": "float16-overflow", "raises": "null", "family": "nonfinite", "why"
 
 
 def script(folder: Path, **keys: str) -> Path:
-    """A script with these header keys."""
     why = keys.pop("why")
     lines = ["# expect:", *(f"#   {key}: {value}" for key, value in keys.items()), f"# why: {why}", "", "print(1)"]
     path = folder / "one.py"

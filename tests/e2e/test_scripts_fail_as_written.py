@@ -58,7 +58,6 @@ def counted(script: Callable[[], None]) -> set[str]:
 
 
 def witnessed(script: Callable[[], None]) -> Account:
-    """The script under the witness."""
     generation = sys.modules.get("transformers.generation.utils")
     with watching(getattr(generation, "GenerationMixin", None)) as witness:
         script()
@@ -66,7 +65,6 @@ def witnessed(script: Callable[[], None]) -> Account:
 
 
 def ids(case: Case) -> str:
-    """Name of a case in test ids."""
     return case.name
 
 

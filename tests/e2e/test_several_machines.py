@@ -82,12 +82,10 @@ def ran(folder: Path, outs: tuple[str, str], options: tuple[str, ...], fault: st
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, with what is in it."""
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def first_of(report: dict[str, Any]) -> tuple[Any, ...]:
-    """The first finding, and how sure it is."""
     finding = report["findings"][0]
     return finding["id"], finding["rank"], finding["op"], finding["confidence"]
 

@@ -44,7 +44,6 @@ def broken_pipe() -> Iterator[int]:
 def finished(
     *arguments: str | Path, shell: str = "", cwd: Path | None = None, **more: object
 ) -> "subprocess.CompletedProcess[bytes]":
-    """``dtypedoctor ARGUMENTS``, or with ``shell`` a command of the shell in which ``"$@"`` stands for it."""
     command = [sys.executable, "-m", "dtypedoctor", *map(str, arguments)]
     if shell:
         command = ["/bin/sh", "-c", shell, "sh", *command]

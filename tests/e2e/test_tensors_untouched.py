@@ -107,7 +107,6 @@ SOME = list(filter(is_quick, sorted(FOLDER.glob("*.py"))))[::EACH]
 
 
 def watched(path: str, script: Callable[[], None]) -> list[State]:
-    """The states of the tensors of a script that runs inside of a watch."""
     import dtypedoctor
 
     with dtypedoctor.watch(out=Path("watched")):

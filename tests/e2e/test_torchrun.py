@@ -135,7 +135,6 @@ def execute(
 
 
 def ranks_of(out: Path) -> list[Trace]:
-    """The traces of both ranks."""
     return [read_trace(out / "before" / f"rank-{rank}") for rank in (0, 1)]
 
 

@@ -103,7 +103,6 @@ def test_the_patch_applies_to_the_release_and_makes_its_test_pass(
 
 
 def last_line_of_pytest(folder: Path, test: str) -> str:
-    """The last line of pytest, with the kernels in ``folder`` as ``unsloth``."""
     program = (
         f"import sys; sys.path.insert(0, {str(REAL / 'programs')!r}); import unsloth_kernels, pytest\n"
         f"unsloth_kernels.load('.'); pytest.main(['-q', '-p', 'no:cacheprovider', {test!r}])"

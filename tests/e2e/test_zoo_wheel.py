@@ -49,5 +49,4 @@ def test_both_corrections_of_the_gemma4_mlp_train_bitwise_alike_where_nothing_tr
 
 
 def steps_of(output: str) -> list[str]:
-    """The lines that the program prints of its steps."""
     return [line for line in output.splitlines() if line.startswith("step")]

@@ -64,7 +64,6 @@ def quantized(size: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Any]:
 
 
 def projection(lora: Any, dtype: torch.dtype) -> list[Tensor]:
-    """Output and gradients of a packed projection with LoRA."""
     packed, state = quantized((64, 64), dtype)
     make = torch.Generator().manual_seed(1)
     x, a, b = (torch.randn(size, generator=make).to(dtype).requires_grad_() for size in ((2, 3, 64), (4, 64), (64, 4)))

@@ -45,7 +45,6 @@ def exact(base: Base) -> Tensor:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected."""
     difference = found.detach().double() - expected.detach().double()
     return float(difference.norm() / expected.detach().double().norm())
 

@@ -33,7 +33,6 @@ def report_in(directory: Path) -> dict[str, Any]:
 
 
 def trace_in(directory: Path) -> Trace:
-    """The trace of a run directory."""
     return read_trace(directory / "before")
 
 

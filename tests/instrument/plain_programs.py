@@ -4,8 +4,6 @@ Each is a function without arguments. The comment ``# makes: OP`` marks the line
 may be named where it is a matter of taste which of them did it.
 """
 
-# ruff: noqa: D103
-
 import io
 import math
 from collections.abc import Callable

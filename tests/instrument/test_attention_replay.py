@@ -14,8 +14,6 @@ from dtypedoctor.trace.events import NotWatched, Observation, Op
 
 
 class Attention(nn.Module):
-    """Attention in steps; ``between`` is what is done to the scores before the softmax."""
-
     def __init__(self, between: Callable[[Tensor], Tensor], drop: float = 0.0) -> None:
         super().__init__()
         self.between = between
@@ -47,7 +45,6 @@ def experiments(directory: Path, model: nn.Module, *inputs: Tensor) -> list[Obse
 
 
 def causal(scores: Tensor, hidden: float = -torch.inf) -> Tensor:
-    """Scaled scores with the future masked."""
     later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     return (scores / 4).masked_fill(later, hidden)
 

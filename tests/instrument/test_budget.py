@@ -51,7 +51,6 @@ def trained(directory: Path, budget: Budget, steps: int, *, spoil: int = 0) -> t
 
 
 def measured(trace: Trace, step: int, kind: str = "output") -> set[str]:
-    """Names of what was measured in a step."""
     return {trace.sites[s.site].fqn for s in trace.samples if s.step == step and trace.sites[s.site].kind == kind}
 
 
@@ -265,7 +264,6 @@ def test_overhead_budget_off_measures_everything() -> None:
 
 
 def bad_parameters(trace: Trace) -> list[tuple[int, str]]:
-    """Step and phase of each measurement of a parameter that is not finite."""
     measured = ((sample, trace.sites[sample.site]) for sample in trace.samples)
     return [(sample.step, site.phase) for sample, site in measured if site.kind == "param" and not sample.finite]
 

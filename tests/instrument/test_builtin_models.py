@@ -44,7 +44,6 @@ def model(name: str, **more: Any) -> Any:
 
 
 def outputs(of: Any) -> Tensor:
-    """Token log-probabilities of the probe batch."""
     return torch.tensor(token_log_probabilities(of, 1, CPU))
 
 

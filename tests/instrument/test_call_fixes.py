@@ -43,14 +43,12 @@ class Mixed(nn.Module):
 
 
 def overflowing():
-    """A float16 module and inputs with which it overflows."""
     module = Overflowing().half()
     nn.init.constant_(module.inner.weight, 100.0)
     return module, torch.full((2, 4), 300.0, dtype=torch.float16)
 
 
 def outcomes(module, *inputs, fixes, kind=Kind.NONFINITE):
-    """By its id, the outcome of each fix that was tried."""
     call = LiveCall.entered(module, "layers.0", inputs, {})
     return {row["fix"]: row["outcome"] for row in tried_fixes(call, kind, fixes)}
 

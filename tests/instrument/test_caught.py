@@ -35,7 +35,6 @@ SCENARIO = Program(name="case", summary="A program.", path="train.py").described
 
 
 def report_on(directory: Path, work: Callable[[Instruments], Any], code: int = 0) -> Report:
-    """The report on a piece of code that was watched."""
     trace = watched(directory, work)
     ended = WorkerExit(code=code, timed_out=False, seconds=1.0)
     run = Run(trace=trace, exit=ended, directory=directory, foreign=True)
@@ -112,7 +111,6 @@ def of_whole_numbers(_: Any) -> None:
 
 
 def probes_with_whole_numbers(_: Any) -> None:
-    """A layer is tried with whole numbers, and called with what it takes."""
     layer = nn.Linear(2, 2)
     with contextlib.suppress(RuntimeError):
         layer(torch.ones(1, 2).long())
@@ -190,8 +188,6 @@ def retries(_: Any) -> None:
 
 
 class Raising(nn.Module):
-    """Raises what it is given."""
-
     def forward(self, x: torch.Tensor, error: Exception) -> torch.Tensor:
         raise error
 
@@ -217,7 +213,6 @@ def test_an_exception_that_the_program_goes_on_from_is_no_finding(
 
 
 def trains(_: Any) -> None:
-    """A model that works."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(1, 2)).sum().backward()

@@ -1,7 +1,6 @@
 """Collectives as one process of a group sees them: gloo, a group of one."""
 
 import os
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -12,12 +11,11 @@ from observed import observed
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from dtypedoctor.diagnosis.distributed import _unrolled, calls_of
-from dtypedoctor.instrument.collectives import _Channel
+from dtypedoctor.diagnosis.distributed import calls_of
 from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.statistics import local_part, measurable
-from dtypedoctor.trace.events import NotWatched, Observed, Op
+from dtypedoctor.trace.events import NotWatched, Op
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trace.records.models import CollectiveCall
@@ -247,22 +245,3 @@ def test_the_records_of_a_loop_do_not_grow_with_its_steps(tmp_path: Path, calls:
         assert [call.seen.what.dtype for call in called] == steps * [d for d, times in calls for _ in range(times)]
         counts.append(len(watched.trace.observed(CollectiveCall)))
     assert counts[0] == counts[1] < 30
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_who_reads_expects_what_who_writes_has_left_out(seed: int) -> None:
-    """Of sequences with and without a pattern the records give every call back."""
-    chance = random.Random(seed)
-    pattern = [chance.choice("abc") for _ in range(chance.randrange(1, 12))]
-    names = [
-        chance.choice("abc") if chance.random() < 0.1 * (seed % 3) else pattern[n % len(pattern)] for n in range(300)
-    ]
-    channel, known = _Channel(0), {}
-    for number, name in enumerate(names):
-        if channel.is_new((name, "float32", "train.py:3", "")):
-            call = CollectiveCall(
-                channel="0", number=number, name=name, dtype="float32", shape=[1], numel=1, source="train.py:3"
-            )
-            known[number] = Observed(n=number, step=1, call=0, phase="forward", what=call, fqn="")
-    assert [call.seen.what.name for call in _unrolled(known, len(names))] == names
-    assert seed % 3 or len(known) <= 5 * len(pattern)

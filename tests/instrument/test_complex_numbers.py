@@ -56,7 +56,6 @@ def coverage_of(trace: Trace) -> Coverage:
 
 
 def bad_places(trace: Trace) -> set[str]:
-    """The kinds of places at which something was not finite."""
     return {site.kind for sample, site in trace.measured() if not sample.finite}
 
 

@@ -40,13 +40,11 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu")
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Twice x."""
         return 2 * x
 
     @staticmethod
     @torch.amp.custom_bwd(device_type="cpu")
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Twice the gradient, and the dtype of a product."""
         Doubled.dtype = product()
         return 2 * grad
 

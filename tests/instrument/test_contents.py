@@ -170,12 +170,10 @@ class Returns(nn.Module):
 
 
 def run(directory: Path, wrap: Callable[[Tensor], Any], x: Tensor) -> Trace:
-    """The trace of one call."""
     return watched(directory, lambda _: Returns(wrap)(x))
 
 
 def counts(trace: Trace) -> tuple[int, int]:
-    """Module calls that ran, and that were measured."""
     found = trace.last(Coverage)
     assert found is not None
     return found.module_calls, found.module_calls_measured

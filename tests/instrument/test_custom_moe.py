@@ -5,17 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from watched import watched
 
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.lab.corrections.casts import install_norm_output_cast
-from dtypedoctor.lab.models.builtin import llama_tiny
 from dtypedoctor.lab.tickets.custom_moe import (
-    CastingRMSNorm,
     CustomMoeConfig,
     CustomMoeForCausalLM,
-    PromotingRMSNorm,
     build_custom_moe,
     install_cast_at_lora_input,
 )
@@ -127,42 +123,6 @@ def test_the_trace_shows_the_norm_that_widened_and_the_layer_that_raised(tmp_pat
     assert notes["model.layers.0.input_layernorm.weight"] == "float32"
     assert notes["model.layers.0.self_attn.q_proj.base.weight"] == "bfloat16"
     assert model.kept_in_fp32[widened.fqn] == "input_layernorm"
-
-
-def norm_of(cls: type[PromotingRMSNorm], dtype: torch.dtype) -> PromotingRMSNorm:
-    """A norm over 64 with weights around 1."""
-    torch.manual_seed(0)
-    norm = cls(64)
-    nn.init.normal_(norm.weight, mean=1.0, std=0.3)
-    return norm.to(dtype)
-
-
-def rows(dtype: torch.dtype) -> Tensor:
-    """(32, 64) random values, always the same."""
-    torch.manual_seed(1)
-    return (torch.randn(32, 64) * 3).to(dtype)
-
-
-@pytest.mark.parametrize("x", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("weight", [torch.float16, torch.bfloat16, torch.float32])
-def test_the_contracts_differ_only_where_weight_and_input_differ(weight: torch.dtype, x: torch.dtype) -> None:
-    """One follows type promotion, the other its input."""
-    assert norm_of(PromotingRMSNorm, weight)(rows(x)).dtype == torch.promote_types(weight, x)
-    assert norm_of(CastingRMSNorm, weight)(rows(x)).dtype == x
-
-
-def test_the_cast_after_norms_cures_transformers_llama_with_float32_norms() -> None:
-    """LlamaRMSNorm promotes as well; nothing here is written for the builtin model only."""
-    torch.manual_seed(0)
-    model = llama_tiny().to(torch.bfloat16)
-    norms = [module for name, module in model.named_modules() if name.endswith("norm")]
-    for norm in norms:
-        norm.float()
-    with pytest.raises(RuntimeError, match=MISMATCH):
-        model(input_ids=tokens())
-    installed = install_norm_output_cast(model, ())
-    assert model(input_ids=tokens()).logits.dtype == torch.bfloat16
-    assert installed.counters.hits == len(norms)
 
 
 def test_casting_at_the_lora_input_moves_the_failure_to_the_next_consumer() -> None:

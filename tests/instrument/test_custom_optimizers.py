@@ -34,8 +34,6 @@ class Plain(Optimizer):
 
 
 class Counting(Plain):
-    """Counts in its group, in a list that it has from the defaults, and in the defaults themselves."""
-
     def __init__(self, params: Any) -> None:
         Optimizer.__init__(self, params, {"lr": 1e-2, "taken": [], "nested": {"all": []}})
         self.taken = self.param_groups[0]["taken"]
@@ -126,8 +124,6 @@ class Kahan(Plain):
 
 
 class LastUpdate(Plain):
-    """Holds its last update, which it never adds again."""
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for p in self.param_groups[0]["params"]:
@@ -150,8 +146,6 @@ class AtRandom(Plain):
 
 
 class Closed(Plain):
-    """Wants a closure."""
-
     def step(self, closure: Any) -> None:  # type: ignore[override]
         closure()
         super().step()
@@ -252,7 +246,6 @@ def test_an_optimizer_that_holds_a_function_is_checked(tmp_path: Path) -> None:
 
 
 def lost(trace: Trace | None) -> dict[str, int]:
-    """By parameter, the lost updates that the last record tells of."""
     assert trace is not None
     seen = trace.observed(Updates)
     return {name: one.lost for name, one in seen[-1].what.parameters.items()} if seen else {}

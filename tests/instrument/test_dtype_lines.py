@@ -21,8 +21,6 @@ HALF = torch.bfloat16
 
 
 class Twice(nn.Module):
-    """A body and a head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Linear(4, 4, bias=False)
@@ -35,7 +33,6 @@ class Twice(nn.Module):
 
 
 def by_half() -> nn.Module:
-    """The whole model, then its head."""
     model = Twice().to(HALF)
     model.head.float()
     return model

@@ -23,7 +23,6 @@ ANY_LIBRARY = Path(str(importlib.util.find_spec("_json").origin))  # type: ignor
 
 
 def seen(work: Callable[[], object]) -> Elsewhere:
-    """What was noticed of ``work``."""
     elsewhere = Elsewhere()
     elsewhere.begin()
     try:

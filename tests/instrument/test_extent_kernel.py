@@ -18,7 +18,6 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 
 
 def results(rows: TritonRows, batch: list[Asked]) -> list[tuple[float, int, int]]:
-    """The rows of a batch once they have arrived."""
     number = rows.launch(batch)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()

@@ -18,7 +18,6 @@ from dtypedoctor.trace.model import Trace
 
 
 def ended(directory: Path, work: Callable[[], object]) -> Trace:
-    """The trace of a program that ends with what ``work`` raises."""
 
     def program(instruments: Instruments) -> None:
         instruments.replay_failures()

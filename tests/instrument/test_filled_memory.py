@@ -73,7 +73,6 @@ class Projection(nn.Module):
 
 
 def multiplied(net: Projection, folder: Path) -> Trace:
-    """The trace of one product under autocast."""
     x = torch.randn(3, 64, dtype=torch.float16)
 
     def work(_: object) -> None:

@@ -68,8 +68,6 @@ def test_a_number_that_rounds_to_zero_is_no_domain_error(
 
 
 class Guarded(nn.Module):
-    """Divides by a sum and a parameter that guards it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.guard = nn.Parameter(torch.tensor(1e-10))
@@ -84,7 +82,6 @@ def cast() -> nn.Module:
 
 
 def loaded() -> nn.Module:
-    """A float32 checkpoint is loaded into a half-precision model."""
     model = Guarded().half()
     model.guard.data.fill_(1.0)
     model.load_state_dict(Guarded().state_dict())
@@ -125,7 +122,6 @@ def shifted_apart(x: Tensor) -> Tensor:
 
 
 def written_in_place(x: Tensor) -> Tensor:
-    """An epsilon that is added in place to the row of a matrix."""
     rows = (x * 0).clone()
     rows.add_(1e-8)
     return torch.log(rows[0])

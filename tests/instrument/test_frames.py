@@ -12,7 +12,6 @@ from dtypedoctor.instrument.frames import raising_operator, source_of
 
 
 def frame_of(path: str, module: str) -> FrameType:
-    """A frame of code that stands in ``path`` and belongs to ``module``."""
     space = {"__name__": module, "sys": sys}
     exec(compile("frame = sys._getframe()", path, "exec"), space)  # noqa: S102
     found = space["frame"]

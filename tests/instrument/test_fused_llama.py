@@ -62,7 +62,6 @@ def test_the_packed_decode_kernel_misreads_activations_of_another_dtype() -> Non
 
 
 def loss_and_gradients(model: nn.Module, autocast: str = "off") -> tuple[float, dict[str, Tensor]]:
-    """Loss on fixed tokens, and the gradients of the adapters."""
     tokens = torch.randint(4, 200, (2, 12), generator=torch.Generator().manual_seed(1))
     with region(autocast):
         loss = model(input_ids=tokens, labels=tokens).loss

@@ -31,8 +31,6 @@ from dtypedoctor.worker.process_watch import ProcessWatch
 
 
 class Net(nn.Module):
-    """Two linears."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -42,7 +40,6 @@ class Net(nn.Module):
 
 
 def not_watched(trace: Trace) -> str:
-    """All that the trace says was not watched."""
     return "\n".join(f"{note.what}: {note.why}" for note in trace.all(NotWatched))
 
 
@@ -144,21 +141,6 @@ def test_a_module_that_returns_its_parameter_gets_no_hook_on_it(tmp_path: Path) 
     table = Table()
     watched(tmp_path, lambda _: [table() for _ in range(3)])
     assert table.rows._backward_hooks is None
-
-
-def test_saving_an_output_warns_of_nothing(tmp_path: Path) -> None:
-    """torch warns of hooks that it cannot save with a tensor."""
-    net = Net()
-
-    def work(_: Instruments) -> None:
-        out = net(torch.randn(2, 4))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            torch.save(out, tmp_path / "out.pt")
-
-    trace = watched(tmp_path, work)
-    assert trace.end is not None
-    assert trace.end.outcome == "completed"
 
 
 def test_compiling_a_module_warns_of_no_hooks_and_its_inside_is_listed(tmp_path: Path) -> None:
@@ -325,7 +307,6 @@ class Doubling(Dataset[Tensor]):
 
 
 def forked(work: Callable[[], Any]) -> None:
-    """Runs ``work`` in a child."""
     child = os.fork()
     if child == 0:
         work()
@@ -334,7 +315,6 @@ def forked(work: Callable[[], Any]) -> None:
 
 
 def seen_of_process(directory: Path, work: Callable[[], Any]) -> Trace:
-    """The trace of ``work``, watched as a script is."""
     writer = TraceWriter(directory)
     os.register_at_fork(after_in_child=writer.disown)
     watch = ProcessWatch(writer)

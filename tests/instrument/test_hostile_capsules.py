@@ -36,7 +36,6 @@ COMMAND = f"touch {CANARY}"
 
 
 def described(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The description and the tensors of the capsule of a call."""
     tensors = Tensors()
     call = _described(LiveCall.entered(module, "layer.0", args, kwargs), tensors, Sources())
     description = {
@@ -49,7 +48,6 @@ def described(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[dict[str, A
 
 
 def written(folder: Path, description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
-    """The capsule in a folder."""
     folder.mkdir(exist_ok=True)
     (folder / CAPSULE).write_text(json.dumps(description), encoding="utf-8")
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / CAPSULE_TENSORS)
@@ -162,7 +160,6 @@ KERNELS = ["owner/kernel", "evil/flash@main", "a/b:c", {"text_config": "a/b"}]
 
 
 def with_change(change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The honest description, changed."""
     description = copy.deepcopy(BASE)
     change(description)
     return description
@@ -388,7 +385,6 @@ class Llama:
 
 
 def torch_calls() -> dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
-    """Modules of torch and what they are called with."""
     x = torch.ones(2, 4)
     image, sequence = torch.ones(1, 2, 6, 6), torch.ones(1, 3, 4)
     modules: dict[str, tuple[nn.Module, Any]] = {

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.slow
 
 
 def sft(folder: Path, *callbacks: TrainerCallback) -> Trainer:
-    """TRL's supervised trainer."""
     return SFTTrainer(
         model=tiny_llama(),
         args=SFTConfig(output_dir=str(folder), max_steps=2, max_length=16, bf16=False, **QUIET),
@@ -56,7 +55,6 @@ def losses(trainer: Trainer) -> list[float]:
 
 
 def weights(trainer: Trainer) -> Iterator[Tensor]:
-    """The trained parameters."""
     return (parameter.detach() for parameter in trainer.model.parameters())
 
 

@@ -341,8 +341,6 @@ def test_a_program_that_is_started_is_listed_as_not_watched(tmp_path: Path) -> N
 
 
 class Wrapping(torch.optim.Optimizer):
-    """An optimizer that steps another one."""
-
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__([p for group in inner.param_groups for p in group["params"]], {})
         self.inner = inner

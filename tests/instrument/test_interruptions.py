@@ -74,7 +74,6 @@ def virtual_alarm() -> Iterator[None]:
 
 
 def net() -> nn.Module:
-    """Twelve modules in one."""
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)])
 

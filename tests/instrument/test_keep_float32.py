@@ -49,7 +49,6 @@ class Model(nn.Module):
 
 
 def plain(dtype: torch.dtype) -> nn.Module:
-    """All of it in ``dtype``."""
     torch.manual_seed(0)
     return Model().to(dtype)
 
@@ -83,7 +82,6 @@ KINDS: dict[str, Callable[[torch.dtype], nn.Module]] = {"plain": plain, "lora": 
 
 @contextmanager
 def kept(model: nn.Module, *names: str) -> Iterator[None]:
-    """Inside, these modules are kept."""
     installed = install_keep_float32(model, names)
     try:
         yield
@@ -129,20 +127,6 @@ def test_a_whole_model_that_is_kept_equals_float32(kind: str, dtype: torch.dtype
     with kept(model, ""):
         errors = error(pass_through(model, x), exact)
     assert max(errors.values()) < torch.finfo(dtype).eps, errors
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_overflows_in_float16_is_finite_when_its_own_arithmetic_is_kept(kind: str) -> None:
-    """The product of two finite operands leaves float16's range; kept, it is that of float32 where it goes on as float16."""
-    model = KINDS[kind](torch.float16)
-    with torch.no_grad():
-        model.mlp.scale.fill_(60_000.0)
-        model.mlp.up.bias.fill_(30.0)
-    x = batch(torch.float16)
-    assert not model(x).isfinite().all()
-    with kept(model, "mlp::self", "mlp.down"):
-        assert model(x).isfinite().all()
-        assert model.mlp.gate(x).dtype is torch.float16
 
 
 @pytest.mark.parametrize("kind", KINDS)

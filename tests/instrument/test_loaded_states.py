@@ -15,14 +15,12 @@ STATE = {"weight": torch.linspace(-1, 1, 64).reshape(8, 8) / 3, "bias": torch.li
 
 
 def step(*trained: Tensor, through: Callable[[Tensor], Tensor]) -> None:
-    """One optimizer step on some tensors."""
     optimizer = torch.optim.SGD(trained, lr=0.5)
     through(torch.ones(4, 8, dtype=BF16)).float().square().mean().backward()
     optimizer.step()
 
 
 def loaded(state: dict[str, Tensor], *, assign: bool = False) -> nn.Linear:
-    """A bfloat16 layer with a state in it."""
     layer = nn.Linear(8, 8).to(BF16)
     layer.load_state_dict({name: value.clone() for name, value in state.items()}, assign=assign)
     return layer

@@ -87,8 +87,6 @@ class Returns(nn.Module):
 
 
 class Temporaries(nn.Module):
-    """Sums what its modules return."""
-
     def __init__(self) -> None:
         super().__init__()
         self.parts = nn.ModuleList(Makes() for _ in range(6))

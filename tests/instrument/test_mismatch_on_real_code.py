@@ -152,15 +152,12 @@ def test_a_module_that_t5_keeps_in_float32_is_named_with_its_entry(tmp_path: Pat
 
 
 class Half(nn.Module):
-    """Does something with a weight in half precision."""
-
     def __init__(self, does: Callable[[Tensor], object]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(4).bfloat16())
         self.does = does
 
     def forward(self) -> object:
-        """What is done with the weight."""
         return self.does(self.weight)
 
 

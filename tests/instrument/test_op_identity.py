@@ -18,7 +18,6 @@ from dtypedoctor.trace.model import Trace
 
 
 def seen(trace: Trace, kind: str) -> list[dict[str, Any]]:
-    """Values of the observations of one kind."""
     return [dict(o.values) for o in observed(trace, kind)]
 
 

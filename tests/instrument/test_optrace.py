@@ -15,8 +15,6 @@ from dtypedoctor.trace.events import Op, Replay
 
 
 class Root(nn.Module):
-    """The root of a sum of squares, of which 0 has no derivative."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(4, 4, bias=False)

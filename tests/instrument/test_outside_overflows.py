@@ -30,7 +30,6 @@ def trained_on(weigh: Callable[[Tensor], Tensor]) -> Callable[[object], None]:
 
 
 def squares_replaced(x: Tensor) -> Tensor:
-    """Squares overflow."""
     return torch.nan_to_num((x * 500).half().square(), posinf=1.0)
 
 
@@ -41,7 +40,6 @@ def squares_masked(x: Tensor) -> Tensor:
 
 
 def squares_masked_in_place(x: Tensor) -> Tensor:
-    """The same, in place."""
     squares = (x * 500).half().square()
     squares[squares.isinf()] = torch.tensor(0.0)  # a number is written by other operators since torch 2.15
     return squares
@@ -118,7 +116,6 @@ def test_what_is_made_finite_again_is_found_where_float32_gives_something_else(
 
 
 def clipped_by_torch(parameters: list[nn.Parameter]) -> None:
-    """As torch does it, with operators on lists."""
     nn.utils.clip_grad_norm_(parameters, 1.0)
 
 

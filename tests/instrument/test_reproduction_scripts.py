@@ -38,7 +38,6 @@ def recurrent() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def packed() -> tuple[nn.Module, dict[str, Any]]:
-    """Weights in 4 bit with statistics that are packed again."""
     linear = Linear4bit(64, 64, bias=False, compute_dtype=HALF)
     weights = torch.full((64, 64), 2e4)
     linear.weight = Params4bit(weights, requires_grad=False, quant_type="nf4", compress_statistics=True)

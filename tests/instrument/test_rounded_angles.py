@@ -24,7 +24,6 @@ class Apply(nn.Module):
         self.register_buffer("table", table)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the function makes of ``x`` and the buffer."""
         return self.function(x, self.table)
 
 

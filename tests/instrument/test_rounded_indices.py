@@ -26,7 +26,6 @@ class Embeds(nn.Module):
 
 
 def found(directory: Path, work: Callable[[object], None]) -> list[Finding]:
-    """What is found of indices."""
     return [finding for finding in diagnose(watched(directory, work)) if finding.id == "rounded-indices"]
 
 
@@ -56,7 +55,6 @@ def as_labels(dtype: torch.dtype, most: int) -> Callable[[object], None]:
 
 
 def counted(dtype: torch.dtype, rows: int, whole: torch.dtype = torch.int64) -> Callable[[object], None]:
-    """Positions that are counted in a mask, which was cast with the batch."""
 
     def work(_: object) -> None:
         model = Embeds()
@@ -105,7 +103,6 @@ def test_indices_are_found_wherever_they_are_cast(tmp_path: Path, work: Callable
 
 
 def count_inside(_: object) -> None:
-    """The model counts by itself."""
     model = Embeds()
     model.register_forward_pre_hook(lambda module, args: (args[0].cumsum(-1).sub(1),))
     for _ in range(2):

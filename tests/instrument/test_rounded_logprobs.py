@@ -350,7 +350,6 @@ for turn in range(3):
 
 
 def run(script: str, directory: Path) -> Trace:
-    """The trace of a script in a file of its own."""
     file = directory / "train.py"
     file.write_text(BEGINNING + script)
     (directory / "run").mkdir()

@@ -12,14 +12,12 @@ from dtypedoctor.diagnosis.rule import Finding
 
 
 def sums(directory: Path, work: Callable[[object], None]) -> list[Finding]:
-    """What is found of sums."""
     return [finding for finding in diagnose(watched(directory, work)) if finding.id == "rounded-sum"]
 
 
 def added(
     dtype: torch.dtype, many: int, term: Callable[[int], float], *, in_place: bool = True
 ) -> Callable[[object], None]:
-    """A sum of ``many`` terms."""
 
     def work(_: object) -> None:
         total = torch.zeros((), dtype=dtype)

@@ -242,7 +242,6 @@ def test_a_cast_to_float8_that_loses_what_a_scale_would_keep_is_observed(
 
 
 def into_cache(x: Tensor) -> Tensor:
-    """Writes to a tensor that is there."""
     return torch.zeros(64, dtype=E4M3).copy_(x * 1e-4).float()
 
 

@@ -34,7 +34,6 @@ def found(directory: Path, body: Body, *, enabled: bool = True) -> list[Finding]
 
 
 def clipped_first(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scaler, loss: Tensor) -> None:
-    """The norm is that of scaled gradients."""
     scaler.scale(loss).backward()
     clip_grad_norm_(model.parameters(), 1.0)
     scaler.step(optimizer)
@@ -42,7 +41,6 @@ def clipped_first(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Sc
 
 
 def bounded_first(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scaler, loss: Tensor) -> None:
-    """So are the values."""
     scaler.scale(loss).backward()
     clip_grad_value_(model.parameters(), 0.5)
     scaler.step(optimizer)
@@ -68,7 +66,6 @@ def scaled_twice(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Sca
 
 
 def stepped_alone(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scaler, loss: Tensor) -> None:
-    """The scaler is not asked."""
     scaler.scale(loss).backward()
     optimizer.step()
 
@@ -83,7 +80,6 @@ def unscaled_first(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: S
 
 
 def limit_scaled(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scaler, loss: Tensor) -> None:
-    """The limit is multiplied by the same scale."""
     scaler.scale(loss).backward()
     clip_grad_norm_(model.parameters(), 0.1 * scaler.get_scale())
     scaler.step(optimizer)
@@ -110,7 +106,6 @@ def unscaled_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, scaler:
 
 
 def other_loss(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scaler, loss: Tensor) -> None:
-    """A second optimizer steps with gradients that no scaled loss has given it."""
     other = nn.Linear(2, 2)
     second = torch.optim.SGD(other.parameters(), lr=0.1)
     other(torch.ones(1, 2)).sum().backward()

@@ -45,23 +45,6 @@ def coverage_of(directory: Path, work: Any) -> Coverage:
     return found
 
 
-def test_the_sentinel_is_on_outside_of_module_calls_only(tmp_path: Path) -> None:
-    """Inside of a call the routine look may be on, the sentinel is not; after it the sentinel is back, alone."""
-    module = Asking()
-    outside: list[Any] = []
-
-    def work(_: Instruments) -> None:
-        outside.append(_get_current_dispatch_mode_stack())
-        for _ in range(3):
-            module(torch.ones(2))
-        outside.append(_get_current_dispatch_mode_stack())
-
-    watched(tmp_path, work)
-    assert module.modes == []
-    assert [[type(mode) for mode in stack] for stack in outside] == [[Sentinel], [Sentinel]]
-    assert _get_current_dispatch_mode_stack() == []
-
-
 def test_modes_of_the_program_are_entered_and_left_as_without_it(tmp_path: Path) -> None:
     """A mode that is on across a module call sees all operators, and comes off the stack where the program leaves it."""
     mine, module = Counting(), Asking()
@@ -454,14 +437,3 @@ def test_tensors_that_are_not_read_outside_of_modules_are_named(tmp_path: Path, 
     """A count of operators alone does not tell what was left out."""
     trace = watched(tmp_path, lambda _: made())
     assert [note.what for note in trace.all(NotWatched)] == named
-
-
-def test_what_an_operator_keeps_for_its_backward_alone_is_no_result(tmp_path: Path) -> None:
-    """The kernel of ``ctc_loss`` hands out logarithms of alignments, and those that cannot be are -inf."""
-
-    def aligned() -> None:
-        scores = (torch.randn(10, 3, 4, dtype=torch.bfloat16) * 2).float().log_softmax(-1)
-        lengths = torch.full((3,), 10), torch.full((3,), 3)
-        torch.nn.functional.ctc_loss(scores, torch.ones(3, 3, dtype=torch.long), *lengths).item()
-
-    assert not list(watched(tmp_path, lambda _: aligned()).observed(NonfiniteReached))

@@ -24,7 +24,6 @@ def told_of(directory: Path, work: Callable[[], object]) -> list[Finding]:
 
 
 def line_of(finding: Finding) -> str:
-    """The line of this file that a finding names."""
     number = int((finding.source or ":0").rpartition(":")[2])
     return Path(__file__).read_text(encoding="utf-8").splitlines()[number - 1]
 
@@ -152,8 +151,6 @@ def joined() -> None:
 
 
 class Average(nn.Module):
-    """Keeps a moving average in a buffer."""
-
     def __init__(self, decay: float) -> None:
         super().__init__()
         self.decay = decay
@@ -246,7 +243,6 @@ def handed_on() -> None:
 
 
 def through_numpy() -> None:
-    """Ids that go through numpy."""
     ids = torch.randint(0, 60000, (64,)).half()
     torch.randn(60000)[torch.from_numpy(ids.numpy().astype("int64"))]
 
@@ -538,7 +534,6 @@ class Attention(nn.Module):
 
 
 def attended() -> None:
-    """Layers of attention in both dtypes, and quantized weights."""
     for dtype in (torch.float16, HALF):
         model = nn.Sequential(nn.Embedding(64, 32), *[Attention() for _ in range(4)], nn.Linear(32, 64)).to(dtype)
         model(torch.randint(0, 64, (2, 48)))[:, -1].argmax(-1)

@@ -46,13 +46,11 @@ class Counts:
         self.flushes = 0
 
     def make(self, device: torch.device) -> Counted:
-        """Rows that are counted."""
         self.rows.append(Counted(device))
         return self.rows[-1]
 
     @property
     def launches(self) -> int:
-        """Of all rows."""
         return sum(len(rows.launched) for rows in self.rows)
 
 
@@ -83,14 +81,12 @@ def pair() -> Iterator[None]:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 def watched(directory: Path, work: Callable[[], object]) -> Trace:
-    """The trace of ``work``."""
     directory.mkdir(exist_ok=True)
     writer = TraceWriter(directory)
     instruments = Instruments(writer)
@@ -187,7 +183,6 @@ def test_what_the_next_collective_overwrites_is_measured_before(tmp_path: Path, 
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Which stream is current; 1 is that of the modules."""
     current = {"is": 1}
     monkeypatch.setattr(batches, "_stream_getter", lambda device: lambda: current["is"])
     return current

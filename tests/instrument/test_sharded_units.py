@@ -24,7 +24,6 @@ def llama() -> nn.Module:
 
 
 def sharded(model: nn.Module) -> nn.Module:
-    """The model, in units."""
     shard(model, Distributed(strategy="fsdp"))
     return model
 

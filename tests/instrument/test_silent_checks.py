@@ -23,7 +23,6 @@ from dtypedoctor.trace.model import Trace
 
 
 def observed(directory: Path, kind: str, work: Callable[[Any], Any]) -> list[Observation]:
-    """The observations of one kind."""
     return on_disk(watched(directory, work), kind)
 
 
@@ -733,8 +732,6 @@ def test_a_compiled_call_is_made_again_in_eager_mode(tmp_path: Path) -> None:
 
 
 class Tempered(nn.Module):
-    """A float32 layer and one bfloat16 temperature."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)

@@ -28,7 +28,6 @@ class Chain(nn.Module):
 
 
 def train(net: nn.Module, steps: int = 3) -> list[Tensor]:
-    """The parameters after some training steps."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     for _ in range(steps):

@@ -18,8 +18,6 @@ from dtypedoctor.trace.events import Coverage, NotWatched
 
 
 class Waiting(nn.Module):
-    """Waits inside of its call until it may go on."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inside, self.go_on = threading.Event(), threading.Event()
@@ -31,7 +29,6 @@ class Waiting(nn.Module):
 
 
 def modes() -> list[str]:
-    """What is on the stack of modes of this thread."""
     return [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
 
 
@@ -43,7 +40,6 @@ def thread(work: Callable[[], Any]) -> None:
 
 
 def pool(work: Callable[[], Any]) -> None:
-    """Runs ``work`` in a pool of threads."""
     with ThreadPoolExecutor(2) as threads:
         for done in [threads.submit(work) for _ in range(4)]:
             done.result()
@@ -62,7 +58,6 @@ def subclass(work: Callable[[], Any]) -> None:
 
 
 def timer(work: Callable[[], Any]) -> None:
-    """Runs ``work`` in a timer's thread."""
     one = threading.Timer(0, work)
     one.start()
     one.join()

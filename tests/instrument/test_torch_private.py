@@ -44,12 +44,10 @@ def context() -> Any:
 
 
 def jagged() -> Any:
-    """A nested tensor without holes."""
     return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
 
 
 def of_module(name: str) -> Callable[[], Any]:
-    """What imports the module."""
     return lambda: import_module(name)
 
 

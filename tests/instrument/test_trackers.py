@@ -45,7 +45,6 @@ def expect(
 
 
 def events_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """The scalars in TensorBoard's files."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found: dict[str, list[tuple[int, float]]] = {}

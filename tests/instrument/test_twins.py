@@ -66,7 +66,6 @@ def answer(model: nn.Module, tokens: Tensor, *, alone: bool = False, trained: bo
 
 
 def findings(tmp_path: Path, program: Callable[[], None]) -> tuple[Finding, ...]:
-    """Of a program that is watched."""
     found = diagnose(watched(tmp_path, lambda _: program()))
     return tuple(finding for finding in found if finding.id == "logprob-gap")
 
@@ -80,7 +79,6 @@ def train(
     order: Tensor | None = None,
     after: Callable[[], None] = lambda: None,
 ) -> None:
-    """Two steps on the divergence from a reference."""
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
     rows = TOKENS if order is None else TOKENS[order]
     for _ in range(2):

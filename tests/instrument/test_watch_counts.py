@@ -52,7 +52,6 @@ class Counted(NormRows):
         self.gated = 0
 
     def launch(self, batch: Sequence[Asked]) -> int:
-        """Counts the batch."""
         self.launches += 1
         self.rows += sum(gate < 0 for _, gate in batch)
         self.gated += sum(gate >= 0 for _, gate in batch)
@@ -112,7 +111,6 @@ class Watched:
         self._writer.close()
 
     def steps(self, count: int) -> None:
-        """Trains."""
         for _ in range(count):
             self.training.step()
 

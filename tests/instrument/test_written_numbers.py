@@ -15,7 +15,6 @@ INF, NAN = float("inf"), float("nan")
 
 
 def assigns(value: float) -> Callable[[Tensor], Tensor]:
-    """Writes through a view of a view."""
 
     def write(x: Tensor) -> Tensor:
         x = x.clone()
@@ -54,7 +53,6 @@ class Writes(nn.Module):
 
 
 def training(write: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-    """A step of a training of a model with that module in it."""
 
     def program() -> None:
         torch.manual_seed(0)

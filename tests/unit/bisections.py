@@ -35,7 +35,6 @@ def found(**changes: Any) -> dict[str, Any]:
 
 
 def verdict(mode: str, outcome: str, workload: str, **changes: Any) -> dict[str, Any]:
-    """A row of the verdict table."""
     row = {"mode": mode, "workload": workload, "outcome": outcome, "phase": None, "step": None,
            "fqn": "model.layers.0.mlp::self", "absmax": 2.0, "reason": "", "seconds": 0.2}  # fmt: skip
     return row | changes

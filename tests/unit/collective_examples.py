@@ -40,5 +40,4 @@ def calling(*calls: tuple[int, str, str], channel: str = "0", numel: int = 4) ->
 
 
 def rank(number: int, story: TraceBuilder) -> Rank:
-    """A rank that has left this."""
     return Rank(number=number, trace=story.build(), code=0, ended="completed")

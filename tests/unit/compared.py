@@ -20,7 +20,6 @@ def saved(trace: Trace, *, label: str = "runs/x/before", exit: WorkerExit = OK, 
 
 
 def compared(a: Trace | SavedRun, b: Trace | SavedRun, tolerance: float | None = 0.01) -> TraceComparison:
-    """The comparison of two traces or runs."""
     sides = [
         side if isinstance(side, SavedRun) else saved(side, label=f"runs/{name}") for name, side in (("a", a), ("b", b))
     ]

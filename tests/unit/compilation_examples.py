@@ -48,7 +48,6 @@ from user code:
 
 
 def trace(*kinds: tuple[str, dict[str, Any]], packed: bool = True) -> TraceBuilder:
-    """A trace with these observations."""
     built = TraceBuilder()
     if packed:
         built.add(ParameterNote(n=built.n(), root=0, name="w", dtype="uint8", shape=[8, 1], quant={"kind": "nf4"}))
@@ -64,7 +63,6 @@ COUNTS = (
 
 
 def launches(*uses: tuple[int, int, int]) -> TraceBuilder:
-    """A trace with these launches: stream used, current stream, how often."""
     built = TraceBuilder()
     for used, current, count in uses:
         values = {"device": "cuda:0", "used": used, "current": current, "count": count, "stale": used != current}

@@ -57,7 +57,6 @@ class Example:
 
 
 def pair(fires: Callable[[], TraceBuilder], silent: Callable[[], TraceBuilder]) -> Example:
-    """An example of two builders."""
     return Example(fires=lambda: fires().build(), silent=lambda: silent().build())
 
 

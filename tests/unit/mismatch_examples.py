@@ -161,7 +161,6 @@ def custom_function(*, decorated: bool) -> Trace:
 
 
 def packed(story: Story, name: str, dtype: str, *, state: str) -> tuple:
-    """A packed weight and its dequantisation to ``dtype``."""
     stored = story.parameter(
         name, "uint8", shape=[8, 1], quant={"kind": "nf4", "dtype": state, "compute_dtype": None, "shape": [4, 4]}
     )

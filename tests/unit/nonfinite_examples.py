@@ -13,7 +13,6 @@ def replayed(trace: TraceBuilder, of: int, absmax: float | None, *, finite: bool
 
 
 def rounding(trace: TraceBuilder, guard: Op, failing: Op) -> None:
-    """The rounding of ``guard`` to 0 is why ``failing`` fails."""
     values = {"of": failing.n, "n": guard.n, "op": guard.op, "source": guard.source, "module": guard.fqn, "parameter": "", "dtype": "float16",
               "scalars": guard.scalars, "elements": 8, "zeros": 8, "ones": 0, "overflows": 0}  # fmt: skip
     trace.add(Observation(n=trace.n(), step=1, call=1, phase="forward", kind="rounded-before", fqn="", values=values))

@@ -37,7 +37,6 @@ def planted(value: Any, secret: str) -> Any:
 
 
 def texts(value: Any) -> Iterator[str]:
-    """Every text in ``value``, keys included."""
     if isinstance(value, str):
         yield value
     elif is_dataclass(value):

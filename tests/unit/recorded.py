@@ -103,7 +103,6 @@ def _collected(place: Path, script: bool) -> Run:
 
 
 def concluded(treatment: Treatment) -> dict[str, Any]:
-    """What a treatment says, but for its wording."""
     reference = treatment.reference_summary
     return {
         "findings": [_without_wording(one, "summary", "cause") for one in treatment.findings],
@@ -138,7 +137,6 @@ def telling(sentence: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON has it; a float that is none there is a string."""
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, Sequence | set | frozenset) and not isinstance(value, str):

@@ -28,7 +28,6 @@ class Story(TraceBuilder):
         )
 
     def parameter(self, name: str, dtype: str, *, buffer: bool = False, note: bool = True, **more: Any) -> TensorNote:
-        """A named parameter or buffer as an operand, noted as the model's."""
         shape = more.pop("shape", [4, 4])
         quant = more.pop("quant", None)
         if note:
@@ -67,7 +66,6 @@ class Story(TraceBuilder):
         like: TensorNote | None = None,
         **more: Any,
     ) -> TensorNote:
-        """An op that runs, and its result."""
         result = self.tensor(dtype, like=like)
         record = self.op(op, fqn, list(inputs), [result], **more)
         wide = [t for t in inputs if t.dtype == dtype]
@@ -115,12 +113,10 @@ class Story(TraceBuilder):
         return self
 
     def saw(self, kind: str, fqn: str | None = None, **values: Any) -> "Story":
-        """An observation."""
         self.add(Observation(n=self.n(), step=1, call=1, phase="forward", kind=kind, fqn=fqn, values=values))
         return self
 
     def ended(self) -> Trace:
-        """The trace of the run."""
         return self.build(outcome="raised")
 
 

@@ -18,7 +18,6 @@ def unscaling(message: str = "", **values: Any) -> Story:
 
 
 def scales(*steps: tuple[float, bool]) -> Story:
-    """A run whose scaler had these scales and skipped these steps."""
     story = Story()
     for number, (scale, skipped) in enumerate(steps, start=1):
         story.add(ScalerState(n=story.n(), step=number, scale=scale, found_inf=skipped, skipped=skipped))

@@ -7,7 +7,6 @@ from dtypedoctor.trace.lines import seal
 
 
 def sealed(*lines: object) -> bytes:
-    """These JSON values as the lines of a file."""
     return sealed_bodies(json.dumps(line, separators=(",", ":")).encode() for line in lines)
 
 

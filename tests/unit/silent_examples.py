@@ -22,7 +22,6 @@ BORN = {
 
 
 def seen(kind: str, fqn: str | None = None, **values: Any) -> TraceBuilder:
-    """A trace with one observation."""
     trace = TraceBuilder()
     return trace.add(
         Observation(n=trace.n(), step=1, call=1, phase="forward", kind=kind, fqn=fqn, values=values | {"fqn": fqn})
@@ -222,7 +221,6 @@ def pretrained(stored: str, loaded: str, requested: str | None) -> TraceBuilder:
 
 
 def state_loaded(became_zero: int) -> TraceBuilder:
-    """A state that was cast while it was loaded."""
     return seen("state-loaded", casts={"bfloat16->float16": 773}, became_inf=0, became_zero=became_zero, elements=773,
                 names=["0.weight"])  # fmt: skip
 

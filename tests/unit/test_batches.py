@@ -29,7 +29,6 @@ def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> many.Batch:
 
 
 def result_of(name: str) -> many.Done:
-    """A scenario that is healthy."""
     report = replace(healthy(), name=name)
     return row_of(report, exit_code=0, seconds=1.0, path=f"{name}/{REPORT_JSON}"), report
 

@@ -12,13 +12,11 @@ CULPRIT = "model.layers.0.mlp::self"
 
 
 def rows(scenario: Scenario, phase: str = "generate", step: int = 2) -> dict[str, Mode]:
-    """The modes for a failure there, by name."""
     ladder = cheaper(scenario, phase, step)
     return {mode.name: mode for mode in modes(ladder[0], ladder, [CULPRIT])}
 
 
 def first(mode: Mode) -> dict[str, Any]:
-    """The only step of a mode's scenario."""
     (step,) = mode.scenario.model_dump()["steps"]
     return step
 

@@ -29,7 +29,6 @@ OLDEST = {"culprits": ["m"], "corrections": [], "probes": 3, "one_minimal": Fals
 
 
 def report(**changes: Any) -> Report:
-    """A report of a bisection."""
     bisection = found(**changes)
     return replace(overflow(), headline=bisection["answer"], bisection=bisection)
 
@@ -40,7 +39,6 @@ def printed(shown: Report, width: int = 100) -> str:
 
 
 def printed_document(document: Document, width: int = 100) -> str:
-    """A document at the prompt."""
     stream = io.StringIO()
     print_document(document, Console(file=stream, width=width, no_color=True))
     return stream.getvalue()

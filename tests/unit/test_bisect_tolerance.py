@@ -14,7 +14,6 @@ from dtypedoctor.trace.model import Trace
 
 
 def outputs(*values: float | None, losses: tuple[float, ...] = (), step: int = 0) -> Trace:
-    """A run with log-probabilities after ``step`` and the losses of its steps."""
     builder = TraceBuilder().add(ProbeLogProbs(n=1, step=step, values=list(values)))
     for number, loss in enumerate(losses, 1):
         builder.add(Metric(n=1 + number, step=number, values={"loss": loss}))
@@ -32,13 +31,11 @@ def run_of(*traces: Trace, code: int = 0) -> Run:
 
 
 def of_rank(rank: int, trace: Trace) -> Trace:
-    """The trace as that of a rank of two."""
     header = Header(created=0.0, pid=1, rank=rank, world_size=2)
     return replace(trace, records=(header, *(one for one in trace.records if not isinstance(one, Header))))
 
 
 def came_to(builder: TraceBuilder | Trace, tolerance: Tolerance | None = None, code: int = 0) -> tuple[Kind, str]:
-    """Kind and reason of a finished run."""
     found = symptom_of(run_of(builder if isinstance(builder, Trace) else builder.build(), code=code), tolerance)
     assert found.seconds == 2.5
     return found.kind, found.reason

@@ -18,7 +18,6 @@ ROOTS = [
 
 
 def site(root: int, fqn: str, kind: str = "output") -> Site:
-    """A place in a root."""
     return Site(
         id=1, root=root, fqn=fqn, cls="Linear", phase="forward", kind=kind, index="", dtype="float16", shape=[1]
     )

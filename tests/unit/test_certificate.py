@@ -18,7 +18,6 @@ STEPS = ({"loss": 2.0, "grad_norm": 0.5}, {"loss": 1.5, "grad_norm": 0.25})
 
 def run(*steps: dict[str, float], checksum: str = "aa", outcome: str = "completed", raised: Raised | None = None,
         code: int = 0, **more: Any) -> Run:  # fmt: skip
-    """A run that reported these numbers."""
     builder = TraceBuilder()
     for number, values in enumerate(steps, start=1):
         builder.add(Metric(n=builder.n(), step=number, values=values))
@@ -124,7 +123,6 @@ LASTING = (
 
 
 def as_process(pid: int, one: Run) -> Run:
-    """The run, of the process of this number."""
     records = tuple(replace(r, pid=pid) if isinstance(r, Header) else r for r in one.trace.records)
     return replace(one, trace=replace(one.trace, records=records))
 
@@ -156,12 +154,6 @@ def test_a_run_that_raises_with_instrumentation_only_is_a_difference() -> None:
     found = compare_unwatched(run(outcome="raised", raised=error("no\nsecond line"), code=1), run(*STEPS))
     said = "the run raises RuntimeError (no) with instrumentation, and completes without"
     assert found == Observer(bitwise_equal=False, reason=said)
-
-
-def test_of_a_script_the_gradients_are_compared_too() -> None:
-    """The reason says so."""
-    found = compare_unwatched(run(*STEPS, foreign=True), run(*STEPS, foreign=True))
-    assert "and the gradients and parameters after each of them are bitwise equal" in found.reason
 
 
 def test_a_worker_that_died_and_a_trace_without_an_end_leave_it_open() -> None:

@@ -4,15 +4,13 @@ from dataclasses import replace
 
 import pytest
 from collective_examples import calling, gathering, rank
-from traces import TraceBuilder
 
-from dtypedoctor.diagnosis.distributed import Rank, across_ranks, calls_of
+from dtypedoctor.diagnosis.distributed import Rank, across_ranks
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.rules.collectives import compare_ranks, detect_rejected
 
 
 def found(*ranks: Rank) -> list[Finding]:
-    """What comparing these ranks gives."""
     return list(compare_ranks(ranks))
 
 
@@ -87,11 +85,6 @@ def test_a_collective_of_two_dtypes_comes_before_what_follows_from_it_and_after_
     assert order(2) == ["collective-dtype-mismatch", "float16-overflow"]
     assert order(0) == ["float16-overflow", "collective-dtype-mismatch"]
     assert [finding.id for finding in across_ranks([], ranks, 0)] == ["collective-dtype-mismatch"]
-
-
-def test_a_trace_without_such_records_has_no_calls() -> None:
-    """As every trace of one process, and of older versions."""
-    assert calls_of(TraceBuilder().build()) == {}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from dtypedoctor.trace.events import Environment, Header, Metric, ProbeLogProbs,
 
 
 def shown(found: TraceComparison, width: int = 80) -> str:
-    """What a console of this width receives."""
     stream = io.StringIO()
     print_document(comparison_document(found), Console(file=stream, width=width, legacy_windows=False))
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"

@@ -12,7 +12,6 @@ from dtypedoctor.trace.events import Raised
 
 
 def found(built: TraceBuilder) -> list[Finding]:
-    """What is found in it."""
     return list(detect_compilation(built.build()))
 
 
@@ -50,13 +49,6 @@ def test_the_function_that_calls_what_breaks_and_breaks_alike_is_the_source() ->
     assert alone.source == "other/ptr.py:3"
 
 
-def test_the_operator_is_proposed_for_c_functions_between_packed_weights_only() -> None:
-    """It would have nothing to do with a print, or in a model without packed weights."""
-    assert found(trace(COUNTS, ("graph-break", BREAK)))[0].remedies == ("nf4-custom-op",)
-    assert found(trace(COUNTS, ("graph-break", PRINT)))[0].remedies == ()
-    assert found(trace(COUNTS, ("graph-break", BREAK), packed=False))[0].remedies == ()
-
-
 @pytest.mark.parametrize(
     "told",
     [
@@ -77,13 +69,6 @@ def test_a_c_function_is_known_by_the_words_of_each_torch_and_corrected_in_its_l
         "compile-graph-break": ("axolotl-compiled-dequantize",),
         "recompile-limit": ("axolotl-compiled-dequantize",),
     }
-
-
-def test_a_break_that_is_mere_information_has_no_fix() -> None:
-    """Whatever the functions are called that it happens in."""
-    helper = PRINT | {"frames": ["/home/me/model.py:41 get_ptr"]}
-    (finding,) = found(trace(COUNTS, ("graph-break", helper)))
-    assert (finding.severity, finding.remedies) == (Severity.INFO, ())
 
 
 def test_a_limit_that_was_hit_quotes_the_guard() -> None:
@@ -119,25 +104,6 @@ def test_a_refused_break_is_an_error_told_from_the_exception() -> None:
     assert (finding.severity, finding.source) == (Severity.ERROR, "model.py:130")
     assert "cannot compile the model at model.py:130: Unsupported method call" in finding.summary
     assert finding.remedies == ("nf4-custom-op",)
-
-
-def test_a_refused_recompilation_is_an_error() -> None:
-    """With `fullgraph=True` the limit ends the run."""
-    built = trace(COUNTS, ("recompile", RECOMPILE))
-    built.add(
-        Raised(
-            n=built.n(),
-            step=9,
-            call=9,
-            phase="forward",
-            type="FailOnRecompileLimitHit",
-            message="Hard failure",
-            frames=[],
-            modules=[],
-        )
-    )
-    (finding,) = found(built)
-    assert (finding.id, finding.severity) == ("recompile-limit", Severity.ERROR)
 
 
 @pytest.mark.parametrize("kinds", [(), (COUNTS,), (COUNTS, ("recompile", RECOMPILE))])

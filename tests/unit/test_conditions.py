@@ -47,16 +47,6 @@ def test_a_condition_has_one_id_everywhere() -> None:
     assert all(spec.needs for spec in specs if spec.needs_only)
 
 
-def test_a_scenario_without_a_script_closes_its_own_regions() -> None:
-    """Its autocast is a key of its file."""
-    own: dict[str, Any] = {"model": {"name": "builtin:llama"}, "workload": {"kind": "forward"}}
-    scenario = Scenario.model_validate(
-        {"name": "case", "summary": "A case.", "steps": [own | {"autocast": {"dtype": "float16"}}]}
-    )
-    changed = change_of(remedies()["autocast-off"])(scenario)
-    assert (changed.conditions, changed.steps[0].autocast) == ([], None)
-
-
 def seen(kind: str, **values: Any) -> Observation:
     """An observation of the first step."""
     return Observation(n=9000, step=1, call=1, phase="forward", kind=kind, values=values)
@@ -96,7 +86,6 @@ def test_a_condition_is_proposed_where_it_settles_something(
 
 
 def under(*states: Condition, failing: bool = False) -> TraceBuilder:
-    """A run with these states of a condition, that overflows or does not."""
     return (overflow() if failing else TraceBuilder().sample("out", 3.0)).add(*states)
 
 

@@ -21,14 +21,12 @@ FINDING = Finding(
 
 
 def scene(tmp_path: Path, *lines: str, op: str = "aten.log.default", folder: Path | None = None) -> Scene:
-    """A finding on line 2 of a script."""
     script = tmp_path / "train.py"
     script.write_text("\n".join(("import torch", *lines)) + "\n")
     return Scene(replace(FINDING, op=op), TraceBuilder().build(), (folder or tmp_path,), script)
 
 
 def first_edits(read: Scene, makers: Sequence[str]) -> tuple[tuple[Edit, ...], str]:
-    """The edits of the first maker that makes some."""
     return next(edits_for(read, makers))
 
 

@@ -29,7 +29,6 @@ CALL = "_wrapped_call_impl"
 def program(
     tmp_path: Path, text: str, builder: TraceBuilder | None = None, *parameters: ParameterNote, **finding: Any
 ) -> Scene:
-    """A script and what was found in it."""
     script = tmp_path / "train.py"
     script.write_text("import torch\n" + textwrap.dedent(text).lstrip("\n"))
     trace = (builder or TraceBuilder()).add(*parameters).build()

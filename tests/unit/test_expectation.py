@@ -13,12 +13,10 @@ EXPECTED = Expectation(findings=["root", "consequence"], cured_by=["cure"], not_
 
 
 def finding(name: str, severity: Severity = Severity.ERROR) -> Finding:
-    """A finding of this id."""
     return Finding(id=name, severity=severity, confidence=Confidence.LIKELY, summary="", cause="")
 
 
 def trials(**outcomes: Outcome) -> list[Trial]:
-    """Trials by remedy."""
     return [Trial(remedy=name, summary="", outcome=outcome, reason="", safe=True) for name, outcome in outcomes.items()]
 
 

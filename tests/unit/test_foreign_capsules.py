@@ -32,7 +32,6 @@ Build = Callable[[Path], object]
 
 
 def written(folder: Path, description: object = DESCRIPTION, header: object = HEADER, data: bytes = bytes(4)) -> None:
-    """A capsule of these contents; a text or bytes are written as they are."""
     folder.mkdir()
     (folder / "capsule.json").write_text(description if isinstance(description, str) else json.dumps(description))
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
@@ -117,18 +116,18 @@ HOSTILE: dict[str, Build] = {
     "digits as an error": replaced('"relative_error": null', f'"relative_error": {DIGITS[:4000]}'),
     "brackets as a value": replaced('"value": 1', f'"value": {NESTED}'),
     **{f"drawn {number}": described(lambda d, how=how: d.update(drawn={"weight.weight": DRAWN | how})) for number, how in enumerate((
-        {"shape": [2**70]}, {"shape": [2**61] * 60}, {"shape": [-1]}, {"shape": [10**4000]}, {"shape": "99"}, {"shape": [1] * 1_000_000}, {"shape": None},
+        {"shape": [2**70]}, {"shape": [2**61] * 60}, {"shape": [-1]}, {"shape": [10**4000]}, {"shape": "99"}, {"shape": [1] * 200_000}, {"shape": None},
         {"scale": 10**4000}, {"scale": DIGITS}, {"scale": "nan"}, {"seed": 10**4000}, {"seed": DIGITS}, {"dtype": "x" * 100_000}))},
     "deep": described(lambda d: d["call"]["args"].append(nested(400))),
     "very deep": described(lambda d: d["call"].update(args=[nested(300)] * 200)),
-    "many arguments": described(lambda d: d["call"].update(args=[{"value": 1}] * 100_000)),
-    "many lists": described(lambda d: d["call"].update(args=[{"list": []}] * 100_000)),
-    "many names": described(lambda d: d["call"].update(kwargs={f"a{n}": {"value": n} for n in range(50_000)})),
-    "many children": described(lambda d: d["call"]["recipe"].update(children={str(n): RECIPE for n in range(20_000)})),
-    "many texts": described(lambda d: d["call"].update(args=[{"value": f"text {n} at /home/me"} for n in range(20_000)])),
-    "a long text": described(lambda d: d["call"]["args"].append({"value": "x /" * 1_000_000})),
-    "a long name": described(lambda d: d.update(fqn="a." * 1_000_000)),
-    "a long summary": described(lambda d: d["finding"].update(summary="Bearer abc " * 200_000)),
+    "many arguments": described(lambda d: d["call"].update(args=[{"value": 1}] * 20_000)),
+    "many lists": described(lambda d: d["call"].update(args=[{"list": []}] * 20_000)),
+    "many names": described(lambda d: d["call"].update(kwargs={f"a{n}": {"value": n} for n in range(10_000)})),
+    "many children": described(lambda d: d["call"]["recipe"].update(children={str(n): RECIPE for n in range(4_000)})),
+    "many texts": described(lambda d: d["call"].update(args=[{"value": f"text {n} at /home/me"} for n in range(4_000)])),
+    "a long text": described(lambda d: d["call"]["args"].append({"value": "x /" * 200_000})),
+    "a long name": described(lambda d: d.update(fqn="a." * 200_000)),
+    "a long summary": described(lambda d: d["finding"].update(summary="Bearer abc " * 40_000)),
     "a text in colors": described(lambda d: d.update({"class": ESCAPES, "fqn": ESCAPES, "finding": {"id": ESCAPES, "summary": ESCAPES}})),
     "code in colors": described(lambda d: d["call"]["recipe"].update({"class": ESCAPES})),
     "another format": lambda folder: written(folder, {"capsule": "x" * 1_000_000}),

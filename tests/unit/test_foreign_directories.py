@@ -76,7 +76,6 @@ def put(name: str, content: bytes | str) -> Build:
 
 
 def linked(name: str, target: str) -> Build:
-    """A run of which a file is a link."""
 
     def build(run: Path) -> None:
         left(run)

@@ -15,7 +15,7 @@ from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.examination.fixes import remedies
 from dtypedoctor.examination.results import Outcome, RunSummary, Trial, not_tried
 from dtypedoctor.lab.scenarios.model import Scenario, ScenarioStep, Script
-from dtypedoctor.lab.trials.judge import Baselines, judge, summarise_against
+from dtypedoctor.lab.trials.judge import Baselines, judge
 from dtypedoctor.plugins import Remedy
 from dtypedoctor.report.fixes import cured_sentence
 from dtypedoctor.runner.run import Run, WorkerExit
@@ -94,14 +94,6 @@ def test_what_speaks_against_a_cure_is_said(trace: TraceBuilder, steps: int, sai
     trial = tried(trace, steps=steps)
     assert trial.outcome is Outcome.NOT_FIXED
     assert trial.reason == said
-
-
-def test_a_fix_of_the_first_finding_is_one_although_a_warning_remains() -> None:
-    """The outcome is that of the first finding; the reason names what is found as without the fix."""
-    stall = replace(FOUND[0], id="update-stall", severity=Severity.WARNING)
-    trial = tried(updates(), findings=(FOUND[0], stall))
-    assert (trial.outcome, trial.remains) == (Outcome.FIXED, ("update-stall",))
-    assert trial.reason == "float16-overflow does not recur; found in this run: update-stall"
 
 
 def test_fixed_by_is_said_only_of_a_run_without_findings() -> None:
@@ -218,13 +210,6 @@ def test_the_operation_that_raised_is_named_where_it_is_known(before: str | None
     assert trial.reason == f"fails {said} with the same error"
 
 
-def test_the_same_error_at_another_moment_is_told_with_its_moment() -> None:
-    """A cast that gets the forward pass through has moved the failure to the backward pass."""
-    later = replace(failed("mixed", "lora.py:9"), phase="backward")
-    trial = tried(trained(1).add(later), steps=1, raised=failed("mixed", "lora.py:7"))
-    assert trial.reason == "fails at another line, lora.py:9, with the same error, now in step 1 (backward)"
-
-
 @pytest.mark.parametrize(("hits", "never"), [(0, True), (3, False)])
 def test_a_correction_that_nothing_had_called_before_the_same_failure_says_nothing(hits: int, never: bool) -> None:
     """It is still not fixed, and the reason names the correction."""
@@ -260,17 +245,6 @@ def test_finite_outputs_that_are_wrong_are_no_cure() -> None:
     right = tried(with_outputs(-1.01, -2.0, -3.0), twin=exact)
     assert right.outcome is Outcome.FIXED
     assert right.output_error == pytest.approx(0.01 / 2**0.5)
-
-
-def test_costs_are_compared_with_the_reference_where_the_untreated_run_was_too_short() -> None:
-    """Its first step warms up, so one or two steps say nothing; without a reference there is no ratio."""
-    short = RunSummary(label="before", steps_completed=2, steps_planned=3, step_time=9.0)
-    healthy = run(trained(step_time=0.25))
-    reference = (summarise_against("reference", healthy, SCENARIO, None), healthy.trace)
-    trial = tried(trained(), before=short, reference=reference)
-    assert (trial.step_time_ratio, trial.ratio_base) == (4.0, "reference")
-    alone = tried(trained(), before=short)
-    assert (alone.step_time_ratio, alone.ratio_base) == (None, None)
 
 
 def test_a_remedy_that_is_not_tried_says_why() -> None:

@@ -13,7 +13,6 @@ class Listener:
         self.heard: list[str] = []
 
     def hear(self, event: str, details: object) -> None:
-        """An audit event."""
         self.heard.append(event)
 
 

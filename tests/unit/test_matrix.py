@@ -41,7 +41,6 @@ def rows() -> list[MatrixRow]:
 
 
 def printed(width: int = 100, encoding: str = "utf-8") -> str:
-    """The matrix as it stands on a console."""
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding)
     reports = [overflow(), healthy(), refused_report("needs_cuda", "there is no CUDA device")]

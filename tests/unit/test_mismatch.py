@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from mismatch_examples import EXAMPLES, F32, Example, adapter, bypass, head, norm, packed, quant_state, stale_buffer
+from mismatch_examples import EXAMPLES, F32, Example, adapter, bypass, norm, packed, quant_state, stale_buffer
 from refusals import BIASED, HALF, IN_PLACE, PRODUCT, Story
 from traces import TraceBuilder
 
@@ -14,8 +14,7 @@ from dtypedoctor.diagnosis.wording import complaint_of, dtype_named, is_dtype_er
 from dtypedoctor.rules.mismatch.census import Census
 from dtypedoctor.rules.mismatch.dtype_origin import is_dequantization
 from dtypedoctor.rules.mismatch.rule import detect_mismatch
-from dtypedoctor.trace.events import Flow, Observed, Op, Raised, Replay
-from dtypedoctor.trace.records.models import ModelConfig
+from dtypedoctor.trace.events import Flow, Op, Raised, Replay
 
 
 @pytest.mark.parametrize(("name", "example"), EXAMPLES.items(), ids=list(EXAMPLES))
@@ -28,68 +27,6 @@ def test_a_mismatch_example_gives_its_finding(name: str, example: Example) -> No
     assert first.summary.endswith(".")
     assert first.evidence
     assert all(reference.startswith("https://") for reference in first.references)
-
-
-@pytest.mark.parametrize("example", EXAMPLES.values(), ids=list(EXAMPLES))
-def test_the_silent_twin_of_an_example_is_silent(example: Example) -> None:
-    """The same story with dtypes that agree, or a region that reaches, leads to no finding at all."""
-    assert list(detect_mismatch(example.silent())) == []
-
-
-def test_the_chain_goes_from_the_refusing_op_back_to_the_norm_without_its_views() -> None:
-    """The first link is the product, the last one names the weight; nothing is proven without the replays."""
-    trace = norm(casts_back=False)
-    (finding,) = detect_mismatch(trace)
-    assert [link.op for link in finding.provenance] == ["aten.mm.default", "aten.mul.Tensor", "norm: norm.weight"]
-    assert finding.provenance[1].dtype_in == HALF
-    assert finding.provenance[1].dtype_out == F32
-    bare = replace(trace, records=tuple(r for r in trace.records if not isinstance(r, Replay)))
-    assert next(detect_mismatch(bare)).confidence is Confidence.LIKELY
-
-
-def test_the_other_side_of_a_mismatch_has_a_chain_too() -> None:
-    """The float32 of the norm met the dtype that the projection's weight was loaded in."""
-    (finding,) = detect_mismatch(norm(casts_back=False))
-    assert [(link.op, link.dtype_out) for link in finding.met] == [("load-dtype: query.weight", HALF)]
-
-
-def test_a_keep_list_that_left_the_norm_in_float32_is_named() -> None:
-    """Matched by substring, as such lists are."""
-    trace = norm(casts_back=False)
-    what = ModelConfig(root=0, dtype=HALF, keep_in_fp32=["orm"])
-    config = Observed(n=0, step=1, call=1, phase="forward", fqn="", what=what)
-    (finding,) = detect_mismatch(replace(trace, records=(config, *trace.records)))
-    assert "'orm'" in finding.cause
-
-
-def test_a_contradicting_region_comes_before_the_bypass_that_it_leads_to() -> None:
-    """bfloat16 weights in a float16 region: the region is the root, the op in place the place where it shows."""
-    story = Story().body(HALF)
-    x, a = story.given(HALF), story.parameter("side.a", HALF)
-    casts = [story.run("aten._to_copy.default", "side", [t], "float16", autocast="float16") for t in (x, a)]
-    product = story.run("aten.mm.default", "side", casts, "float16", autocast="float16")
-    story.refuse("aten.addmm_.default", "side", [product, product, a], IN_PLACE, inplace=True, autocast="float16")
-    root, consequence = detect_mismatch(story.ended())
-    assert (root.id, consequence.id) == ("autocast-contradicts-model", "autocast-bypass")
-    assert root.severity is consequence.severity is Severity.ERROR
-    assert root.confidence is consequence.confidence is Confidence.PROVEN
-    assert (root.consequence_of, consequence.consequence_of) == (None, root.id)
-    assert "frozen bfloat16" in root.evidence[0]
-    assert "range" not in root.cause
-    assert "come from aten.mm.default at" in consequence.cause
-    assert "only operand 2 changes" in " ".join(consequence.evidence)
-
-
-def test_a_quantisation_state_is_to_blame_where_autocast_has_hidden_it_until_an_op_in_place() -> None:
-    """The odd operand of the in-place sum goes back to a dequantisation, so the region is not the reason."""
-    story = Story().body()
-    _, dense = packed(story, "up.weight", "float16", state="float16")
-    gradient = story.tensor(HALF)
-    story.refuse("aten.addmm_.default", "mlp", [gradient, gradient, dense], IN_PLACE, inplace=True, autocast=HALF,
-                 phase="backward", function="Fused")  # fmt: skip
-    (finding,) = detect_mismatch(story.ended())
-    assert (finding.id, finding.fqn, finding.phase) == ("quant-state-dtype", "up", "backward")
-    assert "hides" in finding.cause
 
 
 def test_float32_weights_in_any_region_are_ordinary_mixed_precision() -> None:
@@ -128,16 +65,6 @@ def unnoticed(*, state: str, memory: str, error: float) -> list[tuple[str, str |
     story.saw("packed-weight", "wide", of=product.n, operand=1, weight="wide.weight", dtype="float16", quant_dtype=state,
               relative_error=error)  # fmt: skip
     return [(finding.id, finding.fqn) for finding in detect_mismatch(story.build())]
-
-
-def test_garbage_weights_are_found_although_nothing_raised() -> None:
-    """A cast by autocast lies between the memory and the product; the comparison of values tells."""
-    assert unnoticed(state="float16", memory=HALF, error=1.0) == [("stale-dequant-buffer", "wide")]
-
-
-def test_a_kernel_of_another_format_than_the_state_is_the_states_fault() -> None:
-    """The memory is float32 as the state says, and float16 patterns were written into it."""
-    assert unnoticed(state="float32", memory="float32", error=1.23) == [("quant-state-dtype", "wide")]
 
 
 def test_a_weight_that_is_right_within_rounding_is_silent() -> None:
@@ -192,16 +119,6 @@ def test_without_an_op_trace_the_message_alone_makes_it_possible_and_no_more() -
     )
 
 
-def test_a_backward_that_misses_what_custom_fwd_should_have_noted_is_named() -> None:
-    """A function with `setup_context` has no ctx in its forward, to which custom_fwd could write."""
-    message = "'StretchBackward' object has no attribute '_fwd_used_autocast'"
-    (finding,) = detect_mismatch(Story().body().raised(message, kind="AttributeError").ended())
-    assert finding.id == "custom-function-autocast"
-    assert "The backward of Stretch asks" in finding.summary
-    other = Story().body().raised("'Batch' object has no attribute 'dtype'", kind="AttributeError")
-    assert list(detect_mismatch(other.ended())) == []
-
-
 @pytest.mark.parametrize("message", ["list index out of range", "Object of type dtype is not JSON serializable", ""])
 def test_an_exception_about_something_else_is_not_explained(message: str) -> None:
     """An error that merely mentions dtypes is nobody's mismatch."""
@@ -217,23 +134,6 @@ def test_an_op_that_refuses_shapes_of_one_dtype_is_not_explained() -> None:
     assert list(detect_mismatch(story.ended())) == []
 
 
-def test_a_failed_comparison_of_a_recomputation_names_the_op_that_differs() -> None:
-    """The saved and the recomputed dtype come from torch's own message, the op from the two passes."""
-    message = (
-        "torch.utils.checkpoint: Recomputed values for the following tensors have different metadata than during the forward "
-        "pass.\ntensor at position 1:\nsaved metadata: {'shape': torch.Size([4]), 'dtype': torch.bfloat16, 'device': 'cpu'}\n"
-        "recomputed metadata: {'shape': torch.Size([4]), 'dtype': torch.float32, 'device': 'cpu'}\n"
-    )
-    story = Story().body()
-    story.op("aten.linspace.default", "stage", [], [story.tensor(HALF)])
-    story.op("aten.linspace.default", "stage", [], [story.tensor(F32)], phase="recompute")
-    (finding,) = detect_mismatch(
-        story.raised(message, kind="CheckpointError", phase="backward", modules=["stage"]).ended()
-    )
-    assert (finding.id, finding.fqn, finding.op) == ("recompute-dtype-mismatch", "stage", "aten.linspace.default")
-    assert finding.confidence is Confidence.PROVEN
-
-
 def test_a_region_for_the_operands_own_device_is_not_for_another_one() -> None:
     """A disabled region inside it is why nothing is cast."""
     story = Story().body(F32)
@@ -245,12 +145,6 @@ def test_a_region_for_the_operands_own_device_is_not_for_another_one() -> None:
     ]
     trace = story.saw("autocast-regions", of=refused.n, device="cpu", regions=regions).ended()
     assert "autocast-wrong-device" not in {found.id for found in detect_mismatch(trace)}
-
-
-def test_the_last_layers_headline_says_which_dtype_is_whose() -> None:
-    """That of its weights first, then that of its input."""
-    (found,) = detect_mismatch(head(dtype=F32))
-    assert found.summary.endswith("has float32 weights but gets a bfloat16 input.")
 
 
 def test_a_region_for_a_device_that_nothing_runs_on_is_information_only() -> None:

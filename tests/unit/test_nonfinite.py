@@ -24,7 +24,6 @@ from dtypedoctor.trace.records.execution import SteppedBy
 
 
 def only(trace: TraceBuilder) -> Finding:
-    """The one finding in a trace."""
     (finding,) = diagnose(trace.build())
     return finding
 
@@ -38,11 +37,6 @@ def test_the_op_that_made_the_inf_is_blamed_although_a_norm_made_the_first_nan()
         "model.py:7",
         Confidence.PROVEN,
     )
-
-
-def test_a_value_that_float32_cannot_hold_either_is_no_precision_problem() -> None:
-    """exp(400) is finite in float64 and beyond float32."""
-    assert only(overflow(dtype="float32", float32=5.2e173)).id == "domain-error"
 
 
 def test_a_domain_error_behind_any_half_precision_is_not_proven_on_its_own_operands() -> None:
@@ -149,14 +143,6 @@ def test_a_vanished_epsilon_is_quoted() -> None:
     assert (finding.fqn, finding.confidence) == ("emb", Confidence.LIKELY)
 
 
-def test_a_nonfinite_parameter_names_its_module_and_an_input_the_outermost_one() -> None:
-    """The first op that used it is evidence, not the culprit."""
-    assert only(given("parameter", "mid.1.bias")).fqn == "mid.1"
-    assert only(given("parameter", "mid.1.bias", nan=0, neginf=4)).id == "nonfinite-parameters", "no mask is trained"
-    assert only(given("input", "args.0")).fqn == ""
-    assert only(given("", None)).id == "nonfinite-input"
-
-
 def test_a_mask_buffer_of_minus_inf_is_no_damaged_parameter() -> None:
     """What made NaN of it is looked at instead."""
     assert only(given("buffer", "mask", nan=0, neginf=4)).id == "domain-error"
@@ -171,18 +157,6 @@ def test_of_several_gradients_the_earliest_op_is_blamed() -> None:
     replayed(trace, second.n, 1e6)
     trace.sample("out.weight", 1.0, inf=1, kind="grad", phase="backward")
     assert only(trace).fqn == "out"
-
-
-def test_a_gradient_of_a_loss_over_several_calls_is_followed_through_the_whole_backward_pass() -> None:
-    """The ops of a backward pass count as of the last call before it; the module whose gradient is bad returned in an earlier one."""
-    trace = TraceBuilder().sample("tower", 1.0, call=1).sample("tower", 1.0, call=2)
-    trace.sample("", 2.0, kind="loss", call=2, dtype="float32")
-    birth = trace.op("aten.div.Tensor", "", [tensor(1, dtype="float32"), tensor(2, 0.0, dtype="float32")],
-                     [tensor(3, dtype="float32", inf=1)], phase="backward", call=2, root=-1)  # fmt: skip
-    replayed(trace, birth.n, None, finite=False)
-    trace.sample("tower", 0.0, nan=1, kind="grad_output", phase="backward", call=1, dtype="float32")
-    finding = only(trace)
-    assert (finding.id, finding.fqn, finding.op) == ("domain-error", None, "aten.div.Tensor")
 
 
 def added_up(*, looked_at: bool, kind: str = "grad", passes: int = 2, name: str = "out.weight") -> TraceBuilder:
@@ -208,20 +182,6 @@ def test_gradients_that_overflow_where_they_are_added_up_name_their_parameter() 
         Confidence.PROVEN,
     )
     assert "out.weight" in finding.summary
-
-
-@pytest.mark.parametrize(
-    ("passes", "name", "parameter"),
-    [(2, "out.weight", "out"), (1, "out.weight", None), (2, "leaf 0", None)],
-    ids=["before any optimizer's step", "in one pass", "of no module"],
-)
-def test_a_sum_that_is_measured_where_a_pass_leaves_it_names_its_parameter(
-    passes: int, name: str, parameter: str | None
-) -> None:
-    """As it does before the first step of an optimizer; within one pass something else is added up."""
-    finding = only(added_up(looked_at=True, kind="accumulated", passes=passes, name=name))
-    assert (finding.id, finding.fqn) == ("backward-overflow", parameter)
-    assert ("where backward passes are added up" in finding.summary) is (parameter is not None)
 
 
 def test_a_bad_sum_of_gradients_is_unsettled() -> None:
@@ -273,18 +233,6 @@ def test_a_mask_is_told_by_the_line_that_fills_it(value: str, said: str) -> None
     assert said in finding.cause
     assert "smallest finite number of float16" in finding.cause
     assert "added" not in finding.cause
-
-
-def test_a_number_that_torch_refuses_to_make_float16_is_an_overflow() -> None:
-    """The operator and the module are those of the exception; other conversions are none of our business."""
-    for dtype, ids in (("c10::Half", ["float16-overflow"]), ("at::Half", ["float16-overflow"]), ("uint8_t", [])):
-        message = f"value cannot be converted to type {dtype} without overflow"
-        trace = TraceBuilder()
-        raised = Raised(n=trace.n(), step=1, call=1, phase="forward", type="RuntimeError", message=message,
-                        frames=["/home/me/theatre.py:10 forward"], modules=["", "look"], op="aten.masked_fill.Scalar")  # fmt: skip
-        found = diagnose(trace.add(raised).build(outcome="raised"))
-        assert [finding.id for finding in found] == ids
-        assert all((f.fqn, f.op, f.source) == ("look", raised.op, "theatre.py:10") for f in found)
 
 
 def test_what_is_too_large_is_told_from_what_is_undefined() -> None:

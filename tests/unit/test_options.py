@@ -11,7 +11,6 @@ COMMAND = get_command(with_verb(""))
 
 
 def values_of(verb: str, *words: str) -> dict[str, object]:
-    """What the parser makes of a command line."""
     whole = COMMAND.make_context("dtypedoctor", [verb, *words])
     return COMMAND.commands[verb].make_context(verb, list(words), parent=whole).params  # type: ignore[attr-defined]
 

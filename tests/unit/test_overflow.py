@@ -4,8 +4,7 @@ from traces import TraceBuilder, tensor
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Confidence
-from dtypedoctor.diagnosis.unsettled import is_unsettled
-from dtypedoctor.trace.events import Raised, Replay
+from dtypedoctor.trace.events import Replay
 
 
 def test_a_sum_that_overflows_inside_of_an_operator_is_not_told_as_its_result() -> None:
@@ -30,22 +29,3 @@ def test_without_an_op_trace_the_module_above_the_first_bad_input_is_possible() 
     )
     (finding,) = diagnose(trace.build())
     assert (finding.fqn, finding.op, finding.confidence) == ("mlp", None, Confidence.POSSIBLE)
-
-
-def test_a_bad_value_without_an_op_trace_is_unsettled() -> None:
-    """An output, a gradient or a parameter; finite values are not."""
-    assert not is_unsettled(TraceBuilder().sample("a", 1.0).build())
-    for bad in (
-        {"call": 13, "phase": "generate"},
-        {"call": 4, "phase": "backward", "kind": "grad_output"},
-        {"step": 3, "phase": "optimizer", "kind": "param"},
-    ):
-        assert is_unsettled(TraceBuilder().sample("a", 1.0, nan=1, **bad).build())
-
-
-def test_a_refused_op_without_an_op_trace_is_unsettled() -> None:
-    """An exception about dtypes whose operands nobody has seen."""
-    raised = Raised(n=9, step=2, call=6, phase="forward", type="RuntimeError",
-                    message="expected m1 and m2 to have the same dtype, but got: c10::Half != c10::BFloat16", frames=[],
-                    modules=[])  # fmt: skip
-    assert is_unsettled(TraceBuilder().add(raised).build())

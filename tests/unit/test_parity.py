@@ -11,7 +11,6 @@ from dtypedoctor.trace.model import Trace
 
 
 def run(*steps: list[float | None], rewards: tuple[float, ...] = ()) -> Trace:
-    """A trace with one probe per step."""
     trace = TraceBuilder()
     for number, values in enumerate(steps, start=1):
         trace.add(ProbeLogProbs(n=trace.n(), step=number, values=values))

@@ -119,7 +119,6 @@ def test_the_files_of_a_run_hold_no_secret(place: Path) -> None:
 
 
 def drawn(document: Document) -> Iterator[tuple[str, str]]:
-    """The document in every format."""
     stream = io.StringIO()
     print_document(document, Console(file=stream, width=200))
     yield "terminal", stream.getvalue()

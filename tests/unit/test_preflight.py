@@ -13,12 +13,10 @@ from dtypedoctor.lab.trials.treatment import checkpoints_of
 
 
 def scenario(step: dict[str, object]) -> Scenario:
-    """A scenario of one step."""
     return Scenario.model_validate({"name": "case", "summary": "A case.", "steps": [step]})
 
 
 def finding(name: str, severity: Severity = Severity.ERROR) -> Finding:
-    """A finding with nothing to it."""
     return Finding(id=name, severity=severity, confidence=Confidence.LIKELY, summary="", cause="")
 
 

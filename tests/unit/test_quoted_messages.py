@@ -70,12 +70,10 @@ def by_percent(data: Any) -> None:
 
 
 def added(data: Any) -> None:
-    """By adding texts."""
     raise ValueError("bad sample: " + str(data))
 
 
 def by_format(data: Any) -> None:
-    """By ``format``."""
     raise ValueError("could not read {} in {}".format(data, "layers.3"))
 
 
@@ -99,7 +97,6 @@ def as_value(data: Any) -> None:
 
 
 def by_key(data: Any) -> None:
-    """As a missing key."""
     _ = {}[str(data)]
 
 

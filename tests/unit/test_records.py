@@ -32,7 +32,6 @@ def example(hint: Any, *, full: bool) -> Any:
 
 
 def written_and_read(directory: Path, record: Any) -> Trace:
-    """The trace that holds just this record."""
     writer = TraceWriter(directory)
     writer.write(Header())
     writer.write(record)

@@ -56,7 +56,6 @@ def outcome_of(healthy: bool) -> Outcome:
 
 
 def needs(culprits: Iterable[str]) -> Oracle:
-    """Passes where all culprits are treated."""
     wanted = frozenset(culprits)
     return lambda treated: outcome_of(wanted <= treated)
 

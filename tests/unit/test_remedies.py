@@ -17,7 +17,6 @@ from dtypedoctor.lab.trials.changes import (
     autocast_of_model,
     change_of,
     float32_twin,
-    fresh_process,
     healthy_reference,
     with_autocast,
     with_corrections,
@@ -38,14 +37,6 @@ def scenario(*steps: dict[str, Any], **more: Any) -> Scenario:
         for step in steps
     ]
     return Scenario.model_validate({"name": "case", "summary": "A case.", "steps": built, **more})
-
-
-def test_corrections_are_added_once_and_in_order() -> None:
-    """What is on already stays where it is."""
-    changed = with_corrections("strict", "quant-state-dtype")(
-        scenario({"model": LLAMA}, corrections=[{"id": "strict"}])
-    )
-    assert [correction.id for correction in changed.corrections] == ["strict", "quant-state-dtype"]
 
 
 @pytest.mark.parametrize(
@@ -78,32 +69,6 @@ def test_without_a_region_nothing_is_put_right() -> None:
     plain = scenario({"model": LLAMA})
     assert autocast_of_model(plain) == plain
     assert with_autocast(None)(plain) == plain
-
-
-def test_a_region_is_opened_around_every_workload_that_computes() -> None:
-    """An unloading needs none, and a region that is there keeps its device."""
-    given = scenario({"model": LLAMA, "autocast": {"dtype": "float16", "device": "cpu"}}, {}, {"model": LLAMA})
-    opened = with_autocast("bfloat16")(given)
-    assert [step.autocast and (step.autocast.dtype, step.autocast.device) for step in opened.steps] == [
-        ("bfloat16", "cpu"),
-        None,
-        ("bfloat16", "auto"),
-    ]
-
-
-def test_a_fresh_process_keeps_the_last_model_and_what_is_done_with_it() -> None:
-    """Everything before happened elsewhere; a scenario with one model stays as it is."""
-    several = scenario({"model": LLAMA}, {}, {"name": "second", "model": MOE}, {"workload": {"kind": "forward"}})
-    assert [step.name for step in fresh_process(several).steps] == ["second", None]
-    single = scenario({"model": LLAMA}, {"workload": {"kind": "forward"}})
-    assert fresh_process(single) == single
-
-
-def test_options_of_the_custom_model_are_changed_in_no_other_model() -> None:
-    """A library's model does not take them."""
-    changed = change_of(remedies()["drop-keep-in-fp32"])(scenario({"model": LLAMA}, {}, {"model": MOE}))
-    options = [step.model.options for step in changed.steps if step.model]
-    assert options == [{}, {"norm": "promoting", "keep_in_fp32": []}]
 
 
 def test_changes_one_after_the_other() -> None:

@@ -24,12 +24,10 @@ PRIVATE = Private(users=frozenset({USER}), hosts=frozenset({HOST}))
 
 
 def clean(text: str) -> str:
-    """One text, redacted."""
     return redact(text, PRIVATE)
 
 
 def every_format(report: Report) -> list[tuple[str, str]]:
-    """The report in each format, by name."""
     stream = io.StringIO()
     print_document(run_document(report), Console(file=stream, width=200))
     return [

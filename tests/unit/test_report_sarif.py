@@ -30,7 +30,6 @@ OWN = Excerpt(file="sub/train.py", line=11, function="forward", text="        re
 
 
 def sarif(report: Report) -> dict[str, Any]:
-    """The one run of the log."""
     log = json.loads(render_sarif(run_document(report)))
     assert log["version"] == "2.1.0"
     (run,) = log["runs"]

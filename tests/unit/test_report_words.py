@@ -141,14 +141,12 @@ def test_the_scale_is_monotonic_between_nothing_and_the_largest_value(one: float
 
 
 def row(fqn: str, **more: object) -> StripRow:
-    """A row of the strip."""
     values: dict[str, object] = {"cls": "Linear", "dtype": "float16", "absmax": 1.0, "num_nan": 0, "num_inf": 0,
                                  "headroom": None, "is_origin": False}  # fmt: skip
     return StripRow(fqn=fqn, **(values | more))  # type: ignore[arg-type]
 
 
 def strip(*rows: StripRow) -> tuple[tuple[Line, ...], ...]:
-    """The rows of the table."""
     table = magnitude_section(Report(name="x", status=Status.FINDINGS, headline="", strip=rows)).blocks[0]
     assert isinstance(table, Table)
     return table.rows

@@ -106,7 +106,6 @@ def test_only_machines_that_may_still_report_are_waited_for(tmp_path: Path, monk
 
 
 def recorded(place: Path, rank: int, size: int, created: float = 0.0) -> None:
-    """The trace of one rank of a job."""
     rank_directory(place / "before", rank).mkdir(parents=True)
     writer = TraceWriter(rank_directory(place / "before", rank))
     writer.write(Header(created=created, pid=1, rank=rank, world_size=size))

@@ -25,7 +25,6 @@ def left(directory: Path, *records: object, request: object = None, ended: objec
 
 
 def refused(place: Path) -> UsageError:
-    """How opening ``place`` is refused."""
     with pytest.raises(UsageError) as error:
         open_run(place)
     assert error.value.exit_code is ExitCode.USAGE

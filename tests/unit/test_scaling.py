@@ -20,23 +20,6 @@ def found_unscaling(message: str = "", **values: Any) -> list[Finding]:
     return list(detect_scaling(unscaling(message, **values).ended()))
 
 
-def test_float16_trainables_are_named_and_blamed_where_they_are_few() -> None:
-    """A copy of the output layer among float32 adapters."""
-    (finding,) = found_unscaling("Attempting to unscale FP16 gradients.", params={"float32": 4, "float16": 1},
-                           names={"float16": ["model.head.copy.weight"]})  # fmt: skip
-    assert (finding.id, finding.fqn, finding.phase) == ("unscale-float16-gradients", "model.head.copy", "optimizer")
-    assert "model.head.copy.weight" in finding.summary
-    assert finding.source == "train.py:12"
-
-
-def test_a_model_that_is_float16_throughout_is_blamed_as_a_whole() -> None:
-    """No single module is the odd one."""
-    (finding,) = found_unscaling(
-        "Attempting to unscale FP16 gradients.", params={"float16": 2}, names={"float16": ["a.weight", "b.weight"]}
-    )
-    assert finding.fqn == ""
-
-
 def test_float32_trainables_with_a_scaler_are_silent() -> None:
     """That is what scalers are for."""
     assert found_unscaling() == []
@@ -70,12 +53,6 @@ def test_bfloat16_trainables_are_a_warning_and_an_error_once_the_kernel_is_missi
     message = "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
     (error,) = found_unscaling(message, params={"bfloat16": 4}, gradients={"bfloat16": 4})
     assert (error.severity, error.phase) == (Severity.ERROR, "optimizer")
-
-
-def test_a_scaler_without_anything_to_check_speaks_of_no_value() -> None:
-    """Its message names inf; nothing was, so nothing else is found."""
-    story = unscaling("No inf checks were recorded for this optimizer.")
-    assert [finding.id for finding in diagnose(story.build())] == ["no-inf-checks"]
 
 
 def test_the_first_skipped_steps_of_a_healthy_run_are_silent() -> None:

@@ -13,7 +13,6 @@ from dtypedoctor.trace.events import Coverage, Raised
 
 
 def found_in(trace: TraceBuilder, **covered: Any) -> Finding:
-    """The first finding of a trace, with this coverage."""
     if covered:
         trace.add(Coverage(**covered))
     return analysis_of(trace.build()).findings[0]

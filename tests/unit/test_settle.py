@@ -35,16 +35,6 @@ def trial(remedy: str, outcome: Outcome = Outcome.FIXED, *, ran: bool = True) ->
     )
 
 
-def test_a_cure_that_changes_the_cause_alone_proves_it() -> None:
-    """The run becomes evidence, beside what was known."""
-    (found,) = confirm_by_trials([finding()], [trial("quant-state-dtype")])
-    assert found.confidence is Confidence.PROVEN
-    assert found.evidence[0] == "Measured."
-    assert found.evidence[1] == (
-        "With quant-state-dtype (change one thing) the run completes 3/3 steps; the failure does not recur."
-    )
-
-
 @pytest.mark.parametrize(
     "tried",
     [

@@ -46,7 +46,6 @@ def step(
 
 
 def rank(number: int, story: TraceBuilder | Trace, *, code: int = 0, stopped: bool = False) -> Rank:
-    """A rank with the trace of ``story``."""
     trace = story.build() if isinstance(story, TraceBuilder) else story
     return Rank(number=number, trace=trace, code=code, ended="completed", stopped=stopped)
 
@@ -68,11 +67,6 @@ def two(**second: object) -> tuple[Rank, Rank]:
 def test_the_rank_that_has_something_bad_before_a_collective_leads() -> None:
     """Rank 0 has it as well, but only from the all_reduce on."""
     assert leading_rank(two()) == 1
-
-
-def test_a_gradient_that_no_module_returns_is_seen_when_it_is_sent() -> None:
-    """All modules are finite on both ranks; what rank 1 puts into the collective is not."""
-    assert leading_rank(two(bad="")) == 1
 
 
 def test_of_processes_that_a_script_spawns_the_one_that_sent_it_leads() -> None:
@@ -158,11 +152,6 @@ def test_the_rank_that_brought_the_others_down_leads(others: str, code: int, tra
     stopped = rank(1, _healthy(), code=-signal.SIGTERM)
     guilty = rank(2, trace if trace is not None else _healthy(), code=code)
     assert leading_rank([complains, stopped, guilty]) == 2, others
-
-
-def test_a_rank_that_left_with_a_status_leads_one_that_torchrun_ended_for_it() -> None:
-    """Rank 0 was on its way to a good end when it got SIGTERM."""
-    assert leading_rank([rank(0, _healthy(), code=-signal.SIGTERM), rank(1, TraceBuilder(), code=3)]) == 1
 
 
 def test_of_ranks_that_hang_the_one_that_is_behind_leads() -> None:

@@ -6,8 +6,6 @@ import pytest
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.rule import Finding
-from dtypedoctor.rules.mismatch.case import described
-from dtypedoctor.rules.mismatch.dtype_origin import DtypeOrigin, Reason
 from dtypedoctor.rules.mismatch.explained_by_torch import mixed_shard_units
 from dtypedoctor.trace.events import Observation, Raised
 
@@ -31,7 +29,6 @@ def made(
 
 
 def found(*records: Any) -> tuple[Finding, ...]:
-    """What is found in a trace of these records."""
     return tuple(mixed_shard_units(TraceBuilder().add(*records).build()))
 
 
@@ -79,9 +76,3 @@ def test_a_refusal_without_any_note_names_the_module_that_raised() -> None:
 def test_what_fsdp_takes_is_no_finding(records: tuple[Observation, ...]) -> None:
     """FSDP2 asks trainable parameters only, and only at the first forward pass."""
     assert found(*records) == ()
-
-
-def test_the_cast_of_a_unit_is_called_by_its_name() -> None:
-    """Provenance says that a policy's output_dtype gave an operand its dtype."""
-    origin = DtypeOrigin(reason=Reason.FSDP_OUTPUT, dtype="float32", root=0, fqn="layers.3")
-    assert described(origin) == "the FSDP output dtype of the shard unit layers.3"

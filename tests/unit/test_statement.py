@@ -10,7 +10,6 @@ from dtypedoctor.rules import Statement, make_finding
 
 
 def said(name: str = "float16-overflow", severity: Severity = Severity.ERROR) -> Statement:
-    """A statement with this id and severity."""
     return Statement(id=name, severity=severity, summary="It fails.", cause="Because.", evidence=("Measured.",))
 
 

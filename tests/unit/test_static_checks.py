@@ -18,7 +18,6 @@ from dtypedoctor.tensor_files import read_entries
 
 
 def found(folder: Path, **intent: object) -> dict[str, Finding]:
-    """Findings by id."""
     return {finding.id: finding for finding in preflight(read_checkpoint(folder, Intent(**intent)))}  # type: ignore[arg-type]
 
 
@@ -156,7 +155,6 @@ def float32_bytes(values: list[float]) -> bytes:
 
 
 def as_bfloat16(value: float) -> float:
-    """The value cut to bfloat16."""
     bits = struct.unpack("<I", struct.pack("<f", value))[0] & 0xFFFF0000
     result: float = struct.unpack("<f", struct.pack("<I", bits))[0]
     return result

@@ -68,7 +68,6 @@ HARMS = {
 
 
 def finished(tmp_path: Path, middle: str) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Runs the program; its own file."""
     (tmp_path / "trace").mkdir()
     script, own = tmp_path / "program.py", tmp_path / "own.bin"
     script.write_text(dedent(PROGRAM.format(middle=middle)))
@@ -79,7 +78,6 @@ def finished(tmp_path: Path, middle: str) -> tuple[subprocess.CompletedProcess[s
 
 
 def records(trace: Trace) -> list[str]:
-    """What the program recorded."""
     return [one.cls for one in trace.all(Root)]
 
 

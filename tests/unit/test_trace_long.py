@@ -162,15 +162,6 @@ def test_lines_cut_off_from_the_end_of_a_file_are_missed(tmp_path: Path, monkeyp
         assert read_trace(tmp_path).end is None
 
 
-def test_what_a_kill_leaves_counts_the_lines_of_files_that_were_left_before(tmp_path: Path) -> None:
-    """Only of the file that was being written does nobody know how long it was."""
-    for done in train(tmp_path, 1_000):
-        if done == 700:
-            break
-    said = [lines for _, lines in detail_files(tmp_path).values()]
-    assert None not in said[:-1]
-
-
 def test_a_folded_trace_says_so_in_its_report(tmp_path: Path) -> None:
     """Coverage names the steps of which only totals are kept."""
     from dtypedoctor.report.files import report_of

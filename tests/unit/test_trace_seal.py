@@ -15,7 +15,6 @@ BODIES = [
 
 
 def lines() -> list[bytes]:
-    """The sealed lines of a small file."""
     return sealed_bodies(BODIES).splitlines(keepends=True)
 
 

@@ -46,7 +46,6 @@ def test_a_loss_that_differs_in_each_run_says_nothing(tmp_path: Path) -> None:
 
 
 def of_losses(*losses: float) -> TraceBuilder:
-    """A run with these losses."""
     trace = TraceBuilder().sample("out", 3.0)
     for step, loss in enumerate(losses, 1):
         trace.add(Metric(n=trace.n(), step=step, values={"loss": loss}))

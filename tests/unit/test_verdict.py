@@ -42,7 +42,6 @@ SCENARIO = Program(name="case", summary="A program.", path="train.py").described
 
 
 def report_on(trace: Trace) -> Report:
-    """The report on a run of which ``trace`` is all that is known."""
     ended = WorkerExit(code=0, timed_out=False, seconds=1.0)
     run = Run(trace=trace, exit=ended, directory=Path("nowhere"), foreign=True)
     return build_report(examine(SCENARIO, run), command="", files={}, next_command="")

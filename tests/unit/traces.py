@@ -70,5 +70,4 @@ class TraceBuilder:
 def tensor(
     number: int, absmax: float | None = 1.0, *, dtype: str = "float16", nan: int = 0, inf: int = 0, **more: Any
 ) -> TensorNote:
-    """A tensor note of eight elements."""
     return TensorNote(id=number, dtype=dtype, shape=[2, 4], absmax=absmax, num_nan=nan, num_posinf=inf, **more)

@@ -10,8 +10,6 @@ VOCABULARY = 32
 
 
 class GatedLayer(nn.Module):
-    """`down(gate(x) * up(x))`."""
-
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.gate = nn.Linear(hidden, hidden, bias=False)
@@ -34,7 +32,6 @@ class GatedForCausalLM(nn.Module):
         self.head = nn.Linear(hidden, VOCABULARY, bias=False)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> SimpleNamespace:
-        """Logits (batch, tokens, vocabulary), and the loss where there are labels."""
         logits = self.head(self.layer(self.embed(input_ids)))
         loss = None
         if labels is not None:
