@@ -32,19 +32,19 @@ Ablate = Annotated[
     list[str] | None,
     typer.Option(
         "--ablate",
-        help="Rerun without this, to see whether the failure requires it: autocast, fused-attention, compile or loss-scale.",
+        help="Rerun without autocast, fused-attention, compile or loss-scale: does the failure need it?",
         metavar="NAME",
     ),
 ]
 Try = Annotated[
     list[str] | None,
-    typer.Option("--try", help="Rerun with this fix installed in the script.", metavar="FIX"),
+    typer.Option("--try", help="Rerun with this fix installed.", metavar="FIX"),
 ]
 Rerun = Annotated[
     bool,
     typer.Option(
         "--rerun",
-        help="Run the script again for what one run cannot tell: uninstrumented, with ablations.",
+        help="Rerun uninstrumented, and with each ablation.",
     ),
 ]
 RerunInPlace = Annotated[
@@ -52,17 +52,16 @@ RerunInPlace = Annotated[
     typer.Option(
         "--rerun-in-place",
         envvar="DTYPEDOCTOR_RERUN_IN_PLACE",
-        help="Rerun in the working directory itself, not in a copy-on-write view of it: the rerun may change files there.",
+        show_envvar=False,
+        help="Rerun in the working directory, not in a view.",
     ),
 ]
-Once = Annotated[
-    bool, typer.Option("--once", help="Run the script one time only: no edit is tried in a copy of its files.")
-]
+Once = Annotated[bool, typer.Option("--once", help="Run once: try no edit in a copy of the files.")]
 Verify = Annotated[
     bool,
     typer.Option(
         "--verify-uninstrumented",
-        help="Rerun without instrumentation and compare: did instrumentation change anything?",
+        help="Rerun uninstrumented, and compare.",
     ),
 ]
 
@@ -74,7 +73,10 @@ def execute(
     text: Annotated[bool, typer.Option("-c", help="Run source text as `python -c` does.")] = False,
     out: Out = None,
     time_limit: Annotated[
-        int, typer.Option("--time-limit", help="Seconds after which the script is stopped.", min=1, max=WEEK)
+        int,
+        typer.Option(
+            "--time-limit", help="Stop the script then.", metavar="SECONDS", min=1, max=WEEK, show_default="a week"
+        ),
     ] = WEEK,
     ablate: Ablate = None,
     attempt: Try = None,
@@ -86,7 +88,7 @@ def execute(
     overhead_budget: OverheadBudget = None,
     every_n_steps: EveryNSteps = None,
     capsule_limit: Annotated[
-        int, typer.Option("--capsule-limit", help="Largest capsule of the failing call, in MiB.", metavar="MIB", min=1)
+        int, typer.Option("--capsule-limit", help="Largest capsule of the failing call.", metavar="MIB", min=1)
     ] = 64,
     propagate_exit: Annotated[
         bool, typer.Option("--propagate-exit", help="Exit with the script's own status.")
@@ -95,10 +97,9 @@ def execute(
 ) -> int:
     """Run a script, instrumented, and diagnose it.
 
-    An edit that the report shows was tried before: in a second run, for at most a minute, in a copy of the files and without network.
+    Edits are tried before they are shown: in a copy of the files, without network, for a minute.
 
-    Exits 0 if nothing is found and the script succeeds, 10 otherwise. The script's output stays on its own streams; the report
-    goes to stderr. Options of dtypedoctor stand before SCRIPT, those of the script after it.
+    Exits 0 if nothing is found and the script succeeds, else 10. The report goes to stderr. Options of the script stand after it.
     """
     from dtypedoctor.runner.command import Program, name_of, program_of
 

@@ -56,7 +56,8 @@ OverheadBudget = Annotated[
     str | None,
     typer.Option(
         "--overhead-budget",
-        help="Share of the time that looks at whole steps may take (default 1% on a GPU, 5% on a CPU); 1/16: 1 of 16 steps; off: all.",
+        help="How much is looked at: 5% of the time, 1/16 of the steps, off: all.",
+        show_default="1% on a GPU, 5% on a CPU",
         metavar="SHARE",
     ),
 ]
@@ -247,7 +248,7 @@ def left_in(directory: Path) -> list[str]:
 ScriptArgument = Annotated[
     str,
     typer.Argument(
-        help="Script, directory or archive; - for standard input; a module's name after -m, source text after -c.",
+        help="Script, command, - for stdin, or what -m or -c takes.",
         metavar="SCRIPT",
     ),
 ]
