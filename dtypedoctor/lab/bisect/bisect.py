@@ -14,7 +14,6 @@ from dtypedoctor.examination.results import Treatment, Trial
 from dtypedoctor.lab.bisect.measurements import ReferenceSetup, measure, measure_cost, reproduce, set_up
 from dtypedoctor.lab.bisect.probes import KEEP, cheaper, describe, modes, probe_of, unrounded, with_kept
 from dtypedoctor.lab.bisect.questions import (
-    Forest,
     Question,
     Watch,
     ask,
@@ -146,7 +145,14 @@ class _Bisecting:
         called = called_modules([before, untreated], setup.reference)
         forest = plant(called, suspicion(untreated, found.failure.fqn))
         self._progress.stage(f"narrowing down modules by {describe(setup.workload)}")
-        answer = ask(self._runner, setup, _about_modules(forest, setup, found.failure), self._progress.probe)
+        question = Question(
+            name="modules",
+            roots=forest.roots,
+            scenario=lambda treated: with_kept(setup.workload, forest.names(treated)),
+            names=forest.names,
+            failure=found.failure,
+        )
+        answer = ask(self._runner, setup, question, self._progress.probe)
         kept = forest.names(frozenset(answer.culprits))
         found = replace(found, end=End.FOUND, modules=answer, kept=kept, candidates=len(forest.leaves))
         if answer.interrupted:
@@ -213,7 +219,14 @@ class _Bisecting:
         if not offered:
             return found
         self._progress.stage(f"narrowing down {len(offered)} corrections")
-        answer = ask(self._runner, setup, _about_corrections(offered, setup, found.failure), self._progress.probe)
+        question = Question(
+            name="corrections",
+            roots=tuple(Node(id=one) for one in offered),
+            scenario=lambda treated: with_offers(setup.workload, [one for one in offered if one in treated]),
+            names=lambda treated: tuple(one for one in offered if one in treated),
+            failure=found.failure,
+        )
+        answer = ask(self._runner, setup, question, self._progress.probe)
         unfit = _not_installed(answer)
         if unfit is not None:
             remaining = tuple(one for one in offered if one != unfit)
@@ -257,26 +270,6 @@ def _not_installed(answer: Answer) -> str | None:
         return None
     symptom = answer.symptoms[max(answer.symptoms, key=len)]
     return symptom.detail if symptom.kind is Kind.NOT_INSTALLED else None
-
-
-def _about_modules(forest: Forest, setup: ReferenceSetup, failure: Symptom) -> Question:
-    return Question(
-        name="modules",
-        roots=forest.roots,
-        scenario=lambda treated: with_kept(setup.workload, forest.names(treated)),
-        names=forest.names,
-        failure=failure,
-    )
-
-
-def _about_corrections(offered: Sequence[str], setup: ReferenceSetup, failure: Symptom) -> Question:
-    return Question(
-        name="corrections",
-        roots=tuple(Node(id=one) for one in offered),
-        scenario=lambda treated: with_offers(setup.workload, [one for one in offered if one in treated]),
-        names=lambda treated: tuple(one for one in offered if one in treated),
-        failure=failure,
-    )
 
 
 MOST_RUNS = 40

@@ -49,14 +49,9 @@ def _found(found: Bisection) -> str:
         reason = found.trials[0].reason if found.trials else "that was not tried"
         return f"Keeping {_kept(found)} in float32 fixes {found.workload}, but not the whole run: {reason}."
     story = f"Smallest fix: keep {_kept(found)} in float32. Without it: {found.failure.reason}."
-    return f"{story}{_by_corrections(found)}{_now_and_then(found)}"
-
-
-def _now_and_then(found: Bisection) -> str:
     result = found.modules.result if found.modules is not None else None
-    if result is None or not result.flaky:
-        return ""
-    return " The failure is flaky: repeated runs differ, so this may be chance. Bisect again to confirm it."
+    flaky = " The failure is flaky: repeated runs differ, so this may be chance. Bisect again to confirm it."
+    return f"{story}{_by_corrections(found)}{flaky if result is not None and result.flaky else ''}"
 
 
 def _by_corrections(found: Bisection) -> str:

@@ -171,7 +171,11 @@ def treat_all(batch: Batch, where: Where) -> tuple[list[MatrixRow], list[Report]
     left = [one.name for one in waiting if one.name not in done]
     done |= {name: (not_run_row(name), not_run_report(name)) for name in left}
     rows, reports = map(list, zip(*(done[one.name] for one in batch.scenarios), strict=True))
-    _leave_matrix(batch.directory, rows)
+    try:
+        write_file(batch.directory / MATRIX_JSON, render_matrix_json(rows, exit_code=matrix_exit(rows)))
+        say(f"Matrix: {batch.directory / MATRIX_JSON}")
+    except OSError as error:  # the disk is full, or the directory is gone: it can still be shown
+        say(f"dtypedoctor: cannot write the matrix to {batch.directory}: {error.strerror}")
     if left or any(row.cause.startswith(LOST) for row in rows):
         say(f"Resume with: dtypedoctor run --resume {shlex.quote(str(batch.directory))}")
     return rows, reports
@@ -190,14 +194,6 @@ def _finished(batch: Batch) -> Iterator[tuple[str, Done]]:
 
 LOST = "not run: "
 """How the reason begins where a machine has not run a scenario to its end, so that running it again may help."""
-
-
-def _leave_matrix(directory: Path, rows: Sequence[MatrixRow]) -> None:
-    try:
-        write_file(directory / MATRIX_JSON, render_matrix_json(rows, exit_code=matrix_exit(rows)))
-        say(f"Matrix: {directory / MATRIX_JSON}")
-    except OSError as error:  # the disk is full, or the directory is gone: it can still be shown
-        say(f"dtypedoctor: cannot write the matrix to {directory}: {error.strerror}")
 
 
 def _one_by_one(batch: Batch, waiting: Sequence[Scenario], view: LiveView) -> Iterator[Done]:

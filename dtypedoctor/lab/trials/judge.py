@@ -64,14 +64,20 @@ def judge(remedy: Remedy, scenario: Scenario, run: Run, baselines: Baselines) ->
     """The trial of ``remedy``: ``run`` is the run of the changed scenario, ``scenario``."""
     refused = next((c for c in run.trace.all(Correction) if not c.installed), None)
     if refused is not None:
-        return not_tried(remedy, _why_not_installed(refused))
+        # A correction that finds nothing to correct does not apply; any other reason is trouble with installing it
+        kind, _, why = refused.reason.partition(": ")
+        could_not = f"the correction could not be installed: {refused.reason}"
+        return not_tried(remedy, f"it does not apply here: {why}" if kind == MISMATCH else could_not)
     idle = without_effect(remedy.id, scenario, run.trace)
     if idle:
         return not_tried(remedy, idle, condition=True)
     after = summarise_against(remedy.id, run, scenario, baselines.twin)
     remains = _remaining(baselines.findings, run.trace)
     reason = next(_objections(remedy, run, after, baselines, remains), "")
-    base = _ratio_base(baselines)
+    # Costs are compared with the untreated run if it lived long enough to say anything, else with the reference
+    base: RunSummary | None = baselines.before
+    if baselines.before.steps_completed < MIN_STEPS_FOR_RATIO:
+        base = baselines.reference[0] if baselines.reference else None
     last = {c.id: c for c in run.trace.all(Correction)}
     probe = diagnostic(remedy.id, scenario, run.trace, baselines.failed, passes=not reason)
     return Trial(
@@ -109,22 +115,9 @@ def _why_fixed(trace: Trace, before: Sequence[Finding], remains: Sequence[str]) 
         known = {finding.id for finding in before}
         found = ", ".join(name if name in known else f"{name} (new)" for name in remains)
         return f"{first} does not recur; found in this run: {found}"
-    return f"all steps completed, the finding does not recur, {_finite(trace)}"
-
-
-def _finite(trace: Trace) -> str:
     bad = any(not sample.finite for sample in trace.samples)
-    return "no inf or NaN that matters" if bad else "everything measured is finite"
-
-
-def _why_not_installed(refused: Correction) -> str:
-    """A correction that finds nothing to correct does not apply; any other reason is trouble with installing it."""
-    kind, _, why = refused.reason.partition(": ")
-    return (
-        f"it does not apply here: {why}"
-        if kind == MISMATCH
-        else f"the correction could not be installed: {refused.reason}"
-    )
+    finite = "no inf or NaN that matters" if bad else "everything measured is finite"
+    return f"all steps completed, the finding does not recur, {finite}"
 
 
 def _never_reached(run: Run, before: Raised | None) -> bool:
@@ -201,13 +194,6 @@ def _beside_place(raised: Raised, before: Raised) -> str:
     alike = line == failing_line(before) and (raised.op == before.op or None in (raised.op, before.op))
     what = f"{raised.op} at {line}" if raised.op else line
     return f"at {'the same' if alike else 'another'} {'operation' if raised.op else 'line'}, {what}, "
-
-
-def _ratio_base(baselines: Baselines) -> RunSummary | None:
-    """The run to compare costs with: the untreated one if it lived long enough to say anything, else the reference."""
-    if baselines.before.steps_completed >= MIN_STEPS_FOR_RATIO:
-        return baselines.before
-    return baselines.reference[0] if baselines.reference else None
 
 
 def _ratio(value: float | None, base: float | None) -> float | None:
@@ -536,7 +522,13 @@ def _compare(watched: Run, unwatched: Run) -> Observer:
         return Observer(bitwise_equal=False, reason=difference)
     steps = len(watched.trace.all(Metric))
     if not steps:
-        reason = f"{_nothing_to_compare(end.outcome)}{'; the script ended in the same way' if watched.foreign else ''}"
+        reason = "no step was completed, so there is nothing to compare"
+        if end.outcome == "raised":
+            reason = (
+                "the run raises the same error with and without instrumentation, before any step has numbers to compare"
+            )
+        if watched.foreign:
+            reason += "; the script ended in the same way"
         return Observer(bitwise_equal=None, reason=reason, same_error=end.outcome == "raised")
     trained = "the gradients and parameters after each of them" if watched.foreign else "the trained parameters"
     return Observer(
@@ -544,12 +536,6 @@ def _compare(watched: Run, unwatched: Run) -> Observer:
         reason=f"{_compared(watched)} of {steps} step(s) and {trained} are bitwise equal with and without instrumentation",
         same_error=end.outcome == "raised",
     )
-
-
-def _nothing_to_compare(outcome: str) -> str:
-    if outcome == "raised":
-        return "the run raises the same error with and without instrumentation, before any step has numbers to compare"
-    return "no step was completed, so there is nothing to compare"
 
 
 def _by_parameters(watched: Run, unwatched: Run) -> Observer:
@@ -569,11 +555,6 @@ def _compared(run: Run) -> str:
     return ", ".join(names) or "the number"
 
 
-def _process_of(run: Run) -> int:
-    """The number of its process; 0 where it is not known."""
-    return run.trace.header.pid if run.trace.header is not None else 0
-
-
 def _ending(run: Run, outcome: str) -> str:
     raised = analysis_of(run.trace).uncaught
     if outcome == "raised" and raised is not None:
@@ -587,11 +568,9 @@ def _text(run: Run) -> str:
     if raised is None:
         return ""
     said = raised.message.split("from user code:", 1)[0]  # Dynamo quotes torch's own lines there, which hooks change
-    return f"{raised.type}: {_SET.sub(_sorted, without_volatile(said, _process_of(run)))}"
-
-
-def _sorted(printed: re.Match[str]) -> str:
-    return ", ".join(sorted(printed[1].split(", ")))
+    process = run.trace.header.pid if run.trace.header is not None else 0
+    text = without_volatile(said, process)
+    return f"{raised.type}: {_SET.sub(lambda printed: ', '.join(sorted(printed[1].split(', '))), text)}"
 
 
 def _difference(watched: Run, unwatched: Run) -> str:
@@ -602,20 +581,14 @@ def _difference(watched: Run, unwatched: Run) -> str:
     ours, theirs = (_text(run) for run in (watched, unwatched))
     if ours and theirs and ours != theirs:
         return "the exceptions differ"
-    status = _status_difference(watched, unwatched)
-    if status:
-        return status
+    # Which rank torchrun ends before it has ended by itself is a race, and no difference
+    by_launcher = watched.exit.ended_by_launcher or unwatched.exit.ended_by_launcher
+    if watched.exit.code != unwatched.exit.code and not by_launcher:
+        return f"the script {watched.exit.describe()} with instrumentation, and {unwatched.exit.describe()} without"
     mine, yours = watched.trace.last(Resources), unwatched.trace.last(Resources)
     if mine is not None and yours is not None and mine.checksum != yours.checksum:
         return "the trained parameters differ"
     return ""
-
-
-def _status_difference(watched: Run, unwatched: Run) -> str:
-    """The statuses, where they differ. Which rank torchrun ends before it has ended by itself is a race, and no difference."""
-    if watched.exit.ended_by_launcher or unwatched.exit.ended_by_launcher or watched.exit.code == unwatched.exit.code:
-        return ""
-    return f"the script {watched.exit.describe()} with instrumentation, and {unwatched.exit.describe()} without"
 
 
 def _metric_difference(ours: Sequence[Metric], theirs: Sequence[Metric]) -> str:
