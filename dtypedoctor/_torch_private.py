@@ -680,13 +680,12 @@ def fix_scale(scaler: GradScaler, scale: float) -> None:
 def context_facts(context: Any) -> dict[str, Any]:
     """What ``custom_fwd`` has left in the context of a custom function.
 
-    ``decorated`` (it is around the forward), ``fwd_used_autocast`` and ``ctx_dtype`` (a dtype), None where it has left nothing. Without
-    the names no function counts as decorated.
+    ``decorated`` (it is around the forward) and ``fwd_used_autocast``, None where it has left nothing. Without the names no function
+    counts as decorated.
     """
     return {
         "decorated": hasattr(context, "_fwd_used_autocast"),
         "fwd_used_autocast": getattr(context, "_fwd_used_autocast", None),
-        "ctx_dtype": getattr(context, "_dtype", None),
     }
 
 

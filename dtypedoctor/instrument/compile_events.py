@@ -235,15 +235,7 @@ def observations(
         report: what Dynamo did.
         module_at: dotted name of the module whose code stands at ``FILE:LINE``, where there is one.
     """
-    counts = CompileCounts(
-        breaks=report.breaks,
-        unique_graphs=report.unique_graphs,
-        frames=report.frames,
-        frames_compiled=report.frames_compiled,
-        recompiles=len(report.recompiles),
-        limit_hits=len(report.limit_hits),
-    )
-    yield counts, None
+    yield CompileCounts(unique_graphs=report.unique_graphs), None
     files = imported_files()
     for group in report.graph_breaks:
         fqn = next(filter(None, map(module_at, reversed(group.frames))), None)

@@ -34,7 +34,7 @@ from dtypedoctor.instrument.frames import (
     span_of,
 )
 from dtypedoctor.instrument.module_tree import named_modules
-from dtypedoctor.instrument.naming import Names, short_name
+from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.operators import TensorIds
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.redaction.messages import message_of
@@ -144,12 +144,10 @@ class Whereabouts:
 
     def _note(self, context: FunctionCtx, made: OpPlace) -> None:
         facts = context_facts(context)
-        dtype = facts["ctx_dtype"]
         function = CustomFunction(
             function=function_name(context),
             decorated=facts["decorated"],
             fwd_used_autocast=facts["fwd_used_autocast"],
-            ctx_dtype=short_name(dtype) if dtype is not None else None,
             forward_autocast=made.autocast,
             forward_source=made.source,
         )

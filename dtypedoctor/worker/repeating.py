@@ -19,8 +19,8 @@ from dtypedoctor.worker.on_import import after_import
 def repeat(job: str, *, is_first: bool) -> None:
     """Begins with the random states of the first run, or keeps them for a later one; this is called before the program begins.
 
-    Python's and numpy's generators begin with entropy of the system; torch's begins with the same seed in every process anyway. Those of further
-    processes are left alone, because nothing tells which of them is which.
+    Python's and numpy's generators begin with entropy of the system; so does torch's on a CPU, which is left as it is: a program that does not seed
+    it draws other numbers in each run. Those of further processes are left alone, because nothing tells which of them is which.
 
     Args:
         job: folder of the run.

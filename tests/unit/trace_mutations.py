@@ -53,7 +53,6 @@ OBSERVED: tuple[Any, ...] = (
         function="Scale",
         decorated=False,
         fwd_used_autocast=None,
-        ctx_dtype=None,
         forward_autocast=None,
         forward_source=None,
     ),

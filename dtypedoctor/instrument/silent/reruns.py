@@ -136,7 +136,6 @@ class CacheCheck(Observer):
             dtype=dtype_name(output),
             relative_error=error,
             region=self._region.source if self._region is not None else None,
-            calls=max((root.calls for root in self._roots.values()), default=0),
         )
         self.session.once(copy, name, fqn=fqn)
 

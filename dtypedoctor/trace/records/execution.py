@@ -226,7 +226,6 @@ class CustomFunction:
         function: its name.
         decorated: whether its forward is decorated with ``custom_fwd``.
         fwd_used_autocast: what ``custom_fwd`` has noted: whether autocast was on in the forward.
-        ctx_dtype: the dtype that ``custom_fwd`` has noted.
         forward_autocast: dtype of the region that the forward ran in; None outside of any.
         forward_source: ``file.py:line`` of the forward.
     """
@@ -236,23 +235,17 @@ class CustomFunction:
     function: str | None
     decorated: bool
     fwd_used_autocast: bool | None
-    ctx_dtype: str | None
     forward_autocast: str | None
     forward_source: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileCounts:
-    """How often Dynamo did what; one record for a run in which it did anything."""
+    """How many graphs Dynamo made; one record for a run in which it did anything."""
 
     KIND: ClassVar[str] = "compile"
 
-    breaks: int
     unique_graphs: int
-    frames: int
-    frames_compiled: int
-    recompiles: int
-    limit_hits: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,7 +77,6 @@ class StaleCopy:
         dtype: of the copy.
         relative_error: largest difference of the layer's result from one without the cache, over the largest magnitude of the latter.
         region: ``file:line`` that opened the outermost region.
-        calls: outermost calls in the region so far.
     """
 
     KIND: ClassVar[str] = "autocast-cache"
@@ -86,7 +85,6 @@ class StaleCopy:
     dtype: str
     relative_error: float
     region: str | None
-    calls: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
