@@ -21,8 +21,7 @@ from dtypedoctor.diagnosis.ops import (
     only_negative_inf,
     overload_free,
 )
-from dtypedoctor.diagnosis.seen import operators_were_seen
-from dtypedoctor.diagnosis.wording import limit_of
+from dtypedoctor.diagnosis.wording import limit_of, operators_were_seen
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, Replay, Sample, ScalerState, TensorNote
 from dtypedoctor.trace.model import Trace

@@ -11,9 +11,8 @@ from dtypedoctor.diagnosis.distributed import not_recorded, size_of
 from dtypedoctor.diagnosis.incidents import GRADIENTS, looks_like_a_mask
 from dtypedoctor.diagnosis.ops import all_finite, asked_for, makes_nan, nonfinite
 from dtypedoctor.diagnosis.rule import Finding, Severity
-from dtypedoctor.diagnosis.seen import ENOUGH
 from dtypedoctor.diagnosis.unsettled import doubt_in_words
-from dtypedoctor.diagnosis.wording import indexed
+from dtypedoctor.diagnosis.wording import ENOUGH, indexed
 from dtypedoctor.examination.capsules import is_replay
 from dtypedoctor.examination.processes import ranks_of
 from dtypedoctor.examination.results import Treatment

@@ -10,7 +10,7 @@ from traces import TraceBuilder, tensor
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Finding
-from dtypedoctor.rules.nonfinite.growth import growth_before
+from dtypedoctor.rules.nonfinite.undefined import growth_before
 
 
 def test_growth_goes_from_the_first_step_to_the_last() -> None:

@@ -13,7 +13,6 @@ from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, NON_FINITE, OF_ANY_FIND
 from dtypedoctor.diagnosis.wording import how_the_run_ended
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.nonfinite.float8 import FLOAT8_RANGE, judge_float8
-from dtypedoctor.rules.nonfinite.growth import Growth, growth_before
 from dtypedoctor.rules.nonfinite.overflow import (
     judge_attention_scores,
     judge_backward,
@@ -23,6 +22,8 @@ from dtypedoctor.rules.nonfinite.overflow import (
     swallowed_overflows,
 )
 from dtypedoctor.rules.nonfinite.undefined import (
+    Growth,
+    growth_before,
     judge_domain,
     judge_optimizer_step,
     judge_rounded,

@@ -6,15 +6,17 @@ from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, Reached
 from dtypedoctor.diagnosis.nonfinite_origin import NARROW, Origin, finite_in_eager_mode
 from dtypedoctor.diagnosis.ops import is_uninitialized
 from dtypedoctor.diagnosis.rule import Confidence, Finding
-from dtypedoctor.diagnosis.seen import compiled_outside, modules_were_finite, operators_were_seen
 from dtypedoctor.diagnosis.wording import (
     bad_elements,
     class_of,
+    compiled_outside,
     failing_line,
     how_the_run_ended,
     limit_of,
     max_of,
     module_of,
+    modules_were_finite,
+    operators_were_seen,
     place,
     rejection_in,
     short,
