@@ -11,7 +11,7 @@ from dtypedoctor.diagnosis.edits import INSTEAD, REMARKS, edits_for
 from dtypedoctor.diagnosis.registry import page, spec_of
 from dtypedoctor.diagnosis.rule import Advice, Excerpt, Finding, FindingSpec, Severity
 from dtypedoctor.diagnosis.scene import Scene, Source, masked_line
-from dtypedoctor.diagnosis.update_edits import fitting
+from dtypedoctor.diagnosis.value_edits import fitting
 from dtypedoctor.diagnosis.wording import class_of, short, shown_line
 from dtypedoctor.errors import DoctorError
 from dtypedoctor.foreign_files import working_directory

@@ -21,7 +21,6 @@ from dtypedoctor.diagnosis.scene import (
     some,
     with_keyword,
 )
-from dtypedoctor.diagnosis.wording import class_of
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, ParameterNote, TensorNote
 
@@ -306,7 +305,7 @@ def cast_met_weights(scene: Scene) -> Changes | None:
 
 def set_float32(scene: Scene) -> Changes | None:
     """Makes the parameters of the finding float32, on the line that gave them their dtype."""
-    return _set_to(scene, "float32") if not _is_table(scene) else None
+    return _set_to(scene, "float32")
 
 
 def _method(call: ast.Call) -> str:
@@ -458,7 +457,7 @@ def half_to_bfloat16(scene: Scene) -> Changes | None:
 def bfloat16_to_float32(scene: Scene) -> Changes | None:
     """bfloat16 becomes float32 in the program's file, autocast regions are switched off."""
     source = scene.failing_file()
-    if source is None or _is_table(scene):
+    if source is None:
         return None
     made = [note.set_at for note in _odd_notes(scene) if note.set_at]
     if made and not any(scene.line_at(place) for place in made):
@@ -476,29 +475,6 @@ def _used(source: Source) -> Iterator[ast.AST]:
     saves = [call for call in source.every(ast.Call) if ast.unparse(call.func) == "torch.save"]
     saved = {id(node) for call in saves for node in ast.walk(call)}
     return (node for node in ast.walk(source.tree) if id(node) not in saved)
-
-
-def _is_table(scene: Scene) -> bool:
-    """Whether a buffer is wrong whatever its dtype: it was made from rounded numbers, so that its own cast is not the cause."""
-    return scene.finding.phase == "static" and scene.finding.dtype is None
-
-
-def table_in_float32(scene: Scene) -> Changes | None:
-    """Half precision becomes float32 where the class of the finding's module makes its table; not in its forward, which casts the finished one.
-
-    Where the class names no dtype, it computes in that of the model: then in the whole file. None for a class of a library.
-    """
-    name = class_of(scene.trace, scene.finding.fqn or "") if _is_table(scene) else ""
-    for source in scene.program_files() if name else ():
-        for cls in source.every(ast.ClassDef):
-            if cls.name == name:
-                making = [one for one in cls.body if getattr(one, "name", "") != "forward"]
-                return some(source, _in_float32(source, making) or _in_float32(source, source.tree.body))
-    return None
-
-
-def _in_float32(source: Source, statements: Sequence[ast.stmt]) -> list[Change]:
-    return [change for one in statements for node in ast.walk(one) for change in half_in_float32(source, node)]
 
 
 def half_in_float32(source: Source, node: ast.AST) -> list[Change]:

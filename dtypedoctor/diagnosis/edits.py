@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 
-from dtypedoctor.diagnosis import dtype_edits, update_edits, value_edits
+from dtypedoctor.diagnosis import dtype_edits, value_edits
 from dtypedoctor.diagnosis.kept_copies import dtypes_in, still_copying
 from dtypedoctor.diagnosis.rule import Edit
 from dtypedoctor.diagnosis.scene import Change, Changes, Scene, Source, may_be_shown
@@ -19,7 +19,7 @@ def edits_for(scene: Scene, makers: Sequence[str]) -> Iterator[tuple[tuple[Edit,
     """The lines that each maker changes which sees what to change, and its name; where none does, no lines, and the name of what would help."""
     shown: set[tuple[Edit, ...]] = {()}
     written = "cast-written" if _is_a_write(scene) else ""
-    for name in update_edits.fitting(scene, tuple(makers)):
+    for name in value_edits.fitting(scene, tuple(makers)):
         for source, changes in _ways(MAKERS[name](scene)):
             edits = _with_copies(scene, name, source, changes)
             if edits not in shown:
@@ -48,9 +48,8 @@ _OF_WEIGHTS = frozenset(
 
 def _with_copies(scene: Scene, maker: str, source: Source, changes: list[Change]) -> tuple[Edit, ...]:
     """The changed lines, with those that keep copies of weights from sharing the storage of the weights, in other files of the program too."""
-    modules = {tuple(note.set_span) for note in scene.parameters.values() if note.set_span}
     dtypes = dtypes_in(changes) if maker in _OF_WEIGHTS else set()
-    edits = _checked(scene, source, [*changes, *still_copying(source, changes, modules, dtypes)])
+    edits = _checked(scene, source, [*changes, *still_copying(source, changes, dtypes)])
     return edits + _elsewhere(scene, maker, source, dtypes) if edits and dtypes else edits
 
 
@@ -60,7 +59,7 @@ def _elsewhere(scene: Scene, maker: str, changed: Source, dtypes: set[str]) -> t
     for source in scene.imported_files():
         if source.path != changed.path:
             also = _ELSEWHERE.get(maker, _nothing)(source)
-            edits += _checked(scene, source, [*also, *still_copying(source, also, set(), dtypes)])
+            edits += _checked(scene, source, [*also, *still_copying(source, also, dtypes)])
     return edits
 
 
@@ -148,7 +147,7 @@ REMARKS = {
     "half-to-bfloat16": _IN_BFLOAT16,
     "half-to-float32": _IN_FLOAT32,
     "bfloat16-to-float32": _IN_FLOAT32,
-    update_edits.OWN: "The edit changes what makes the tensors that this line updates; the weights keep their dtype.",
+    value_edits.OWN: "The edit changes what makes the tensors that this line updates; the weights keep their dtype.",
     "lower-learning-rate": "The edit divides it by 100.",
     "autocast-around": _IN_REGION,
     "smaller-masks": "The edit masks with an eighth of it, so that the sum of several masks and the scores is finite too.",
@@ -195,8 +194,7 @@ MAKERS: dict[str, Maker] = {
     "autocast-around": dtype_edits.autocast_around,
     "set-float32": dtype_edits.set_float32,
     "weights-to-float32": dtype_edits.set_float32,
-    "table-in-float32": dtype_edits.table_in_float32,
-    update_edits.OWN: update_edits.updated_in_float32,
+    value_edits.OWN: value_edits.updated_in_float32,
     "half-to-bfloat16": dtype_edits.half_to_bfloat16,
     "half-to-float32": dtype_edits.half_to_float32,
     "bfloat16-to-float32": dtype_edits.bfloat16_to_float32,

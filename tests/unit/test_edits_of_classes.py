@@ -496,47 +496,6 @@ def test_a_call_of_several_lines_is_replaced_in_its_first(tmp_path: Path) -> Non
     )
 
 
-TABLE = """
-    class Rotary(torch.nn.Module):
-        def __init__(self, size):
-            super().__init__()
-            t = torch.arange(size{made})
-            self.register_buffer("cos", torch.outer(t.float(), frequencies()).cos())
-        def forward(self, x):
-            return x * self.cos.to(torch.bfloat16)
-    model = Model().to(torch.bfloat16)
-"""
-
-
-@pytest.mark.parametrize(
-    ("made", "edits"),
-    [
-        (", dtype=torch.bfloat16", {", dtype=torch.bfloat16": ", dtype=torch.float32"}),
-        (").to(frequencies().dtype", {"torch.bfloat16": "torch.float32"}),
-    ],
-    ids=["named in the class", "that of the model"],
-)
-def test_a_table_of_rounded_angles_is_made_in_float32(made: str, edits: dict[str, str], tmp_path: Path) -> None:
-    """Where its positions are made: to cast the table, or the model that holds it, comes too late."""
-    text = TABLE.replace("{made}", made)
-    builder = TraceBuilder().sample("rotary", 1.0, cls="Rotary")
-    found = {"fqn": "rotary", "phase": "static", "dtype": None, "source": None}
-    before = program(tmp_path, text, builder, parameter("rotary.cos", "bfloat16", (9, 9, 8, 33)), **found)
-    makers = ("table-in-float32", "bfloat16-to-float32", "set-float32")
-    expected = lines(text)
-    for old, new in edits.items():
-        expected = expected.replace(old, new)
-    assert edited(before, *makers) == expected
-
-
-def test_a_table_that_a_library_makes_has_no_edit(tmp_path: Path) -> None:
-    """The program's own casts are not what has rounded its angles."""
-    builder = TraceBuilder().sample("rotary", 1.0, cls="LibraryRotary")
-    found = {"fqn": "rotary", "phase": "static", "dtype": None, "source": None}
-    before = program(tmp_path, TABLE, builder, parameter("rotary.cos", "bfloat16", (9, 9, 8, 33)), **found)
-    assert edited(before, "table-in-float32", "bfloat16-to-float32", "set-float32") == ""
-
-
 @pytest.mark.parametrize(
     ("fill", "value", "after"),
     [

@@ -169,7 +169,7 @@ ROUNDED_ROTARY_BUFFER = FindingSpec(
         "https://github.com/NVIDIA-NeMo/Automodel/pull/2549",
     ),
     do_this="Compute the rotary table in float32, its positions and angles included, and leave it there.",
-    edits=("table-in-float32", "bfloat16-to-float32", "set-float32"),
+    edits=("uncast-line", "bfloat16-to-float32", "set-float32"),
     instead=_harmless_table,
 )
 
