@@ -25,22 +25,10 @@ def test_the_search_begins_with_blocks_that_hold_at_most_half_of_the_leaves() ->
     ]  # fmt: skip
 
 
-def test_what_a_tuner_wraps_is_left_to_the_tuner() -> None:
-    """Neither the wrapped layer nor the adapters are candidates of their own."""
-    wrapped = plant(("q_proj", "q_proj.base_layer", "q_proj.lora_A", "q_proj.lora_A.default"), {})
-    assert wrapped.leaves == ("::self", "q_proj")
-
-
 def test_treated_leaves_get_the_fewest_names() -> None:
     """Both leaves of `layers.0` are that module."""
     forest = plant(CALLED, {})
     assert forest.names(frozenset({"model.layers.0::self", "model.layers.0.mlp", "head"})) == ("head", "model.layers.0")
-
-
-def test_a_leaf_is_as_suspicious_as_its_module_or_its_arithmetic() -> None:
-    """A module without parts has no arithmetic but its own, whichever of the two is blamed."""
-    weights = {leaf.id: leaf.weight for leaf in plant(("a", "b"), {"a::self": 0.5, "a": 0.1}).tree.leaves()}
-    assert weights == {"::self": 0.02, "a": 0.5, "b": 0.02}
 
 
 def test_modules_that_a_failing_run_did_not_come_to_are_taken_from_the_reference() -> None:

@@ -60,14 +60,6 @@ def test_a_loss_may_be_as_far_away_as_the_log_probabilities_around_it() -> None:
     assert derive(run_of(exact), [], sampled=False).limits == {}
 
 
-def test_of_a_workload_that_draws_tokens_only_the_first_outputs_count() -> None:
-    """Afterwards runs differ by luck."""
-    exact = outputs(-1.0, losses=(2.0,))
-    assert {name for name, *_ in derive(run_of(exact), [run_of(exact)], sampled=True).limits} == {"log-probabilities"}
-    later = outputs(-1.0, step=1)
-    assert derive(run_of(later), [run_of(later)], sampled=True).limits == {}
-
-
 def test_a_given_limit_stands_for_every_reading() -> None:
     """Whatever was moved; of another workload only the first outputs are compared."""
     tolerance = derive(run_of(outputs(-1.0, losses=(2.0,))), [], sampled=False, given=0.5)
@@ -93,14 +85,6 @@ def test_a_job_is_healthy_only_if_each_rank_is() -> None:
     whole, broken = (of_rank(rank, outputs(-1.0 if rank == 0 else None)) for rank in (0, 1))
     assert symptom_of(run_of(whole, broken)).kind is Kind.NOT_FINITE
     assert symptom_of(run_of(whole, of_rank(1, outputs(-1.0)))).healthy
-
-
-def test_outputs_that_are_not_finite_are_no_rounding() -> None:
-    """On the probe batch, and what the workload reports."""
-    assert came_to(outputs(-1.0, None, step=2)) == (
-        Kind.NOT_FINITE, "outputs on the probe batch not finite after step 2",
-    )  # fmt: skip
-    assert came_to(outputs(-1.0, -2.0)) == (Kind.HEALTHY, "healthy")
 
 
 def test_a_correction_that_could_not_be_installed_is_the_first_thing_said() -> None:

@@ -23,14 +23,6 @@ def site(root: int, fqn: str, kind: str = "output") -> Site:
     )
 
 
-def test_names_are_those_of_the_largest_root() -> None:
-    """Through two layers of wrapping, for the root itself and for what is inside."""
-    names = CanonicalNames(ROOTS)
-    assert names.of(site(0, "layers.0")).fqn == "module.base.model.layers.0"
-    assert (names.of(site(0, "")).fqn, names.of(site(0, "")).root) == ("module.base.model", 3)
-    assert names.of(site(2, "base.lora")).fqn == "module.base.lora"
-
-
 def test_what_no_larger_root_holds_keeps_its_name() -> None:
     """Another model, the largest root, and records without a root."""
     names = CanonicalNames(ROOTS)

@@ -236,16 +236,6 @@ def test_a_step_without_gradients_is_skipped_where_others_have_some(
     assert ("\n    scaler.step(o0)" in after) == (optimizers == 2 and not strangers)
 
 
-def test_a_number_that_compiled_code_depends_on_is_kept_in_a_tensor(tmp_path: Path) -> None:
-    """Whether what uses it takes a tensor, a trial tells."""
-    text = "self.age = 0\ny = x / self.age\nself.age = step"
-    read = program(
-        tmp_path, text, evidence=("f was compiled again: self._modules['a'].age == 0; self._modules['a'].age == 1",)
-    )
-    expected = "self.age = torch.tensor(0)\ny = x / self.age\nself.age = torch.tensor(step)"
-    assert edited(read, "counter-in-tensor") == expected
-
-
 FUNCTION = """
     class Scale(torch.autograd.Function):
         @staticmethod

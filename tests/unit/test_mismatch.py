@@ -5,14 +5,12 @@ from dataclasses import replace
 import pytest
 from mismatch_examples import EXAMPLES, F32, Example, adapter, bypass, norm, packed, quant_state, stale_buffer
 from refusals import BIASED, HALF, IN_PLACE, PRODUCT, Story
-from traces import TraceBuilder
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Severity
 from dtypedoctor.diagnosis.wording import complaint_of, dtype_named, is_dtype_error
 from dtypedoctor.rules.mismatch.census import Census
-from dtypedoctor.rules.mismatch.dtype_origin import is_dequantization
 from dtypedoctor.rules.mismatch.rule import detect_mismatch
 from dtypedoctor.trace.events import Flow, Op, Raised, Replay
 
@@ -268,38 +266,6 @@ def test_an_adapter_is_known_by_its_shape_and_not_by_its_name() -> None:
     assert census.is_adapter(0, "wrapped.down.weight")
     assert not census.is_adapter(0, "wrapped.base.weight")
     assert not census.is_adapter(0, "body.weight")
-
-
-@pytest.mark.parametrize(("place", "name"), [(1, "kv-cache-dtype"), (3, "attention-dtype-mismatch")])
-def test_a_table_of_biases_is_no_cache(place: int, name: str) -> None:
-    """Memory from before the call is a cache where attention reads keys, and a mask or bias in the place of the mask."""
-    story = Story().body()
-    q, k, v = (
-        story.run("aten.mm.default", "attend", [story.given(HALF), story.parameter(n, HALF)], HALF)
-        for n in ("q.w", "k.w", "v.w")
-    )
-    operands = [q, k, v, q]
-    operands[place] = story.tensor("float32", name="attend.table", origin="attribute")
-    message = (
-        "Expected query, key, and value to have the same dtype, but got query.dtype: c10::BFloat16 key.dtype: float"
-    )
-    story.refuse("aten.scaled_dot_product_attention.default", "attend", operands, message)
-    assert next(detect_mismatch(story.ended())).id == name
-
-
-@pytest.mark.parametrize(
-    ("op", "unpacks"),
-    [
-        ("bitsandbytes.dequantize_4bit.default", True),
-        ("torchao.dequantize_affine.default", True),
-        ("aten.dequantize.self", False),
-        ("bitsandbytes.quantize_4bit.default", False),
-        ("aten.mm.default", False),
-    ],
-)
-def test_an_operator_unpacks_weights_where_its_library_says_so(op: str, unpacks: bool) -> None:
-    """torch's own `dequantize` is of another kind of tensor."""
-    assert is_dequantization(TraceBuilder().op(op, "layer", [], [])) is unpacks
 
 
 @pytest.mark.parametrize(("again", "found"), [("the same", False), ("another device too", True)])

@@ -19,8 +19,7 @@ from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.incidents import incidents
 from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.unsettled import is_unsettled
-from dtypedoctor.trace.events import Observed, Raised, Replay
-from dtypedoctor.trace.records.execution import SteppedBy
+from dtypedoctor.trace.events import Raised, Replay
 
 
 def only(trace: TraceBuilder) -> Finding:
@@ -123,19 +122,6 @@ def test_a_gradient_that_does_not_fit_at_scale_one_is_found_although_there_is_a_
     assert any("at scale 1" in line for line in finding.evidence)
 
 
-@pytest.mark.parametrize(("again", "used", "found"), [(True, 1.0, []), (False, 1.0, ["backward-overflow"]), (True, None, ["backward-overflow"])],
-                         ids=["thrown away", "cleaned", "used"])  # fmt: skip
-def test_gradients_that_a_scaler_of_ones_own_throws_away_are_healthy(
-    again: bool, used: float | None, found: list[str]
-) -> None:
-    """Another backward pass follows, and what the optimizer gets is finite."""
-    trace = gradient()
-    if again:
-        trace.sample("", 2.0, kind="loss", dtype="float32", call=2)
-    trace.sample("lin.weight", used or 0.0, inf=0 if used else 1, kind="grad", phase="backward", call=2)
-    assert [finding.id for finding in diagnose(trace.build())] == found
-
-
 def test_a_vanished_epsilon_is_quoted() -> None:
     """1e-8 is zero in float16 and proves it; 1e-4 is not, and something else made the zero."""
     assert only(optimizer_step()).confidence is Confidence.PROVEN
@@ -172,31 +158,9 @@ def added_up(*, looked_at: bool, kind: str = "grad", passes: int = 2, name: str 
     return trace.sample(name, 1.0, inf=1, kind=kind, phase="backward", call=2, shape=[2, 4])
 
 
-def test_gradients_that_overflow_where_they_are_added_up_name_their_parameter() -> None:
-    """Also where the program reads them before the optimizer does."""
-    finding = only(added_up(looked_at=True))
-    assert (finding.id, finding.fqn, finding.op, finding.confidence) == (
-        "backward-overflow",
-        "out",
-        "aten.add_.Tensor",
-        Confidence.PROVEN,
-    )
-    assert "out.weight" in finding.summary
-
-
 def test_a_bad_sum_of_gradients_is_unsettled() -> None:
     """The last backward pass may have been given the inf by an earlier one."""
     assert is_unsettled(added_up(looked_at=False).build())
-
-
-def test_scores_that_overflow_outside_of_a_product_are_no_mask() -> None:
-    """Distances are negated before the softmax: -inf in every place, and nobody has masked anything."""
-    trace = TraceBuilder()
-    birth = trace.op("aten.sum.dim_IntList", "", [tensor(1, 6e4)], [tensor(2, inf=8)], root=-1)
-    replayed(trace, birth.n, 2.5e5)
-    trace.op("aten.neg.default", "", [tensor(2, inf=8)], [tensor(3, num_neginf=8)], root=-1)
-    trace.op("aten._softmax.default", "", [tensor(3, num_neginf=8)], [tensor(4, nan=8)], root=-1)
-    assert only(trace.sample("", 0.0, nan=8, kind="loss")).op == "aten.sum.dim_IntList"
 
 
 @pytest.mark.parametrize("masks", [{"inputs": 65504.0, "scalars": []}, {"inputs": 1.0, "scalars": ["-1e9"]}])
@@ -254,16 +218,6 @@ def test_a_bad_value_matters_where_it_gets_to_a_loss_a_gradient_a_result_or_a_sa
     assert len(incidents(lost.build())) == 1
 
 
-def test_a_call_is_unsettled_although_an_earlier_one_was_harmless() -> None:
-    """Call 1 returns a mask that was asked for; call 4 has not been looked at."""
-    trace = TraceBuilder()
-    trace.op("aten.masked_fill.Scalar", "", [tensor(1)], [tensor(2, num_neginf=4)], scalars=["-inf"])
-    trace.sample("", 1.0, inf=4)
-    assert not is_unsettled(trace.build())
-    trace.sample("", 1.0, nan=4, call=4)
-    assert is_unsettled(trace.build())
-
-
 def test_a_bad_loss_of_finite_outputs_is_unsettled() -> None:
     """No module has made it."""
     trace = TraceBuilder().sample("", 1.0, call=3).sample("", 1.0, nan=1, kind="loss", call=3)
@@ -316,28 +270,6 @@ def test_a_mask_that_is_harmless_in_one_call_is_so_in_the_others() -> None:
 def test_what_may_be_more_than_the_mask_is_looked_at(measured: dict[str, Any]) -> None:
     """The same module returns NaN later, or finite values so large that an infinity beside them may have overflowed."""
     assert is_unsettled(masked_logits(measured).build())
-
-
-@pytest.mark.parametrize(
-    ("phase", "steppers", "found"),
-    [
-        ("optimizer", [("AdamW", True)], "optimizer-epsilon-underflow"),
-        ("optimizer", [], "optimizer-epsilon-underflow"),
-        ("optimizer", [("SGD", False), ("AdamW", True)], "optimizer-epsilon-underflow"),
-        ("optimizer", [("SGD", False)], "float16-overflow"),
-        ("forward", [("AdamW", True)], "float16-overflow"),
-    ],
-)
-def test_only_a_step_of_an_optimizer_with_an_epsilon_can_have_lost_it(
-    phase: str, steppers: list[tuple[str, bool]], found: str
-) -> None:
-    """Without an op trace a float16 parameter may have become so otherwise; older traces do not tell the optimizer."""
-    trace = TraceBuilder().sample("emb.weight", 1.0, nan=2, kind="param", phase=phase, dtype="float16")
-    for name, eps in steppers:
-        what = SteppedBy(optimizer=name, eps=eps)
-        trace.add(Observed(n=trace.n(), step=1, call=1, phase="optimizer", fqn=None, what=what))
-    finding = only(trace)
-    assert (finding.id, finding.confidence, finding.phase) == (found, Confidence.POSSIBLE, phase)
 
 
 def transformed(*, measured: bool) -> Finding:

@@ -21,17 +21,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def test_the_listener_is_called_after_the_module_has_been_executed(folder: Path) -> None:
-    """Once, with everything that the module defines in place, and not before it is imported."""
-    (folder / "slow_part.py").write_text("value = 1\nvalue = 2\n")
-    seen: list[int] = []
-    after_import("slow_part", lambda: seen.append(sys.modules["slow_part"].value))
-    assert seen == []
-    importlib.import_module("slow_part")
-    importlib.import_module("slow_part")
-    assert seen == [2]
-
-
 def test_two_that_wait_for_one_module_are_both_told(folder: Path) -> None:
     """Neither asks the other for the module, and the loader in the end is the ordinary one."""
     (folder / "wanted_twice.py").write_text("x = 1\n")

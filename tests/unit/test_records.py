@@ -58,19 +58,3 @@ def test_what_is_no_known_record_is_kept_raw(kind: str, tmp_path: Path) -> None:
     assert trace.all(Observation) == (raw,)
     assert not trace.all(Observed)
     assert not trace.damage
-
-
-def test_an_empty_name_that_an_older_trace_repeats_among_the_values_counts(tmp_path: Path) -> None:
-    """Such a trace has no name among the coordinates; fields that the record does not have are passed over."""
-    values = {
-        "of": 4,
-        "operand": 1,
-        "weight": "w",
-        "dtype": "float16",
-        "quant_dtype": "bfloat16",
-        "relative_error": None,
-    }
-    raw = Observation(n=1, step=2, call=3, phase="forward", kind="packed-weight", values=values | {"fqn": "", "new": 1})
-    (found,) = written_and_read(tmp_path, raw).observed(RECORDS["packed-weight"])
-    assert found.fqn == ""
-    assert found.what.weight == "w"

@@ -91,15 +91,6 @@ def test_planted_culprits_are_found_exactly_and_within_the_probe_bound(shape: st
     assert_one_minimal(result, needs(culprits))
 
 
-def test_the_smallest_set_of_corrections_is_found_by_the_same_function() -> None:
-    """Four corrections apply and cure together; only the MLP's is needed."""
-    corrections = flat("rms-norm", "scaled-embedding", "mlp", "attention")
-    result = reduce(needs(["mlp"]), corrections)
-    assert result.culprits == ("mlp",)
-    assert result.without == {"mlp": Outcome.FAIL}
-    assert result.probes <= 5
-
-
 @settings(max_examples=200)
 @given(shape=shapes, others=plantings, pair=st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)))
 def test_of_a_pair_that_only_fails_together_one_is_found(shape: str, others: set[str], pair: tuple[str, str]) -> None:
@@ -256,12 +247,6 @@ def _marked(node: Node, name: str) -> Node:
     if not node.children:
         return Node(id=node.id, weight=1000.0 if node.id == name else None)
     return Node(id=node.id, children=tuple(_marked(child, name) for child in node.children))
-
-
-def test_culprits_come_in_order_of_likelihood() -> None:
-    """The most likely culprit is named first, and equally likely ones keep the order of the forest."""
-    roots = [Node(id="a"), Node(id="b", weight=5.0), Node(id="c"), Node(id="d", weight=9.0)]
-    assert reduce(needs("abcd"), roots).culprits == ("d", "b", "a", "c")
 
 
 def test_the_search_goes_from_blocks_to_their_parts() -> None:

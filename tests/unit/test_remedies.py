@@ -27,7 +27,6 @@ LLAMA: dict[str, Any] = {
     "dtype": "bfloat16",
     "quantization": {"quant_state_dtype": "float16"},
 }
-MOE: dict[str, Any] = {"name": "builtin:custom-moe", "dtype": "bfloat16", "options": {"norm": "promoting"}}
 
 
 def scenario(*steps: dict[str, Any], **more: Any) -> Scenario:
@@ -49,19 +48,6 @@ def test_kernels_of_the_doctors_own_are_not_corrected_in_a_script(remedy: str) -
     )
     assert change_of(remedies()[remedy])(script) == script
     assert change_of(remedies()[remedy])(scenario({"model": LLAMA})).corrections
-
-
-def test_an_autocast_region_gets_the_dtype_of_the_model_inside_it() -> None:
-    """Also in a step that goes on with the model of the step before; a float32 model's region is left alone."""
-    regions = {"autocast": {"dtype": "float16"}}
-    changed = autocast_of_model(
-        scenario(
-            {"model": LLAMA} | regions,
-            {"workload": {"kind": "forward"}} | regions,
-            {"model": LLAMA | {"dtype": "float32"}} | regions,
-        )
-    )
-    assert [step.autocast.dtype for step in changed.steps if step.autocast] == ["bfloat16", "bfloat16", "float16"]
 
 
 def test_without_a_region_nothing_is_put_right() -> None:
@@ -90,26 +76,6 @@ def test_the_healthy_reference_has_one_dtype_throughout() -> None:
     assert found.steps[0].model.quantization is not None
     assert found.steps[0].model.quantization.quant_state_dtype is None
     assert healthy_reference(scenario({"model": LLAMA})) is None
-
-
-def test_the_float32_twin_builds_the_same_models_and_calls_each_once() -> None:
-    """Dtype and packing stay, for the weights must be the same; regions, compiling and corrections go."""
-    given = scenario(
-        {"model": LLAMA, "autocast": {"dtype": "float16"}, "compile": {}, "workload": {"kind": "train", "steps": 9}},
-        {"workload": {"kind": "generate"}},
-        {},
-        {"model": MOE},
-        corrections=[{"id": "strict"}],
-    )
-    twin = float32_twin(given)
-    assert twin is not None
-    assert [step.workload.kind for step in twin.steps] == ["forward", "unload", "forward"]
-    assert [step.model.dtype for step in twin.steps if step.model] == ["bfloat16", "bfloat16"]
-    assert all(step.model.float32_twin for step in twin.steps if step.model)
-    assert twin.steps[0].model is not None
-    assert twin.steps[0].model.quantization == given.steps[0].model.quantization  # type: ignore[union-attr]
-    assert not any(step.autocast or step.compile for step in twin.steps)
-    assert twin.corrections == []
 
 
 def test_a_script_has_no_float32_twin() -> None:

@@ -3,17 +3,16 @@
 from dataclasses import replace
 
 import pytest
-from report_builders import facts_of, mismatch, overflow, plain_text
+from report_builders import facts_of, mismatch, plain_text
 from traces import TraceBuilder
 
-from dtypedoctor.diagnosis.rule import Confidence, Link
+from dtypedoctor.diagnosis.rule import Link
 from dtypedoctor.diagnosis.wording import named_in
 from dtypedoctor.report.model import Observer
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.run_facts import (
     chains,
     observer_sentence,
-    proven_means,
     ranked_facts,
     run_title,
     watched_and_not,
@@ -99,19 +98,6 @@ def test_a_root_cause_that_is_no_operation_is_told_with_where_it_surfaces() -> N
     told = {label: plain_text(line) for label, line in facts_of(report)}
     assert told["surfaces at"] == "aten.mul.Tensor, model.layers.3.input_layernorm, modeling_llama.py:67"
     assert "surfaces at" not in {fact.label for fact in ranked_facts(mismatch())}
-
-
-def test_what_is_proven_is_said_of_the_finding_that_is() -> None:
-    """Of the first; of a later one by its name; of none not at all."""
-    report = overflow()
-    first = report.findings[0]
-    unsure = replace(first, id="update-stall", confidence=Confidence.LIKELY)
-    told = [
-        proven_means(replace(report, findings=found)) for found in ((first, unsure), (unsure, first), (unsure,), ())
-    ]
-    assert told[0] == f"Proven: {first.proven_by}."
-    assert told[1].startswith(f"{first.id}, below, is proven: ")
-    assert told[2:] == ["", ""]
 
 
 def test_a_module_has_one_name_throughout_a_finding() -> None:

@@ -45,17 +45,6 @@ def test_the_log_meets_the_official_schema(report: Report) -> None:
     jsonschema.Draft4Validator(schema, format_checker=checker).validate(json.loads(render_sarif(run_document(report))))
 
 
-def test_a_finding_stands_at_the_line_of_the_program() -> None:
-    """The excerpt's file is relative to the working directory; `source` has the bare name only."""
-    (result,) = sarif(replace(overflow(), excerpts=(OWN,), expectation_met=None))["results"]
-    (place,) = result["locations"]
-    assert place["physicalLocation"]["artifactLocation"]["uri"] == "sub/train.py"
-    assert place["physicalLocation"]["region"] == {"startLine": 11}
-    assert place["logicalLocations"] == [{"fullyQualifiedName": overflow().findings[0].fqn, "kind": "module"}]
-    assert result["level"] == "error"
-    assert "Do this: Use bfloat16 in the place of float16." in result["message"]["text"]
-
-
 def test_what_the_scenario_announces_is_a_note() -> None:
     """A gate that counts errors passes where the scenario fails as expected."""
     assert {result["level"] for result in sarif(overflow())["results"]} == {"note"}

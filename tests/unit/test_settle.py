@@ -2,12 +2,10 @@
 
 from dataclasses import replace
 
-import pytest
-
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.examination.fixes import remedies
-from dtypedoctor.examination.results import Diagnostic, Outcome, RunSummary, Trial
+from dtypedoctor.examination.results import Outcome, RunSummary, Trial
 from dtypedoctor.lab.trials.judge import confirm_by_trials
 
 
@@ -33,24 +31,6 @@ def trial(remedy: str, outcome: Outcome = Outcome.FIXED, *, ran: bool = True) ->
         safe=True,
         run=RunSummary(label=remedy, steps_completed=3, steps_planned=3) if ran else None,
     )
-
-
-@pytest.mark.parametrize(
-    "tried",
-    [
-        pytest.param(trial("quant-state-dtype", Outcome.NOT_FIXED), id="it did not cure"),
-        pytest.param(trial("quant-state-dtype", Outcome.NOT_TRIED, ran=False), id="it was not tried"),
-        pytest.param(trial("casts-everywhere"), id="it casts other things too"),
-        pytest.param(trial("norm-output-cast"), id="it is about another cause"),
-        pytest.param(
-            replace(trial("quant-state-dtype"), diagnostic=Diagnostic(effects=1)),
-            id="it is a condition, which cures nothing",
-        ),
-    ],
-)
-def test_a_trial_that_settles_something_else_proves_nothing(tried: Trial) -> None:
-    """A finding stays as it was."""
-    assert confirm_by_trials([finding()], [tried]) == (finding(),)
 
 
 def test_every_counterfactual_is_a_safe_remedy() -> None:

@@ -108,16 +108,6 @@ def test_what_no_collective_has_carried_is_told_so() -> None:
     )
 
 
-def test_an_infinity_that_was_sent_in_an_earlier_step_is_not_where_it_began() -> None:
-    """A minimum over ranks may begin at inf; that has nothing to do with what fails in a later step."""
-    first, second = TraceBuilder(), TraceBuilder()
-    step(first, 1, sent_inf=1)
-    step(second, 1)
-    step(first, 2, back_inf=1)
-    step(second, 2, bad="forward", sent_inf=1, back_inf=1)
-    assert leading_rank([rank(0, first), rank(1, second)]) == 1
-
-
 def test_a_broadcast_is_no_tick_of_the_clock() -> None:
     """One rank alone sends something in it, so that it would seem to be ahead of the others."""
     first, second = TraceBuilder(), TraceBuilder()
@@ -162,15 +152,6 @@ def test_of_ranks_that_hang_the_one_that_is_behind_leads() -> None:
     assert "entered 3 collective(s)" in told[0]
     assert told[0].endswith("collective(s)")
     assert told[1].endswith("it entered 2 collective(s) and never entered the next one, in which others wait")
-
-
-def test_ranks_that_all_completed_are_no_gap_and_messages_are_counted_where_one_did_not() -> None:
-    """What one rank lacks is told beside what the others did."""
-    first = _healthy().sample("", 1.0, kind="sent", cls="send", index="0:0>1")
-    assert not list(coverage_of([rank(0, first), rank(1, _healthy())]))
-    told = list(coverage_of([rank(0, first), rank(1, _healthy(), code=7)]))
-    assert told[0].endswith("it entered 2 collective(s); it sent 1 message(s) and received 0")
-    assert told[1].startswith("rank 1: ")
 
 
 def test_a_loss_that_no_module_returned_is_not_called_by_the_name_of_its_model() -> None:

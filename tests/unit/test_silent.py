@@ -1,13 +1,11 @@
 """Findings about what goes wrong in silence, from observations made by hand."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from silent_examples import (
     absorbed,
-    cast,
     correction,
     moments,
     pretrained,
@@ -123,16 +121,6 @@ def test_a_clamp_at_the_edge_of_the_range_is_a_rescue_whatever_it_returns(
     """So is a `where` whose condition asks for finite values."""
     finding = only(trace)
     assert (finding.id, finding.severity) == ("silent-rescue", severity)
-
-
-def test_a_line_that_cuts_off_activations_is_one_finding_for_all_its_modules() -> None:
-    """The first module has the finding, the others are named in it."""
-    trace = cast()
-    (first,) = trace.build().all(Observed)
-    trace.add(replace(first, n=trace.n(), fqn="layers.7"))
-    found = only(trace)
-    assert found.fqn == first.fqn
-    assert "The same line does so in layers.7." in found.evidence
 
 
 def test_an_overflow_that_leaves_wrong_values_behind_is_an_error() -> None:
