@@ -238,6 +238,7 @@ def test_a_users_own_compile_logs_stay_as_they_are(capfd: pytest.CaptureFixture[
         torch._logging.set_logs()
 
 
+@pytest.mark.release
 def test_the_watch_does_not_change_the_number_of_breaks(faulty: Run) -> None:
     """Dynamo's own counters after the same run without it."""
     model = build_nf4_compiled(Nf4CompiledConfig())
