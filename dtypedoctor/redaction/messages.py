@@ -9,7 +9,7 @@ import ast
 import dis
 import linecache
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from types import CodeType, FrameType, TracebackType
 
@@ -133,10 +133,6 @@ def _is_harmless(before: str, opening: str, inside: str) -> bool:
         return False
     if opening != "(" and not {"'", '"'}.isdisjoint(inside) and not _is_names(inside):
         return False
-    return _has_few_numbers(inside)
-
-
-def _has_few_numbers(inside: str) -> bool:
     return len(_NUMBER.findall(inside)) <= _MOST_NUMBERS and len(_FLOAT.findall(inside)) < 3
 
 
@@ -150,29 +146,23 @@ def _is_names(inside: str) -> bool:
 
 
 def _of_source(text: str, traceback: TracebackType | None) -> str:
-    frames = list(_frames(traceback))
-    if not frames or not _raises(*frames[-1]):
+    frames: list[FrameType] = []
+    instruction = 0
+    while traceback is not None:
+        frames.append(traceback.tb_frame)
+        instruction, traceback = traceback.tb_lasti, traceback.tb_next
+    # What a function raises that is called in C has no source
+    if not frames or dis.opname[frames[-1].f_code.co_code[instruction]] not in ("RAISE_VARARGS", "RERAISE"):
         return elided(text)
-    if frames[-1][0].f_globals.get("__name__", "").partition(".")[0] == "torch":
+    if frames[-1].f_globals.get("__name__", "").partition(".")[0] == "torch":
         return elided(text)  # its messages tell of tensors by shape and dtype, which a detector needs
-    last = [frame for frame, _ in frames[-_FRAMES:]]
+    last = frames[-_FRAMES:]
     for frame in reversed(last):
         for template in _templates(frame.f_code):
             found = re.fullmatch(template, text, re.DOTALL)
             if found is not None:
                 return _filled(text, found)
     return elided(text) if _ABOUT_DTYPES.search(text) else elided(_without_locals(text, last))
-
-
-def _frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    while traceback is not None:
-        yield traceback.tb_frame, traceback.tb_lasti
-        traceback = traceback.tb_next
-
-
-def _raises(frame: FrameType, instruction: int) -> bool:
-    """Whether the frame raised by itself, and not something that it called in C."""
-    return dis.opname[frame.f_code.co_code[instruction]] in ("RAISE_VARARGS", "RERAISE")
 
 
 @lru_cache(maxsize=64)

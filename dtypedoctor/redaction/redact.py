@@ -143,34 +143,22 @@ def _walk(value: Any, clean: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return clean(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return _walk_fields(value, clean)
+        return replace(value, **{f.name: _walk(getattr(value, f.name), clean) for f in fields(value) if f.init})
     if isinstance(value, Mapping):
         return {_walk(key, clean): _entry(key, item, clean) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not _is_of_numbers(value):
+    if isinstance(value, (list, tuple)) and not all(type(item) in (int, float) for item in value):
         return type(value)(_sequence(value, clean))
     return value
-
-
-def _walk_fields(record: Any, clean: Callable[[str], str]) -> Any:
-    return replace(record, **{f.name: _walk(getattr(record, f.name), clean) for f in fields(record) if f.init})
-
-
-def _is_of_numbers(value: list[Any] | tuple[Any, ...]) -> bool:
-    return all(type(item) in (int, float) for item in value)
 
 
 def _entry(key: Any, item: Any, clean: Callable[[str], str]) -> Any:
     name = str(key)
     if name.lower() in _VARIABLES and isinstance(item, Mapping):
         return {_walk(k, clean): _walk(v, clean) if k in ALLOWED_VARIABLES else SECRET for k, v in item.items()}
-    if names_a_secret(name) and _is_text(item):
+    values = item if isinstance(item, (list, tuple)) else (item,)
+    if names_a_secret(name) and any(isinstance(one, str) for one in values):  # the numbers of ``tokens`` are none
         return SECRET
     return _walk(item, clean)
-
-
-def _is_text(item: Any) -> bool:
-    """Whether it is a text, or holds some: the numbers of ``tokens`` are no secrets."""
-    return isinstance(item, str) or (isinstance(item, (list, tuple)) and any(isinstance(one, str) for one in item))
 
 
 def _sequence(items: Sequence[Any], clean: Callable[[str], str]) -> Iterator[Any]:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from dtypedoctor.unpatched import from_json, to_json
@@ -67,25 +68,21 @@ def _masked(match: re.Match[str], group: int) -> str:
 
 
 @cache
-def _document() -> list[dict[str, object]]:
-    rules: list[dict[str, object]] = from_json(_TABLE.read_bytes())["rules"]
+def _document() -> list[dict[str, Any]]:
+    rules: list[dict[str, Any]] = from_json(_TABLE.read_bytes())["rules"]
     return rules
 
 
 @cache
 def _words() -> tuple[tuple[str, int], ...]:
     """A word of which whatever a rule finds holds one, and the rule's number."""
-    return tuple((str(word), number) for number, rule in enumerate(_document()) for word in _listed(rule["keywords"]))
+    return tuple((word, number) for number, rule in enumerate(_document()) for word in rule["keywords"])
 
 
 @cache
 def _rule(number: int) -> tuple[re.Pattern[str], int]:
     rule = _document()[number]
-    return re.compile(str(rule["regex"]), re.ASCII), int(str(rule["group"]))
-
-
-def _listed(value: object) -> Iterator[object]:
-    yield from value if isinstance(value, list) else ()
+    return re.compile(rule["regex"], re.ASCII), int(rule["group"])
 
 
 def _is_random(word: str) -> bool:
@@ -100,21 +97,13 @@ def _is_random(word: str) -> bool:
     prefix = _PREFIX.match(word)
     if prefix:
         body = _Look(word[prefix.end() :])
-        if _is_varied(body):
+        is_varied = min(body.capitals, body.small) >= 2 and body.digits > 0
+        if len(body.kinds) >= 16 and is_varied:
             return body.readable < 0.36 and body.turns >= 0.4
-    return _is_mixed(look)
-
-
-def _is_mixed(look: "_Look") -> bool:
-    """Whether digits and changes of case stand where no word has them."""
+    # Digits and changes of case stand where no word has them
     if look.digits >= 4:
         return look.readable < 0.4 and look.turns >= 0.42
     return look.digits >= 2 and look.readable < 0.22 and look.turns >= 0.45
-
-
-def _is_varied(body: "_Look") -> bool:
-    """Whether what follows a prefix is long enough, and of capitals, small letters and digits."""
-    return len(body.kinds) >= 16 and min(body.capitals, body.small) >= 2 and body.digits > 0
 
 
 class _Look:
@@ -298,9 +287,16 @@ class Literals:
     """
 
     def __init__(self, values: Iterator[str]) -> None:
-        forms = {form for value in values if _is_telling(value) for form in _forms(value)}
-        choice = "|".join(map(_searched, sorted(forms, key=len, reverse=True)))
-        self._pattern = re.compile(choice) if choice else None
+        forms = set()
+        for value in values:
+            if len(value) >= _SHORTEST and not _PLAIN.fullmatch(value):
+                forms |= {value, repr(value)[1:-1], to_json(value)[1:-1], quote(value, safe="")}
+        patterns = []
+        for form in sorted(forms, key=len, reverse=True):
+            # A short one, or a number, is no part of a longer word
+            is_whole = len(form) < 8 or form.isdigit()
+            patterns.append(rf"(?<![A-Za-z0-9]){re.escape(form)}(?![A-Za-z0-9])" if is_whole else re.escape(form))
+        self._pattern = re.compile("|".join(patterns)) if patterns else None
 
     def are_in(self, text: str) -> bool:
         """Tell whether a text, or a line of JSON, holds one."""
@@ -390,20 +386,3 @@ def _of_netrc() -> Iterator[str]:
         if os.path.isfile(path):
             with open(path, encoding="utf-8", errors="replace") as file:
                 yield from _NETRC.findall(file.read(_NETRC_LIMIT))
-
-
-def _is_telling(value: str) -> bool:
-    return len(value) >= _SHORTEST and not _PLAIN.fullmatch(value)
-
-
-def _forms(value: str) -> Iterator[str]:
-    yield value
-    yield repr(value)[1:-1]
-    yield to_json(value)[1:-1]
-    yield quote(value, safe="")
-
-
-def _searched(value: str) -> str:
-    """The value as an expression; a short one, or a number, is no part of a longer word."""
-    whole = len(value) < 8 or value.isdigit()
-    return rf"(?<![A-Za-z0-9]){re.escape(value)}(?![A-Za-z0-9])" if whole else re.escape(value)

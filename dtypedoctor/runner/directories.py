@@ -243,16 +243,11 @@ def _ever(trace: Path, begin: bytes) -> bool:
 def _remove_own(directory: Path) -> None:
     for folder, folders, files in os.walk(directory, topdown=False):
         with contextlib.suppress(OSError):  # what cannot be removed stays
-            for name in _own([*files, *folders]):
-                path = Path(folder, name)
+            for path in (Path(folder, name) for name in (*files, *folders) if name in _OWN or _DETAIL.fullmatch(name)):
                 if path.is_symlink() or path.is_file():
                     path.unlink()
         with contextlib.suppress(OSError):  # it is not empty
             Path(folder).rmdir()
-
-
-def _own(names: list[str]) -> Iterator[str]:
-    return (name for name in names if name in _OWN or _DETAIL.fullmatch(name))
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import contextlib
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -244,31 +244,24 @@ def _trace_directory(place: Path) -> Path:
             raise _died_at_once(directory)
     if not place.exists():
         raise UsageError(f"{place}: no such directory", "Give a directory that a run has left.")
-    parts = list(_parts(place)) if place.is_dir() else []
+    deep = ("*", "*/*") if place.is_dir() else ()
+    parts = [str(path.parent) for pattern in deep for path in sorted(place.glob(f"{pattern}/{EVENTS}"))]
     hint = f"It holds these runs: {', '.join(parts[:_MOST_NAMED])}" + (", …" if len(parts) > _MOST_NAMED else "")
     raise UsageError(f"{place}: no trace here", hint if parts else "Give a directory that a run has left.")
-
-
-def _parts(place: Path) -> Iterator[str]:
-    for pattern in ("*", "*/*"):
-        for path in sorted(place.glob(f"{pattern}/{EVENTS}")):
-            yield str(path.parent)
-
-
-def _signal(number: Any) -> int:
-    return int(number) and int(signal.Signals(int(number)))  # whatever else a foreign file holds is none
 
 
 def _exit(directory: Path) -> WorkerExit:
     """How the worker ended; a trace that came without that and has an end is taken at its own word."""
     found = _json(directory / EXIT)
     try:
+        launcher = int(found.get("ended_by_launcher", 0))
         return WorkerExit(
             code=int(found["code"]),
             timed_out=bool(found["timed_out"]),
             seconds=float(found["seconds"]),
             asked_to_end=int(found.get("asked_to_end", 0)),
-            ended_by_launcher=_signal(found.get("ended_by_launcher", 0)),
+            # Whatever else a foreign file holds is no signal
+            ended_by_launcher=launcher and int(signal.Signals(launcher)),
             left=str(found.get("left", "")),
         )
     except (KeyError, TypeError, ValueError, OverflowError):

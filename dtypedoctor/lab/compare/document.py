@@ -136,21 +136,19 @@ def _drift(found: TraceComparison) -> Section:
     drifting = sorted(filter(attrgetter("max_error"), modules), key=attrgetter("max_error"), reverse=True)
     rows = (beyond or drifting)[:_MOST_ROWS]
     names = {module.fqn for module in modules}
+    notes = [
+        f"{count(len(beyond))} of {counted(len(modules), 'row')} exceed the tolerance; --format json has every one."
+    ]
+    if drifting:
+        far = drifting[0]
+        where = f"{_name(far, names)} in step {far.max_error_step} ({far.lane})"
+        notes.append(f"The largest drift is {number(far.max_error)}, of {where}.")
     return _section(
         "Drift per module, " + ("in the order in which they exceed the tolerance" if beyond else "largest first"),
         header=("module", "in", "dtype", "beyond", "drift", "step"),
         rows=tuple(_drift_row(module, names) for module in rows),
-        notes=tuple(_drift_notes(modules, beyond, drifting)),
+        notes=notes,
     )
-
-
-def _drift_notes(
-    modules: Sequence[ModuleDrift], beyond: Sequence[ModuleDrift], drifting: Sequence[ModuleDrift]
-) -> Iterator[str]:
-    yield f"{count(len(beyond))} of {counted(len(modules), 'row')} exceed the tolerance; --format json has every one."
-    if drifting:
-        far = drifting[0]
-        yield f"The largest drift is {number(far.max_error)}, of {_name(far, {module.fqn for module in modules})} in step {far.max_error_step} ({far.lane})."
 
 
 def _drift_row(module: ModuleDrift, names: Collection[str]) -> tuple[Line, ...]:
@@ -236,7 +234,9 @@ def headline(found: TraceComparison) -> str:
     why = reasons(found)
     if found.verdict is Verdict.EQUAL:
         said = f"{counted(found.compared, 'measurement')} in both runs {_agreement(found)}"
-        return f"EQUAL: {said}.{_extras(found)}{_findings_of_one(found)}"
+        extras = sum(one.tensors for one in found.missing)
+        ignored = f" Ignored: {counted(extras, 'measurement')} of outputs that only one run's modules return."
+        return f"EQUAL: {said}.{ignored if extras else ''}{_findings_of_one(found)}"
     if found.verdict is Verdict.INCOMPLETE:
         nothing = not found.compared and not any(len(metric.steps) > len(metric.lone) for metric in found.metrics)
         return f"NOTHING COMPARED: {why[0]}" if nothing else f"INCOMPLETE: what both have agrees, but {why[0]}"
@@ -298,12 +298,6 @@ def _agreement(found: TraceComparison) -> str:
     if found.equal == found.compared:
         return "are equal to the precision of the trace"
     return f"agree within {number(found.tolerance)} ({count(found.equal)} equal to the precision of the trace)"
-
-
-def _extras(found: TraceComparison) -> str:
-    extras = sum(one.tensors for one in found.missing)
-    words = counted(extras, "measurement")
-    return f" Ignored: {words} of outputs that only one run's modules return." if extras else ""
 
 
 def _findings_of_one(found: TraceComparison) -> str:
