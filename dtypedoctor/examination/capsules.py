@@ -111,7 +111,10 @@ def _wanted(run: Run, finding: Finding, limit: int) -> dict[str, Any]:
     if finding.phase not in _CALLS:
         raise UsageError(f"the finding is about the {finding.phase} phase, and only a module call can be kept")
     analysis = analysis_of(run.trace)
-    raised = analysis.uncaught if analysis.measured_incident is None else None
+    # An exception that the program has caught, and did not get past, fails the call as one that ends it.
+    raised = analysis.raised if analysis.measured_incident is None else None
+    if raised is not None and raised.caught and finding.id in _FINITE:
+        raised = None
     if finding.fqn is None:
         raise UsageError("it fails outside of module calls")
     kind = "raised" if raised is not None else "backward" if finding.phase == "backward" else "nonfinite"
