@@ -1,7 +1,7 @@
 """Counterfactuals on one op, made while its operands are at hand: in a wider dtype, in equal dtypes, attention in one fused kernel."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -121,7 +121,6 @@ def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments
 
     * ``equal-dtypes``: all in float32 (in float64 where one is), which shows that the dtypes alone were the reason.
     * ``all-as-DTYPE`` for each dtype among them: what would have happened had the region, the weights or the input agreed.
-    * ``operand-I-as-DTYPE``: operand I alone cast, where all others agree. Success names the odd one.
     """
     leaves = [t for t in tree_flatten(arguments)[0] if isinstance(t, Tensor)]
     dtypes = _dtypes(leaves)
@@ -136,19 +135,13 @@ def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments
     if len(dtypes) == 1 and is_operator and any(map(holds_whole_numbers, leaves)):
         _replay_whole(writer, of, func, arguments, dtypes[0])
     if len(dtypes) == 1 and is_narrow(dtypes[0]) and is_known:
-        run_again(writer, of, "all-as-float32", func, _cast(arguments, partial(_always, torch.float32)))
+        run_again(writer, of, "all-as-float32", func, _cast(arguments, torch.float32))
     if len(dtypes) < 2:
         return
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
-    run_again(writer, of, "equal-dtypes", func, _cast(arguments, partial(_always, wide)))
+    run_again(writer, of, "equal-dtypes", func, _cast(arguments, wide))
     for dtype in dtypes:
-        run_again(writer, of, f"all-as-{short_name(dtype)}", func, _cast(arguments, partial(_always, dtype)))
-    for index, leaf in enumerate(leaves):
-        to = _wanted_by_others(leaf, leaves) if measurable(leaf) else None
-        if to is not None:
-            run_again(
-                writer, of, f"operand-{index}-as-{short_name(to)}", func, _cast(arguments, partial(_only, leaf, to))
-            )
+        run_again(writer, of, f"all-as-{short_name(dtype)}", func, _cast(arguments, dtype))
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
@@ -182,14 +175,6 @@ def _replay_whole(writer: TraceWriter, of: int, func: Any, arguments: Arguments,
         run_again(writer, of, how, func, tree_map(cast, arguments))
 
 
-def _wanted_by_others(operand: Tensor, operands: list[Tensor]) -> torch.dtype | None:
-    """The dtype that all others have, where it is one and not the operand's."""
-    others = _dtypes([t for t in operands if t is not operand])
-    if len(others) != 1 or operand.dtype in others:
-        return None
-    return others[0]
-
-
 def _dtypes(tensors: Iterable[object]) -> list[torch.dtype]:
     """The dtypes of those that can be measured, each once and in order."""
     return list(dict.fromkeys(t.dtype for t in tensors if isinstance(t, Tensor) and measurable(t)))
@@ -212,21 +197,13 @@ def replay_promotion(writer: TraceWriter, of: int, func: Any, arguments: Argumen
     wider = {dtype for dtype in dtypes if dtype.itemsize > narrow.itemsize}
     if wider.isdisjoint(_dtypes(outputs)):
         return False
-    run_again(writer, of, "narrowest-dtype", func, _cast(arguments, partial(_always, narrow)))
+    run_again(writer, of, "narrowest-dtype", func, _cast(arguments, narrow))
     return True
 
 
-def _cast(arguments: Arguments, to: Callable[[Tensor], torch.dtype]) -> Arguments:
+def _cast(arguments: Arguments, dtype: torch.dtype) -> Arguments:
     """The arguments with every floating tensor copied, so that an op that writes to one changes nothing of the user's."""
-    return tree_map(lambda v: v.detach().to(to(v), copy=True) if measurable(v) else v, arguments)
-
-
-def _always(dtype: torch.dtype, _: Tensor) -> torch.dtype:
-    return dtype
-
-
-def _only(chosen: Tensor, dtype: torch.dtype, tensor: Tensor) -> torch.dtype:
-    return dtype if tensor is chosen else tensor.dtype
+    return tree_map(lambda v: v.detach().to(dtype, copy=True) if measurable(v) else v, arguments)
 
 
 MAX_BETWEEN = 24

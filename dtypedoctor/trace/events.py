@@ -227,8 +227,8 @@ class Replay:
     """The op with number ``of`` was run again on the same operands in another way.
 
     ``how`` is ``float32`` or ``float64`` (wider), ``float32-program`` (on the operands that the program would have, were everything before it
-    that is known in float32), ``equal-dtypes`` (all in the widest), ``all-as-DTYPE``, ``operand-I-as-DTYPE``
-    (only operand I cast, counted over ``Op.inputs``) or ``narrowest-dtype``. ``note`` is the message of a replay that raised,
+    that is known in float32), ``equal-dtypes`` (all in the widest), ``all-as-DTYPE``
+    or ``narrowest-dtype``. ``note`` is the message of a replay that raised,
     ``dtype`` the dtype of the result of one that did not; ``exact``, of the ``float32-program``, whether it begins with nothing that was rounded before.
     """
 

@@ -84,10 +84,6 @@ class Story(TraceBuilder):
         record = self.op(op, fqn, list(inputs), [], error=message, **more)
         dtypes = list(dict.fromkeys(t.dtype for t in inputs if t.dtype in DTYPES))
         ways = ["equal-dtypes", *(f"all-as-{dtype}" for dtype in dtypes)]
-        for index, tensor in enumerate(inputs):
-            others = {t.dtype for t in inputs if t is not tensor and t.dtype in DTYPES}
-            if tensor.dtype in DTYPES and len(others) == 1 and tensor.dtype not in others:
-                ways.append(f"operand-{index}-as-{others.pop()}")
         for how in ways if len(dtypes) > 1 else ():
             self.add(Replay(n=self.n(), of=record.n, how=how, finite=True, absmax=1.0, dtype="float32"))
         self.raised(message, phase=record.phase, modules=modules)

@@ -136,10 +136,6 @@ class Case:
         replay = self.replay(how)
         return replay is not None and not replay.note
 
-    def ran_with(self, operand: Operand) -> bool:
-        """Whether the op ran when ``operand`` alone was cast to the dtype of the others, or all to the one they should have."""
-        return self.ran(f"operand-{operand.index}-as-{self.rule}") or self.ran(f"all-as-{self.rule}")
-
 
 _SAYS_LITTLE = frozenset({Reason.ELSEWHERE, Reason.CAST, Reason.AUTOCAST_LIST, Reason.FACTORY})
 
@@ -313,24 +309,17 @@ def set_in_words(origin: DtypeOrigin) -> str:
     )
 
 
-def is_settled(case: Case, operand: Operand | None) -> bool:
-    """Whether experiments show that the dtype of ``operand`` alone made the op raise, and that its origin gave it that dtype."""
-    if operand is None or not case.ran("equal-dtypes") or not case.ran_with(operand):
-        return False
+def settled_by(case: Case, operand: Operand | None) -> str | None:
+    """The experiments which show that the dtype of ``operand`` made the op raise, and that its origin gave it that dtype, as a clause; else None."""
+    if operand is None or not case.ran("equal-dtypes"):
+        return None
     promoted = operand.origin.promoted
     if promoted is None:
-        return operand.origin.reason is not Reason.ELSEWHERE
-    narrow = case.graph.replay(promoted, "narrowest-dtype")
-    return narrow is not None and narrow.dtype is not None and narrow.dtype != operand.dtype
-
-
-def settled_by(case: Case, operand: Operand | None) -> str | None:
-    """The experiment of :func:`is_settled` as a clause; None where nothing is settled."""
-    if operand is None or not is_settled(case, operand):
-        return None
-    if case.ran(f"operand-{operand.index}-as-{case.rule}"):
-        return f"{op_name(case)} run again with its {operand.dtype} operand alone cast to {case.rule} does not raise"
-    return ran_in(case, case.rule)
+        is_settled = operand.origin.reason is not Reason.ELSEWHERE
+    else:
+        narrow = case.graph.replay(promoted, "narrowest-dtype")
+        is_settled = narrow is not None and narrow.dtype is not None and narrow.dtype != operand.dtype
+    return ran_in(case, case.rule) if is_settled else None
 
 
 def ran_in(case: Case, dtype: str | None) -> str | None:
@@ -343,7 +332,7 @@ def ran_in(case: Case, dtype: str | None) -> str | None:
 
 
 def _experiments(case: Case, odd: Operand | None) -> tuple[str, ...]:
-    ways = tuple(_ways_that_ran(case, odd))
+    ways = tuple(_ways_that_ran(case))
     found = [f"Replayed alone on the same operands, the op runs {' or '.join(ways)}."] if ways else []
     promoted = odd.origin.promoted if odd is not None else None
     narrow = case.graph.replay(promoted, "narrowest-dtype") if promoted is not None else None
@@ -355,22 +344,13 @@ def _experiments(case: Case, odd: Operand | None) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _ways_that_ran(case: Case, odd: Operand | None) -> Iterator[str]:
-    """Which dtypes the rejected op would have taken, each told once: casting the only odd operand makes all of them agree."""
+def _ways_that_ran(case: Case) -> Iterator[str]:
+    """Which dtypes the rejected op would have taken."""
     in_one_dtype = [dtype for dtype in case.dtypes if case.ran(f"all-as-{dtype}")]
-    alone = _index_if_it_ran_alone(case, odd)
     for dtype in in_one_dtype:
-        only = f" (only operand {alone} changes)" if alone is not None and dtype == case.rule else ""
-        yield f"with all operands in {dtype}{only}"
-    if alone is not None and not case.ran(f"all-as-{case.rule}"):
-        yield f"with operand {alone} alone cast to {case.rule}"
+        yield f"with all operands in {dtype}"
     if not in_one_dtype and case.ran("equal-dtypes"):
         yield "with all operands in one wider dtype"
-
-
-def _index_if_it_ran_alone(case: Case, odd: Operand | None) -> int | None:
-    """The index of the odd operand, where casting it and no other was enough."""
-    return odd.index if odd is not None and case.ran(f"operand-{odd.index}-as-{case.rule}") else None
 
 
 def _chain(case: Case, odd: Operand | None, verdict: Verdict) -> tuple[Link, ...]:
