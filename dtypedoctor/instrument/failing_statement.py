@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from traceback import clear_frames
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +20,9 @@ import torch
 from dtypedoctor._torch_private import as_the_program
 from dtypedoctor.dtypes import DTYPE_WORDS
 from dtypedoctor.instrument.frames import Line, is_own_file, source_of, span_of
-from dtypedoctor.instrument.repeated_call import at_moment, type_and_message, undone
+from dtypedoctor.instrument.repeated_call import type_and_message
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory
+from dtypedoctor.instrument.untouched import Again, KeptMemory, at_moment, make_again
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES
 from dtypedoctor.trace.records.execution import AutocastRegion
@@ -139,31 +138,28 @@ def _run_again(statement: _Statement, error: BaseException, session: Session, op
     named = list(statement.named.values())
     if any(hasattr(type(value), "__next__") for value in named):
         return "it may take the next item of an iterator"
-    position, memory = session.position, KeptMemory(seconds=MAX_SECONDS)
-    moment = at_moment(
-        session,
-        session.writer.next_n(RESERVED),
-        step=position.step,
-        call=position.call,
-        overrides=position.overrides,
-    )
-    raised: BaseException | None = None
-    with contained() as attempt, undone(session, named, moment, memory):
-        with contained() as again, _modes(session, error), memory:
+    position = session.position
+
+    def run() -> None:
+        with _modes(session, error):
             ops.open(outside=True)
-            try:
-                statement.run()
-            finally:
-                ops.close()
-        raised = again.error
-        if raised is None or type_and_message(raised) != type_and_message(error):
+            statement.run()
+
+    def forget_another(again: Again) -> None:
+        if again.error is None or type_and_message(again.error) != type_and_message(error):
             session.writer.forget_held()  # another failure shows nothing of this one
-    if raised is not None:
-        clear_frames(raised.__traceback__)  # their variables hold tensors, and this frame the exception: a circle
-    for stopped in (attempt.error, raised):
-        if isinstance(stopped, CannotReplayError):
-            return str(stopped)
-    return memory.why_not
+
+    number = session.writer.next_n(RESERVED)
+    again = make_again(
+        session,
+        run,
+        roots=named,
+        at=at_moment(session, number, step=position.step, call=position.call, overrides=position.overrides),
+        ops=ops,
+        memory=KeptMemory(seconds=MAX_SECONDS),
+        before_undone=forget_another,
+    )
+    return again.why_not
 
 
 @contextmanager

@@ -48,7 +48,6 @@ from dtypedoctor.instrument.repeated_call import (
     Made,
     RepeatedCall,
     Version,
-    at_moment,
     bytes_of,
     is_finite,
     is_same,
@@ -56,7 +55,7 @@ from dtypedoctor.instrument.repeated_call import (
 )
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import out_of_their_sight
-from dtypedoctor.instrument.untouched import CannotReplayError
+from dtypedoctor.instrument.untouched import CannotReplayError, at_moment
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES
 from dtypedoctor.trace.records.execution import EAGER, HeldInput, ReplayedCall

@@ -19,12 +19,11 @@ from torch.optim import Optimizer
 from dtypedoctor._torch_private import as_the_program, copy_all, version_of
 from dtypedoctor.instrument.copies import share_of_device
 from dtypedoctor.instrument.frames import source_of
-from dtypedoctor.instrument.repeated_call import at_moment, bytes_of, is_finite, is_same, undone
+from dtypedoctor.instrument.repeated_call import bytes_of, is_finite, is_same
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.updates import with_other_parameters
 from dtypedoctor.instrument.statistics import measurable, out_of_their_sight
-from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory
-from dtypedoctor.interruptions import contained
+from dtypedoctor.instrument.untouched import at_moment, make_again
 from dtypedoctor.redaction.messages import message_of
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES
 from dtypedoctor.trace.records.execution import ReplayedCall
@@ -174,23 +173,24 @@ class OptimizerReplays:
         ops.lines = {source_of(sys._getframe()): begun.source}
         twin = begun.twin()
         session = self._session
-        moment = at_moment(session, begun.number, step=begun.step, call=begun.call, overrides=("optimizer",))
-        memory = KeptMemory()
         same: list[bool] = []
-        with contained() as attempt, undone(session, [vars(twin)], moment, memory):
-            with memory, torch.no_grad(), as_the_program():
-                ops.open()
-                try:
-                    unwrap(type(twin).step)(twin)
-                finally:
-                    ops.close()
-            same = list(_compared(begun))
-        error = attempt.error
-        if error is not None:
-            why = (
-                str(error) if isinstance(error, CannotReplayError) else f"its optimizer step raised {message_of(error)}"
-            )
-            session.guard.tell(REPLAY_OF_FAILURES, why)
+
+        def step() -> None:
+            with torch.no_grad(), as_the_program():
+                unwrap(type(twin).step)(twin)
+
+        again = make_again(
+            session,
+            step,
+            roots=[vars(twin)],
+            at=at_moment(session, begun.number, step=begun.step, call=begun.call, overrides=("optimizer",)),
+            ops=ops,
+            before_undone=lambda _: same.extend(_compared(begun)),
+        )
+        if again.error is not None and not again.why_not:
+            again.why_not = f"its optimizer step raised {message_of(again.error)}"
+        if again.why_not:
+            session.guard.tell(REPLAY_OF_FAILURES, again.why_not)
             return
         doubt = None if all(same) else "the result of the optimizer step differs from that of its replay"
         session.emit(ReplayedCall(why="optimizer", compared=bool(same), doubt=doubt, copies=True))

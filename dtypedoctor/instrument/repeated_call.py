@@ -3,10 +3,9 @@
 Which calls are kept, and when one is made again, is decided in :mod:`dtypedoctor.instrument.in_place`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -21,7 +20,7 @@ from dtypedoctor.instrument.module_tree import mapped
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.underflow import SCALE, when_scaled
 from dtypedoctor.instrument.statistics import measurable, measure, out_of_their_sight, real_of
-from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
+from dtypedoctor.instrument.untouched import Again, CannotReplayError, KeptMemory, at_moment, make_again
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
 from dtypedoctor.redaction.messages import LONGEST, elided, message_of, without_volatile
@@ -37,13 +36,11 @@ __all__ = [
     "Made",
     "RepeatedCall",
     "Version",
-    "at_moment",
     "bytes_of",
     "is_finite",
     "is_same",
     "itself",
     "type_and_message",
-    "undone",
 ]
 
 MAX_RESULT = 16 << 20
@@ -212,7 +209,6 @@ class RepeatedCall:
         self._session = session
         self._kept = kept
         self._inner = inner
-        self._reducing = False
         self._given: Given = lambda args, kwargs: (args, kwargs)
         self.error: BaseException | None = None
         self.capsule: tuple[dict[str, Any], bytes] | None = None
@@ -248,27 +244,39 @@ class RepeatedCall:
         kept, session = self._kept, self._session
         live = kept.live if backward else replace(kept.live, gradients={})
         memory = KeptMemory(*_allowed(live))
-        moment = at_moment(session, first, step=kept.step, call=kept.call, overrides=kept.overrides, depth=kept.depth)
-        said: tuple[str, str] | None = None
-        try:
-            with (
-                undone(session, (live.module, live.args, live.kwargs), moment, memory, lambda: self._reducing),
-                unit_set_aside(live.module) as self._given,
-            ):
+
+        @contextmanager
+        def moment_of_call() -> Iterator[None]:
+            position = at_moment(
+                session, first, step=kept.step, call=kept.call, overrides=kept.overrides, depth=kept.depth
+            )
+            with position, unit_set_aside(live.module) as self._given:
                 memory.keep_buffers(live.module)
-                with memory:
-                    said = self._attempt(live)
-                    gave_up = said is not None and said[0] == CannotReplayError.__name__
-                    self.why_not = said[1] if said is not None and gave_up else memory.why_not
-                    if self.why_not:
-                        session.writer.forget_held()
-                    elif self._inner is not None:
-                        self._reducing = True
-                        self.capsule = self._inner.smallest(self.error)
-        except CannotReplayError as why_not:
-            self.why_not = str(why_not)
+                yield
+
+        def call() -> None:
+            self.error = live.again(forward=self._forward, pull=self._pull).error
+            if isinstance(self.error, CannotReplayError):
+                raise self.error
+
+        def keep_smallest(again: Again) -> None:
+            if self._inner is not None:
+                self.capsule = self._inner.smallest(self.error)
+
+        again = make_again(
+            session,
+            call,
+            roots=(live.module, live.args, live.kwargs),
+            at=moment_of_call(),
+            ops=self.ops if self._traced else None,
+            memory=memory,
+            before_undone=keep_smallest,
+        )
+        self.why_not = again.why_not
+        if self.why_not:
             return ""
-        return "" if self.why_not else self._difference(said, error if error is not None else kept.error)
+        said = type_and_message(self.error) if self.error is not None else None
+        return self._difference(said, error if error is not None else kept.error)
 
     def let_go(self) -> None:
         """Everything is told: lets go of the graph of what was made again, which would hold parameters until Python's collector comes."""
@@ -285,16 +293,6 @@ class RepeatedCall:
             return None
         largest, absmax = (max((extent.absmax for extent in extents), default=0.0) for extents in (real, again))
         return EagerCall(finite=False, absmax=largest, eager_finite=True, eager_absmax=absmax)
-
-    def _attempt(self, live: LiveCall) -> tuple[str, str] | None:
-        """Type and message of what the call has raised, or the backward pass through it."""
-        if self._traced:
-            self.ops.open()
-        try:
-            self.error = live.again(forward=self._forward, pull=self._pull).error
-        finally:
-            self.ops.close()
-        return type_and_message(self.error) if self.error is not None else None
 
     @contextmanager
     def _forward(self, made: LiveCall) -> Iterator[tuple[Any, Any]]:
@@ -473,49 +471,6 @@ def _mixes_dtypes(call: LiveCall) -> bool:
     given = {tensor.dtype for _, tensor in call.inputs() if tensor.is_floating_point()}
     own = {tensor.dtype for _, tensor in call.parameters() if tensor.is_floating_point()}
     return not call.autocast and bool(given and own) and given != own
-
-
-@contextmanager
-def undone(
-    session: Session,
-    roots: Iterable[Any],
-    moment: AbstractContextManager[None],
-    memory: KeptMemory,
-    reducing: Callable[[], bool] = bool,
-) -> Iterator[None]:
-    """Inside, code of the program may run once more at an earlier moment; afterwards the program is as it was.
-
-    Args:
-        session: of the process.
-        roots: objects that the code may change.
-        moment: of :func:`at_moment`.
-        memory: a mode that the caller enters around the code itself.
-        reducing: says whether the code runs although the instruments are muted.
-    """
-    with ExitStack() as stack:
-        stack.callback(memory.restore)
-        stack.enter_context(as_before(roots, get_ident(), lambda: session.position.muted and not reducing()))
-        stack.enter_context(moment)
-        stack.enter_context(session.autocast.unheard())
-        yield
-
-
-@contextmanager
-def at_moment(
-    session: Session, first: int, *, step: int, call: int, overrides: Sequence[str], depth: int = 0
-) -> Iterator[None]:
-    """Inside, the position is an earlier one, outside of all modules, in ``depth`` backward passes, and records take the numbers from ``first`` on
-    that were reserved then."""
-    position = session.position
-    here = position.here
-    before = (here.call, here.stack, here.overrides, here.backward_depth, position.step)
-    try:
-        here.call, here.stack, here.overrides, here.backward_depth = call, [], list(overrides), depth
-        position.step = step
-        with session.writer.numbering_from(first):
-            yield
-    finally:
-        here.call, here.stack, here.overrides, here.backward_depth, position.step = before
 
 
 def itself(tensor: Tensor) -> Tensor:

@@ -12,11 +12,14 @@ import os
 import sys
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from math import inf
+from threading import get_ident
+from traceback import clear_frames
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +54,12 @@ from dtypedoctor.interruptions import contained
 from dtypedoctor.lasting import at_audit
 from dtypedoctor.unpatched import perf_counter
 
-__all__ = ["CannotReplayError", "KeptMemory", "as_before"]
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.optrace import OpTrace
+    from dtypedoctor.instrument.session import Session
+
+__all__ = ["Again", "CannotReplayError", "KeptMemory", "as_before", "at_moment", "make_again", "undone"]
+
 
 MAX_OBJECTS = 300_000
 """Python objects that are looked at; of a program that holds more, those nearest to the module are put back."""
@@ -543,3 +551,107 @@ def _undo_set(value: set[Any]) -> Callable[[], None]:
             set.update(value, kept)
 
     return undo
+
+
+@dataclass(slots=True)
+class Again:
+    """What came of code of the program that was run again.
+
+    Attributes:
+        error: what it has raised.
+        why_not: why it could not be run again to its end; empty where it was, whatever came of it.
+    """
+
+    error: BaseException | None = None
+    why_not: str = ""
+
+
+def make_again(
+    session: "Session",
+    run: Callable[[], object],
+    *,
+    roots: Iterable[Any],
+    at: AbstractContextManager[None],
+    ops: "OpTrace | None" = None,
+    memory: "KeptMemory | None" = None,
+    before_undone: Callable[[Again], object] | None = None,
+) -> Again:
+    """Runs code of the program once more, with one thing changed or none, and puts back everything that it may change.
+
+    Args:
+        session: of the process.
+        run: makes a call, a statement or an optimizer step again. An experiment is what it does otherwise than the program.
+        roots: Python objects that it may change.
+        at: of :func:`at_moment`.
+        ops: records its operators.
+        memory: bounds it; one without bounds by default.
+        before_undone: looks at what was made, with the program's memory as the code has left it; not called where it could not be run.
+    """
+    memory = KeptMemory() if memory is None else memory
+    again, reduces = Again(), False
+    with contained() as prevented, undone(session, roots, at, memory, lambda: reduces), memory:
+        with contained() as attempt:
+            if ops is not None:
+                ops.open()
+            try:
+                run()
+            finally:
+                if ops is not None:
+                    ops.close()
+        again.error = attempt.error
+        again.why_not = str(attempt.error) if isinstance(attempt.error, CannotReplayError) else memory.why_not
+        if again.why_not:
+            session.writer.forget_held()
+        elif before_undone is not None:
+            reduces = True
+            before_undone(again)
+    if isinstance(prevented.error, CannotReplayError):
+        again.why_not = str(prevented.error)
+    elif prevented.error is not None:
+        raise prevented.error
+    if again.error is not None:
+        clear_frames(again.error.__traceback__)  # their variables hold tensors, and this frame the exception: a circle
+    return again
+
+
+@contextmanager
+def undone(
+    session: "Session",
+    roots: Iterable[Any],
+    moment: AbstractContextManager[None],
+    memory: "KeptMemory",
+    runs_program: Callable[[], bool],
+) -> Iterator[None]:
+    """Inside, code of the program may run once more at an earlier moment; afterwards the program is as it was.
+
+    Args:
+        session: of the process.
+        roots: objects that the code may change.
+        moment: of :func:`at_moment`.
+        memory: a mode that the caller enters around the code itself.
+        runs_program: says whether the program's code runs although the instruments are muted: it must not reach anything outside of the process.
+    """
+    with ExitStack() as stack:
+        stack.callback(memory.restore)
+        stack.enter_context(as_before(roots, get_ident(), lambda: session.position.muted and not runs_program()))
+        stack.enter_context(moment)
+        stack.enter_context(session.autocast.unheard())
+        yield
+
+
+@contextmanager
+def at_moment(
+    session: "Session", first: int, *, step: int, call: int, overrides: Sequence[str], depth: int = 0
+) -> Iterator[None]:
+    """Inside, the position is an earlier one, outside of all modules, in ``depth`` backward passes, and records take the numbers from ``first`` on
+    that were reserved then."""
+    position = session.position
+    here = position.here
+    before = (here.call, here.stack, here.overrides, here.backward_depth, position.step)
+    try:
+        here.call, here.stack, here.overrides, here.backward_depth = call, [], list(overrides), depth
+        position.step = step
+        with session.writer.numbering_from(first):
+            yield
+    finally:
+        here.call, here.stack, here.overrides, here.backward_depth, position.step = before

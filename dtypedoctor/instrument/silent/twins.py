@@ -8,10 +8,9 @@ import math
 import re
 from collections import deque
 from collections.abc import Container, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
-from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
@@ -29,7 +28,7 @@ from dtypedoctor.instrument.silent.merging import Added, added_by_adapters
 from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.silent.policies import is_random
 from dtypedoctor.instrument.statistics import measurable
-from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
+from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, undone
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.events import NOT_SEEN
 from dtypedoctor.trace.records.silent import MovedTwin, Twins
@@ -710,18 +709,12 @@ def beside(session: Session, model: nn.Module, call: Asked, autocast: str | None
 @contextmanager
 def _nothing_changes(session: Session, model: nn.Module, call: Asked) -> Iterator[None]:
     """Inside, a call of ``model`` leaves the program as it was."""
-    position = session.position
-    device = call.question.device
     memory = KeptMemory()
-    with ExitStack() as stack:
-        stack.callback(memory.restore)
-        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
-        stack.enter_context(as_before((model, call.args, call.kwargs), get_ident(), lambda: False))
-        stack.enter_context(position.mute())
-        stack.enter_context(session.autocast.unheard())
+    # muted, but the program's own code: it may reach nothing outside of the process
+    with undone(session, (model, call.args, call.kwargs), session.position.mute(), memory, lambda: True):
         memory.keep_buffers(model)
-        stack.enter_context(memory)
-        yield
+        with memory:
+            yield
     if memory.why_not:
         raise CannotReplayError(memory.why_not)
 
