@@ -4,7 +4,8 @@ Everything is decided by making it again: whether it fails by itself, which rows
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -25,7 +26,7 @@ from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.events import OFFLOADED
 from dtypedoctor.unpatched import perf_counter
 
-__all__ = ["Kind", "capsule_of", "operator_capsule"]
+__all__ = ["Kind", "capsule_of", "in_dtype", "is_nonfinite", "on_copies", "operator_capsule"]
 
 FORMAT = 1
 MOST_REPEATS = 400
@@ -38,6 +39,8 @@ LONGEST = 10.0
 """Seconds that go into reducing one."""
 SEEDS = 4
 """Synthetic inputs that are drawn before the recorded ones are kept."""
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes that an experiment in float32 replaces; float8 stays, which operators ask for."""
 _NUMBER = re.compile(r"\d+")
 
 
@@ -138,12 +141,8 @@ class Failing:
         if self.kind is Kind.NONFINITE and not self.may_be_given and _is_given_nonfinite(call):
             return False
         self.left -= 1
-        memo: dict[int, Any] = {}
-        repeat = Repeat()
-        with contained() as ours, Origin() as origin:
-            repeat = call.again(args=copied(call.args, memo), kwargs=copied(call.kwargs, memo))
-        if ours.error is not None:
-            repeat = Repeat(error=ours.error)
+        with Origin() as origin:
+            repeat = on_copies(call)
         self.last, self.drew, self.began = repeat, repeat.drew, origin.name
         if self.kind is Kind.RAISED:
             return signature(repeat.error) == self.error and not (self.passes_in_float32 and in_float32(call).error)
@@ -153,15 +152,16 @@ class Failing:
             return True
         if self.kind is Kind.NONFINITE:
             return _has_nonfinite(repeat.output) and self.origin in ("", origin.name)
-        upstream_is_finite = not any(map(_is_nonfinite, repeat.upstream.values()))
-        return upstream_is_finite and any(map(_is_nonfinite, repeat.gradients.values()))
+        upstream_is_finite = not any(map(is_nonfinite, repeat.upstream.values()))
+        return upstream_is_finite and any(map(is_nonfinite, repeat.gradients.values()))
 
 
 def _has_nonfinite(value: Any) -> bool:
-    return any(map(_is_nonfinite, tensors_of(value)))
+    return any(map(is_nonfinite, tensors_of(value)))
 
 
-def _is_nonfinite(tensor: Tensor) -> bool:
+def is_nonfinite(tensor: Tensor) -> bool:
+    """Whether an element of a tensor with data is inf or NaN."""
     numbers = tensor.is_floating_point() or tensor.is_complex()
     return numbers and not tensor.is_meta and not bool(tensor.detach().isfinite().all())
 
@@ -174,40 +174,51 @@ def _is_given_nonfinite(call: LiveCall) -> bool:
 
 def _has_nonfinite_weights(call: LiveCall) -> bool:
     """Whether a parameter is NaN or inf: then the call shows what an earlier step has done."""
-    return any(_is_nonfinite(parameter) for _, parameter in call.parameters())
+    return any(is_nonfinite(parameter) for _, parameter in call.parameters())
 
 
-def in_float32(call: LiveCall) -> Repeat:
-    """What a call does with weights, buffers and inputs in float32 and without autocast; the module is put back."""
-    held = {id(tensor): tensor for _, tensor in (*call.parameters(), *call.buffers()) if tensor.is_floating_point()}
-    before = [(tensor, tensor.data) for tensor in held.values() if tensor.element_size() > 1]
-
-    def leaf(tensor: Tensor) -> Tensor:
-        wide = tensor.float() if tensor.is_floating_point() and tensor.element_size() > 1 else tensor.clone()
-        return wide.detach().requires_grad_(tensor.requires_grad)
-
+def on_copies(call: LiveCall) -> Repeat:
+    """What a call does when it is made again on copies of its arguments; never raises."""
     memo: dict[int, Any] = {}
     repeat = Repeat()
+    with contained() as ours:
+        repeat = call.again(args=copied(call.args, memo), kwargs=copied(call.kwargs, memo))
+    return repeat if ours.error is None else Repeat(error=ours.error)
+
+
+@contextmanager
+def in_dtype(call: LiveCall, to: torch.dtype, of: Collection[torch.dtype]) -> Iterator[LiveCall]:
+    """Inside, the call that it gives has weights, buffers and inputs of the dtypes ``of`` in another one; afterwards the module is as it was."""
+    held = {id(tensor): tensor for _, tensor in (*call.parameters(), *call.buffers()) if tensor.dtype in of}
+    before = [(tensor, tensor.data) for tensor in held.values()]
+
+    def cast(tensor: Tensor) -> Tensor:
+        dtype = to if tensor.dtype in of else tensor.dtype
+        return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
+
+    memo: dict[int, Any] = {}
+    args, kwargs = mapped(call.args, cast, memo), mapped(call.kwargs, cast, memo)
     try:
         for tensor, data in before:
-            tensor.data = data.float()
-        args, kwargs = mapped(call.args, leaf, memo), mapped(call.kwargs, leaf, memo)
-        with contained() as ours:
-            repeat = replace(call, autocast=(), gradients={}).again(args=args, kwargs=kwargs)
-        return repeat if ours.error is None else Repeat(error=ours.error)
+            tensor.data = data.to(to)
+        yield replace(call, args=args, kwargs=kwargs)
     finally:
         for tensor, data in before:
             tensor.data = data
 
 
+def in_float32(call: LiveCall) -> Repeat:
+    """What a call does with weights, buffers and inputs in float32 and without autocast."""
+    with in_dtype(replace(call, autocast=(), gradients={}), torch.float32, FLOATS) as wide:
+        return on_copies(wide)
+
+
 def relative_error(call: LiveCall) -> float | None:
     """The largest relative error of what a call returns against float32; None where float32 cannot tell."""
-    memo: dict[int, Any] = {}
-    found = call.again(args=copied(call.args, memo), kwargs=copied(call.kwargs, memo))
-    exact = in_float32(call)
-    if found.error is not None or exact.error is not None:
+    repeat, exact = on_copies(call), in_float32(call)
+    if repeat.error is not None or exact.error is not None:
         return None
-    pairs = zip(tensors_of(found.output), tensors_of(exact.output), strict=False)
+    pairs = zip(tensors_of(repeat.output), tensors_of(exact.output), strict=False)
     errors = [
         float((tensor.float() - reference).norm() / reference.norm().clamp_min(1e-30))
         for tensor, reference in pairs

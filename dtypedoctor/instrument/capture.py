@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import buffers_of, children_of, class_before_sharding, marks_of_sharding, parameters_of
-from dtypedoctor.instrument.alone import is_sharded, parameter_not_here
 from dtypedoctor.instrument.frames import importable
 from dtypedoctor.instrument.live_call import tensors_of
 from dtypedoctor.instrument.module_tree import has_state, named_modules
+from dtypedoctor.instrument.sharded import is_sharded, parameter_not_here
 from dtypedoctor.unpatched import to_json
 
 if TYPE_CHECKING:

@@ -28,8 +28,6 @@ from dtypedoctor._torch_private import (
     parameters_of,
     transformation,
 )
-from dtypedoctor.instrument.alone import calls_alone, is_of_several, is_sharded, parameter_not_here
-from dtypedoctor.instrument.copies import MAX_HELD, CopiesOfParameters, share_of_device
 from dtypedoctor.instrument.failing_statement import show_operands
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.frames import source_of
@@ -54,6 +52,15 @@ from dtypedoctor.instrument.repeated_call import (
     type_and_message,
 )
 from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.sharded import (
+    MAX_HELD,
+    CopiesOfParameters,
+    calls_alone,
+    is_of_several,
+    is_sharded,
+    parameter_not_here,
+    share_of_device,
+)
 from dtypedoctor.instrument.statistics import out_of_their_sight
 from dtypedoctor.instrument.untouched import CannotReplayError, at_moment
 from dtypedoctor.instrument.whereabouts import call_arguments

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import as_the_program, copy_all, version_of
-from dtypedoctor.instrument.copies import share_of_device
 from dtypedoctor.instrument.frames import source_of
 from dtypedoctor.instrument.repeated_call import bytes_of, is_finite, is_same
 from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.sharded import share_of_device
 from dtypedoctor.instrument.silent.updates import with_other_parameters
 from dtypedoctor.instrument.statistics import measurable, out_of_their_sight
 from dtypedoctor.instrument.untouched import at_moment, make_again

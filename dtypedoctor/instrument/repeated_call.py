@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import MemoryRef, Writes, parameters_of, version_of
-from dtypedoctor.instrument.alone import Given, unit_set_aside
-from dtypedoctor.instrument.copies import ParameterCopies
 from dtypedoctor.instrument.live_call import LiveCall, tensors_of
 from dtypedoctor.instrument.module_tree import mapped
 from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.sharded import Given, ParameterCopies, unit_set_aside
 from dtypedoctor.instrument.silent.underflow import SCALE, when_scaled
 from dtypedoctor.instrument.statistics import measurable, measure, out_of_their_sight, real_of
 from dtypedoctor.instrument.untouched import Again, CannotReplayError, KeptMemory, at_moment, make_again

@@ -5,7 +5,7 @@ that hides the instruments' own errors from the program, and nothing else.
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from threading import get_ident
 from types import CodeType, FrameType, TracebackType
@@ -33,7 +33,6 @@ from dtypedoctor._torch_private import (
 from dtypedoctor.instrument.frames import local_of, source_of
 from dtypedoctor.instrument.naming import Names, short_name
 from dtypedoctor.instrument.readings import Readings
-from dtypedoctor.instrument.recursion import DEEP, HOOK, Room
 from dtypedoctor.interruptions import contained, is_interruption
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import FAILED_THERE, Coverage, NotWatched, Observed
@@ -41,6 +40,37 @@ from dtypedoctor.trace.records.execution import AutocastRegion
 
 if TYPE_CHECKING:
     from dtypedoctor.trace.writer import TraceWriter
+
+DEEP = 24
+"""Open module calls up to which no program comes near the limit."""
+HOOK = 80
+"""Frames that a hook takes at most."""
+
+
+class Room:
+    """Raises the recursion limit by the frames that are there because of us.
+
+    torch calls a module by one more function where any hook is registered, and a hook calls functions itself: one of ours that is left without frames
+    could neither measure nor say so.
+
+    Attributes:
+        added: by how much the limit is raised now.
+    """
+
+    __slots__ = ("_limit", "added")
+
+    def __init__(self) -> None:
+        self._limit = 0
+        self.added = 0
+
+    def make(self, calls: int, frames: int = 0) -> None:
+        """Raises the limit by one frame for each of so many open module calls, and by ``frames``; not at all where there are few."""
+        limit = sys.getrecursionlimit()
+        base = limit - self.added if limit == self._limit else limit  # the program may have set it
+        added = calls + frames if calls > DEEP else 0
+        with suppress(RecursionError):  # lower than where we are; it is lowered later
+            sys.setrecursionlimit(base + added)
+            self._limit, self.added = base + added, added
 
 
 FOR_GOOD = 1 << 30

@@ -36,6 +36,7 @@ from dtypedoctor._torch_private import (
     version_of,
     without_modes,
 )
+from dtypedoctor.instrument.live_call import RandomState
 from dtypedoctor.instrument.module_tree import modules_in
 from dtypedoctor.instrument.operators import (
     Arguments,
@@ -49,7 +50,6 @@ from dtypedoctor.instrument.operators import (
     tensors_of,
     written,
 )
-from dtypedoctor.instrument.settings import RandomState
 from dtypedoctor.interruptions import contained
 from dtypedoctor.lasting import at_audit
 from dtypedoctor.unpatched import perf_counter

@@ -27,11 +27,9 @@ from dtypedoctor._torch_private import OpOverload, schema_of
 from dtypedoctor.corrections.contract import TargetMismatchError, put_in
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json
-from dtypedoctor.instrument.capsule import Kind, signature
+from dtypedoctor.instrument.capsule import Kind, in_dtype, is_nonfinite, on_copies, signature
 from dtypedoctor.instrument.capture import Operator
-from dtypedoctor.instrument.live_call import AutocastState, LiveCall, Repeat, copied, tensors_of
-from dtypedoctor.instrument.module_tree import mapped
-from dtypedoctor.instrument.settings import RandomState, Settings
+from dtypedoctor.instrument.live_call import AutocastState, LiveCall, RandomState, Settings, tensors_of
 from dtypedoctor.instrument.untouched import as_before
 from dtypedoctor.interruptions import contained
 from dtypedoctor.plugins import Correction, registered
@@ -412,16 +410,12 @@ def _that_may_fit(module: nn.Module) -> list[str]:
 
 def _failure(call: LiveCall) -> tuple[Kind, BaseException | None] | None:
     """How ``call`` fails when it is made, and what it raises; None where it returns, and passes back, finite values."""
-    memo: dict[int, object] = {}
-    repeat = Repeat()
-    with contained() as ours:
-        repeat = call.again(args=copied(call.args, memo), kwargs=copied(call.kwargs, memo))
-    error = ours.error or repeat.error
-    if error is not None:
-        return Kind.RAISED, error
-    if not all(map(_is_finite, tensors_of(repeat.output))):
+    repeat = on_copies(call)
+    if repeat.error is not None:
+        return Kind.RAISED, repeat.error
+    if any(map(is_nonfinite, tensors_of(repeat.output))):
         return Kind.NONFINITE, None
-    return None if all(map(_is_finite, repeat.gradients.values())) else (Kind.BACKWARD, None)
+    return (Kind.BACKWARD, None) if any(map(is_nonfinite, repeat.gradients.values())) else None
 
 
 def _fails_as(call: LiveCall, kind: Kind, error: str) -> bool:
@@ -444,11 +438,6 @@ def _objection(call: LiveCall) -> str:
 
 def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {message_of(error)}".split("\n")[0][:300]
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    numbers = tensor.is_floating_point() or tensor.is_complex()
-    return not numbers or bool(tensor.detach().isfinite().all())
 
 
 Done = Callable[[], str]
@@ -490,27 +479,10 @@ def _corrected(call: LiveCall, correction: str, modules: Sequence[str]) -> Itera
 @contextmanager
 def _in_bfloat16(call: LiveCall) -> Iterator[tuple[LiveCall, Done]]:
     """Weights, buffers and inputs that are float16 are bfloat16."""
-    held = {id(tensor): tensor for _, tensor in (*call.parameters(), *call.buffers()) if tensor.dtype is torch.float16}
-    before = [(tensor, tensor.data) for tensor in held.values()]
-    memo: dict[int, object] = {}
-    args, kwargs = mapped(call.args, _bfloat16, memo), mapped(call.kwargs, _bfloat16, memo)
-    if not before and all(tensor.dtype is not torch.float16 for _, tensor in call.inputs()):
+    if all(tensor.dtype is not torch.float16 for _, tensor in (*call.parameters(), *call.buffers(), *call.inputs())):
         raise TargetMismatchError("nothing in the call is float16")
-    try:
-        for tensor, data in before:
-            tensor.data = data.to(torch.bfloat16)
-        yield replace(call, args=args, kwargs=kwargs), _nothing
-    finally:
-        for tensor, data in before:
-            tensor.data = data
-
-
-def _bfloat16(tensor: Tensor) -> Tensor:
-    return (
-        tensor.detach().to(torch.bfloat16).requires_grad_(tensor.requires_grad)
-        if tensor.dtype is torch.float16
-        else tensor
-    )
+    with in_dtype(call, torch.bfloat16, (torch.float16,)) as changed:
+        yield changed, _nothing
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtypedoctor._torch_private import DisableTorchFunction
 from dtypedoctor.instrument.capsule import Failing, Kind, capsule_of
-from dtypedoctor.instrument.live_call import LiveCall, copied, tensors_of
-from dtypedoctor.instrument.settings import Settings
+from dtypedoctor.instrument.live_call import LiveCall, Settings, copied, tensors_of
 
 
 class Block(nn.Module):

@@ -105,9 +105,7 @@ def test_a_function_that_refuses_before_any_operator_runs_is_recorded(tmp_path: 
     (failed,) = (op for op in trace.all(Op) if op.error)
     assert failed.op == "aten.scaled_dot_product_attention.default"
     assert [t.dtype for t in failed.inputs] == ["float32", "float32", "bfloat16"]
-    assert {"equal-dtypes", "all-as-bfloat16", "all-as-float32"} <= {
-        r.how for r in trace.all(Replay) if not r.note
-    }
+    assert {"equal-dtypes", "all-as-bfloat16", "all-as-float32"} <= {r.how for r in trace.all(Replay) if not r.note}
     assert _get_current_function_mode_stack() == []
 
 
