@@ -18,8 +18,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from importlib import import_module
+from inspect import currentframe
 from operator import attrgetter, or_, sub
-from types import CodeType, MethodType
+from types import CodeType, FrameType, MethodType
 from typing import Any
 from weakref import ref
 
@@ -922,7 +923,20 @@ def is_compiled_module(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
-def before_compiled(heard: Callable[[], Any], otherwise: Callable[[], Any]) -> Callable[[], None]:
+class EntersCompiled:
+    """A compiled function is about to be entered by a frame of Dynamo's, which holds the function as it was before, and the arguments."""
+
+    def __init__(self, frame: FrameType | None) -> None:
+        self.frame = frame
+
+    def call(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None:
+        """The function, and its arguments; None where the frame has other variables."""
+        held = self.frame.f_locals if self.frame is not None else {}
+        function, args, kwargs = (held.get(name) for name in ("fn", "args", "kwargs"))
+        return (function, args, kwargs) if callable(function) and type(args) is tuple and type(kwargs) is dict else None
+
+
+def before_compiled(heard: Callable[[EntersCompiled], Any], otherwise: Callable[[], Any]) -> Callable[[], None]:
     """Calls ``heard`` whenever a compiled function is about to be entered, in any thread, and not run as it is; returns the undo.
 
     Does nothing before Dynamo is imported. Without the name ``otherwise`` is called at once.
@@ -939,7 +953,8 @@ def before_compiled(heard: Callable[[], Any], otherwise: Callable[[], Any]) -> C
     def asked(callback: Any) -> Any:
         answer = ask(callback)
         if callback not in (None, False) and answer is not None:  # else it is left alone, or everything is
-            heard()
+            here = currentframe()
+            heard(EntersCompiled(here.f_back if here is not None else None))
         return answer
 
     def undo() -> None:

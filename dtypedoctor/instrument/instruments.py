@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import LOST, NEWEST_TESTED, untested_release
+from dtypedoctor._torch_private import LOST, NEWEST_TESTED, EntersCompiled, untested_release
 from dtypedoctor.instrument.bad_values import OPERATOR_CAPSULES, BadValues, KeptOperators, ends_of
 from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.collectives import Collectives, Row
@@ -31,6 +31,7 @@ from dtypedoctor.instrument.sentinel import Sentinel
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.checks import Checks
 from dtypedoctor.instrument.silent.float32_shadows import OverflowsOutside
+from dtypedoctor.instrument.silent.reruns import CompiledCalls
 from dtypedoctor.instrument.silent.shadows import Shadows
 from dtypedoctor.instrument.silent.underflow import GradientCheck
 from dtypedoctor.instrument.statistics import HALF, Rooted
@@ -461,9 +462,12 @@ class Instruments:
         if (sentinel := self._here()) is not None:
             sentinel.compiled_begins()
 
-    def _compiled_called(self) -> None:
+    def _compiled_called(self, entered: EntersCompiled) -> None:
         here = self.position.here
         self.modules.compiled_called()
+        if self.watching and self.modules.looks:
+            with self.phases.forward_only():
+                self.checks[CompiledCalls].before_compiled(entered)
         if self.watching and not (here.stack or here.backward_depth):
             self.coverage.compiled_outside += 1
             self.guard.tell(COMPILED_OUTSIDE, WHY_COMPILED_OUTSIDE)

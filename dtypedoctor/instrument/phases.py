@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from dtypedoctor._torch_private import (
     COMPILER,
     MODES_CAN_IGNORE_COMPILED,
+    EntersCompiled,
     before_compiled,
     found_inf_by,
     kind_of,
@@ -30,6 +31,7 @@ from dtypedoctor._torch_private import (
 from dtypedoctor.instrument.frames import is_own_file
 from dtypedoctor.instrument.operators import OperatorMode
 from dtypedoctor.instrument.session import Guard, Session, begin_thread, steps_running
+from dtypedoctor.instrument.untouched import CannotReplayError
 from dtypedoctor.interruptions import noticing
 from dtypedoctor.unpatched import unseen_by_warnings
 
@@ -81,7 +83,7 @@ class Phases:
         """How many optimizers have made steps, steps of all of them, and those that a gradient scaler did not let them make."""
         self._first = 1
         self._wrapped_generate = False
-        self._stands_aside = False
+        self._stands_aside = self._forward_only = False
         self.before_generate: list[Callable[[tuple[Any, ...], dict[str, Any]], None]] = []
         self.before_backward: list[Callable[[list[Tensor]], None]] = []
         self.inside_backward: list[Callable[[list[Tensor]], None]] = []
@@ -99,7 +101,7 @@ class Phases:
         self.resume: Listener = _nothing
         self.settle: Listener = _nothing
         self.compiled_begins: Listener = _nothing
-        self.compiled_called: Listener = _nothing
+        self.compiled_called: Callable[[EntersCompiled], None] = lambda _: None
         self._ignore_compiled: Callable[[], None] | None = None
 
     def start(self) -> None:
@@ -133,6 +135,21 @@ class Phases:
         finally:
             self._stands_aside, self.failure = False, failure
 
+    @contextmanager
+    def forward_only(self) -> Iterator[None]:
+        """Inside, a call of the program is made again that must not train: a backward pass or an optimizer step ends it."""
+        self._forward_only = True
+        self.pause()
+        try:
+            yield
+        finally:
+            self._forward_only = False
+            self.resume()
+
+    def _may_train(self) -> None:
+        if self._forward_only:
+            raise CannotReplayError("it trains")
+
     def restart(self, step: int) -> None:
         """Training begins anew, with optimizers of its own; its first step is number ``step``."""
         self._steps.clear()
@@ -163,6 +180,7 @@ class Phases:
 
     @unseen_by_warnings
     def _around_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._may_train()
         if torch.compiler.is_compiling() or self._position.muted or self._stands_aside:
             if self._position.silenced:
                 self._position.silent_work()
@@ -206,9 +224,9 @@ class Phases:
             return
         ignore: Listener = _nothing if MODES_CAN_IGNORE_COMPILED else lambda: self.compiled_begins()
 
-        def heard() -> None:
+        def heard(entered: EntersCompiled) -> None:
             ignore()
-            self.compiled_called()
+            self.compiled_called(entered)
 
         self._ignore_compiled = before_compiled(heard, otherwise=ignore)
         self._undo.append(self._ignore_compiled)
@@ -292,6 +310,7 @@ class Phases:
         """An optimizer step begins. With a closure the program's forward and backward pass run in it, and it really begins when they are over."""
         if torch.compiler.is_compiling():  # Dynamo would make what follows a part of the program's compiled step
             return None
+        self._may_train()
         self.forget_ended_steps(1)
         closure = kwargs.get("closure") or next(filter(callable, args[1:2]), None)
         if closure is None:

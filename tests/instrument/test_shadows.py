@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from watched import watched
 
+from dtypedoctor._torch_private import without_modes
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.trace.events import NotWatched
@@ -593,6 +594,42 @@ def test_programs_that_are_right_in_half_precision_are_told_nothing_of(
 ) -> None:
     """Rounding at random, compensated sums, dithering, sampling, near ties, caches."""
     assert told_of(tmp_path, work) == []
+
+
+def test_compiled_code_is_looked_at_in_eager_mode_and_computes_what_it_would(tmp_path: Path) -> None:
+    """The call is made once more under the look; results, buffers and random numbers are those of a run without it."""
+
+    class Cells(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.table = nn.BatchNorm1d(8), nn.Embedding(500, 8)
+
+        def forward(self, places: Tensor) -> Tensor:
+            cells = torch.bucketize(places.to(HALF).float(), torch.arange(0, 100, 0.25))
+            return nn.functional.dropout(self.norm(self.table(cells)), 0.1)
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Cells()
+        compiled = torch.compile(model, backend=hidden)
+        results = [compiled(100 * torch.rand(2000)) for _ in range(3)]
+        return [*results, *model.buffers(), torch.rand(4)]
+
+    def hidden(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        """A backend whose operators no mode sees."""
+
+        def kernel(*args: Tensor) -> object:
+            with without_modes():
+                return graph(*args)
+
+        return kernel
+
+    bare = run()
+    torch._dynamo.reset()
+    found: list[Tensor] = []
+    (finding,) = told_of(tmp_path, lambda: found.extend(run()))
+    assert "torch.bucketize(places" in line_of(finding)
+    assert all(torch.equal(one, other) for one, other in zip(bare, found, strict=True))
 
 
 def test_a_rounded_tensor_that_is_turned_in_place_is_read_on(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ one is looked at too, a few times: a program that has got into float16's limits 
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -138,6 +138,27 @@ class RoutineLook:
         """Something has just been found not to be finite, or all gradients to be 0: the next call forward is looked at too. Nothing may have come of it."""
         self._looks_again = self._more_looks > 0
 
+    @contextmanager
+    def at_call_made_again(self) -> Iterator[OperatorMode]:
+        """Gives a mode by which the observers see a call that the doctor makes, muted, once more; what they know of the one that is looked at now they forget."""
+        mode = _Mode(self._saw, self._session, self._writes, is_again=True)
+        self._end(mode)
+        try:
+            yield mode
+        finally:
+            self._end(mode)
+
+    @property
+    def looks(self) -> bool:
+        """Whether a call is looked at."""
+        return self._mode is not None
+
+    def is_turn(self, function: object) -> bool:
+        """Whether this call of a function outside of modules is looked at."""
+        key = (id(function), self._session.position.phase)
+        self._calls[key] += 1
+        return _is_looked_at(self._calls[key])
+
     def before_call(self, module: nn.Module) -> None:
         """An outermost call begins."""
         self.after_call()  # of one that was left without a word
@@ -155,7 +176,7 @@ class RoutineLook:
             looking = self.accumulating
         else:
             return
-        if looking and _may_look(module):
+        if looking and may_look() and (MODES_CAN_IGNORE_COMPILED or not any(map(why_opaque, modules_in(module)))):
             self._mode = _Mode(looking, self._session, self._writes)
             self._thread = get_ident()
             self._mode.__enter__()
@@ -166,6 +187,9 @@ class RoutineLook:
             return
         mode, self._mode = self._mode, None
         mode.leave()
+        self._end(mode)
+
+    def _end(self, mode: "_Mode") -> None:
         with mode.aside():
             for end in self._ended:
                 end()
@@ -174,8 +198,11 @@ class RoutineLook:
 class _Mode(OperatorMode):
     supports_higher_order_operators = True
 
-    def __init__(self, saw: Sequence[Callable[[Seen], None]], session: Session, writes: Writes) -> None:
+    def __init__(
+        self, saw: Sequence[Callable[[Seen], None]], session: Session, writes: Writes, *, is_again: bool = False
+    ) -> None:
         super().__init__()
+        self._is_again = is_again
         self._saw = saw
         self._writing, self._wrote = writes
         self._position, self._guard = session.position, session.guard
@@ -204,7 +231,7 @@ class _Mode(OperatorMode):
     ) -> Any:
         """Runs ``func`` as it is and shows it to the checks."""
         kwargs = dict(kwargs or {})
-        if self._position.muted or not isinstance(func, OpOverload) or str(func) in _SKIPPED:
+        if (self._position.muted and not self._is_again) or not isinstance(func, OpOverload) or str(func) in _SKIPPED:
             return self.run(func, args, kwargs)
         if is_unfinished(func) or any(map(is_spread, tensors_of((args, kwargs)))):
             return self.run(func, args, kwargs)
@@ -255,12 +282,10 @@ def _is_looked_at(number: int) -> bool:
     return number == FIRST_LOOKS
 
 
-def _may_look(module: nn.Module) -> bool:
-    """Whether a look would change nothing: not under modes of the program's own, and only where compiled code ignores it."""
+def may_look() -> bool:
+    """Whether a look would change nothing: not under modes of the program's own, nor where operators are recorded."""
     if not all(type(mode).__module__.startswith("dtypedoctor.") for mode in modes_on()):
         return False
     if transformation() is not None:
         return False
-    if being_recorded() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-        return False
-    return MODES_CAN_IGNORE_COMPILED or not any(map(why_opaque, modules_in(module)))
+    return not (being_recorded() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()))

@@ -1,8 +1,10 @@
-"""Calls that are made once more without the copies that autocast keeps."""
+"""Calls that are made once more: without the copies that autocast keeps, and of compiled functions in eager mode."""
 
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -11,11 +13,17 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import as_the_program
+from dtypedoctor._torch_private import EntersCompiled, as_the_program
 from dtypedoctor.instrument.module_tree import ByModule, named_modules
 from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.operators import tensors_of
+from dtypedoctor.instrument.sharded import is_of_several
+from dtypedoctor.instrument.silent.look import may_look
 from dtypedoctor.instrument.silent.observer import Observer
+from dtypedoctor.instrument.silent.shadows import Shadows
 from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.instrument.untouched import KeptMemory, as_before
+from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.records.execution import AutocastRegion
 from dtypedoctor.trace.records.silent import StaleCopy
 
@@ -28,6 +36,11 @@ COMPARED = 8
 """Layers of a model whose weights are compared."""
 ELEMENTS = 16
 """Elements of a weight that are compared."""
+
+MAX_SECONDS = 10.0
+"""Time in which the operators of a compiled call may begin that is made in eager mode."""
+SHARE_OF_FREE = 0.5
+"""Share of the free memory of a GPU that it may take."""
 
 Layer = tuple[Any, str]
 """A weak reference to a layer, and its dotted name."""
@@ -157,6 +170,40 @@ class CacheCheck(Observer):
             every = max(1, len(all_layers) // COMPARED)
             layers = self._layers[module] = all_layers[::every][: COMPARED + 1]
         return [(layer, name) for held, name in layers if (layer := held()) is not None]
+
+
+class CompiledCalls(Observer):
+    """Makes calls of compiled functions in eager mode first, so that the look sees their operators, and puts back whatever that changes.
+
+    What the program computes with are the bits of the compiled code: those of eager mode differ by roundings, which a look is about.
+    """
+
+    def before_compiled(self, entered: EntersCompiled) -> None:
+        """A compiled function is about to be entered: an outermost one, since all that is called in the other is left in eager mode."""
+        position, look = self.position, self.checks.look
+        call = entered.call()
+        if call is None or position.muted or position.backward_depth or is_of_several() or not may_look():
+            return  # what DDP's forward begins in C++ cannot be undone
+        function, args, kwargs = call
+        if not (look.looks if position.stack else look.is_turn(function)):
+            return
+        device = next((t.device for t in tensors_of((args, kwargs)) if t.is_cuda), None)
+        allowed = 0 if device is None else int(SHARE_OF_FREE * torch.cuda.mem_get_info(device)[0])
+        memory = KeptMemory(device, allowed, MAX_SECONDS)
+        with contained(), ExitStack() as stack:  # what it raises here, it raises again
+            stack.callback(memory.restore)
+            stack.enter_context(as_before((function, args, kwargs), get_ident(), lambda: False))
+            stack.enter_context(position.mute())
+            stack.enter_context(self.session.autocast.unheard())
+            for module in [m for m in (function, getattr(function, "__self__", None)) if isinstance(m, nn.Module)]:
+                memory.keep_buffers(module)
+            stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)
+            shown = stack.enter_context(look.at_call_made_again())
+            with memory, shown:
+                result = function(*args, **kwargs)
+            losses = [tensor for tensor in tensors_of(result) if tensor.requires_grad and tensor.dim() == 0]
+            self.checks[Shadows].take(losses, "loss")
 
 
 def _would_be_kept(weight: Tensor) -> bool:
