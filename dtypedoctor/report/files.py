@@ -3,9 +3,8 @@
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.examination.examine import examine
@@ -58,20 +57,18 @@ def read_matrix(folder: Path) -> tuple[list[MatrixRow], list[Report]] | None:
         rows = read_matrix_json(read_file(path).decode("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read ({reason(error)})") from error
-    reports = [
-        _read_of_matrix(folder, row.report) if row.report is not None else refused_report(row.scenario, row.cause)
-        for row in rows
-    ]
+    reports = []
+    for row in rows:
+        if row.report is None:
+            reports.append(refused_report(row.scenario, row.cause))
+            continue
+        try:
+            report = inside(folder, row.report)
+            read_head(report, 1)  # a folder would be searched for a report of its own
+        except OSError as error:
+            raise UsageError(f"{path}: its report {row.report!r} cannot be read ({reason(error)})") from error
+        reports.append(read_report(report))
     return rows, reports
-
-
-def _read_of_matrix(folder: Path, name: str) -> Report:
-    try:
-        path = inside(folder, name)
-        read_head(path, 1)  # a folder would be searched for a report of its own
-    except OSError as error:
-        raise UsageError(f"{folder / MATRIX_JSON}: its report {name!r} cannot be read ({reason(error)})") from error
-    return read_report(path)
 
 
 def report_of_machines(places: Sequence[Path], *, own_files: bool = False) -> Report:
@@ -111,8 +108,11 @@ def report_of(place: Path) -> Report:
 
 def _examined(saved: SavedRun, place: Path, *more: Path, own_files: bool = False) -> Report:
     places = shlex.join(map(str, (place, *more)))
+    ran = saved.request.get("scenario")
+    if not is_described(ran):  # nothing is known of the program
+        ran = Program(name="a-run-without-a-report", path=str(place), time_limit=OF_A_SCENARIO).described()
     return build_report(
-        examine(_scenario(saved, place), saved.run, own_files=own_files),
+        examine(ran, saved.run, own_files=own_files),
         command=shlex.join(without_process_secrets(["dtypedoctor", *sys.argv[1:]])),
         files={"before": BEFORE} if (place / BEFORE).is_dir() else {},
         next_command=_replay_of(saved.run) or f"dtypedoctor report {places} --format md",
@@ -129,11 +129,3 @@ def _replay_of(run: Run) -> str:
             continue
         return f"dtypedoctor replay {shlex.quote(str(capsule.directory))}{option}"
     return ""
-
-
-def _scenario(saved: SavedRun, place: Path) -> Mapping[str, Any]:
-    """What was run, or what stands for a program of which nothing is known."""
-    ran = saved.request.get("scenario")
-    if is_described(ran):
-        return ran
-    return Program(name="a-run-without-a-report", path=str(place), time_limit=OF_A_SCENARIO).described()

@@ -99,7 +99,9 @@ class Elsewhere:
         if event == "ctypes.dlopen" and details[0] is not None:
             self._libraries[os.fsdecode(details[0])] = None
         if event == "os.exec" and os.getpid() == self._owner:
-            self._becomes(_program_in_words(*details[:2]))
+            program, arguments = details[:2]
+            scripts = [_base(word) for word in arguments if os.fsencode(word).endswith(b".py")]
+            self._becomes(" ".join([_base(program), *scripts[:1]]))
 
     @property
     def libraries(self) -> list[str]:
@@ -116,12 +118,6 @@ class Elsewhere:
             yield f"other programs that were started ({', '.join(programs)})", NOT_HERE
         if self._pythons and JOB not in os.environ:
             yield f"Python programs that were started ({', '.join(self._pythons)})", NOT_HERE
-
-
-def _program_in_words(program: Any, arguments: Any) -> str:
-    """A program, and the script that it is given."""
-    scripts = [_base(word) for word in arguments if os.fsencode(word).endswith(b".py")]
-    return " ".join([_base(program), *scripts[:1]])
 
 
 def _may_work(program: str, arguments: Any) -> bool:

@@ -182,7 +182,7 @@ def test_fixes_are_looked_at_for_what_stays_finite_as_long_as_that_is_what_faile
     assert looked_at == {
         "before": None,
         "unwatched": None,
-        "reference": 1,
+        "reference": steps,
         "float32-twin": None,
         "remedy-bfloat16": steps,
     }

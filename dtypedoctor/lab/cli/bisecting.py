@@ -195,16 +195,13 @@ def _reported(found: Bisection, directory: Path) -> Report:
         files["log"] = "server.log"
     if found.reproduction is not None and found.reproduction.script is not None:
         files["reproduction"] = found.reproduction.script
+    following = f"dtypedoctor report {shlex.quote(str(directory))} --format md"
+    if found.end is End.INTERRUPTED:
+        following = resume_command(directory)
     report = bisection_report(
         found,
         command=shlex.join(without_process_secrets(["dtypedoctor", *sys.argv[1:]])),
         files=files,
-        next_command=_next_command(found, directory),
+        next_command=following,
     )
     return kept(directory, report)
-
-
-def _next_command(found: Bisection, directory: Path) -> str:
-    if found.end is End.INTERRUPTED:
-        return resume_command(directory)
-    return f"dtypedoctor report {shlex.quote(str(directory))} --format md"

@@ -3,7 +3,7 @@
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -261,7 +261,7 @@ def _baselines(
     """What the trials are compared with: the run, and if it is to be the healthy reference and a twin in float32; and the run of the reference."""
     healthy, exact = None, None
     if compare and (reference := healthy_reference(scenario)) is not None:
-        healthy = later("reference", Request(scenario=reference, look_steps=1))
+        healthy = later("reference", Request(scenario=reference, look_steps=_look_steps(findings)))
     if compare and (twin := float32_twin(scenario)) is not None:
         run = later("float32-twin", Request(scenario=twin))
         exact = run.trace if run is not None else None
@@ -278,16 +278,19 @@ def _baselines(
     return baselines, healthy
 
 
+def _look_steps(findings: Sequence[Finding]) -> int | None:
+    """Up to which step later runs look for what stays finite: as long as the first where that is what failed, else in their first step."""
+    return None if any(spec_of(finding.id).family is SILENT for finding in findings) else 1
+
+
 def _try(remedy: Remedy, scenario: Scenario, run: LaterRuns, baselines: Baselines, plan: Plan) -> Trial:
     changed = change_of(remedy)(scenario)
     reason = _why_not(remedy, scenario, changed, plan)
     condition = changed.conditions != scenario.conditions
     if reason:
         return not_tried(remedy, reason, condition=condition)
-    # What stays finite is looked for as long as in the run without the fix where that is what failed, else only in the first step
-    is_silent = any(spec_of(finding.id).family is SILENT for finding in baselines.findings)
     repeats = "before" if is_script(changed) else None
-    request = Request(scenario=changed, repeats=repeats, look_steps=None if is_silent else 1)
+    request = Request(scenario=changed, repeats=repeats, look_steps=_look_steps(baselines.findings))
     tried = run.attempt(run_of_fix(remedy.id), request)
     if isinstance(tried, str):  # what can be run untreated may still not be possible with the remedy
         return not_tried(remedy, tried, condition=condition)
