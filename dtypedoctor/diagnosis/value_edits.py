@@ -528,73 +528,53 @@ def updated_in_float32(scene: Scene) -> Changes | None:
 
 
 def _updating(scene: Scene) -> tuple[Source, ast.stmt, str] | None:
-    """The statement on the finding's line, and what holds the tensors that it updates."""
+    """The statement on the finding's line, and what holds the tensors that it updates: ``self.shadow`` for ``self.shadow[name].mul_(decay)``."""
     at = scene.failing_line()
-    statements = _statements_on(*at) if at is not None else []
-    return (at[0], statements[-1], _holder(at[0], statements[-1])) if at is not None and statements else None
+    if at is None:
+        return None
+    source, line = at
+    inside = (node for node in ast.walk(source.tree) if isinstance(node, ast.Expr | ast.Assign | ast.AugAssign))
+    statements = [node for node in inside if node.lineno <= line <= (node.end_lineno or 0)]
+    if not statements:
+        return None
+    holder = _updated(statements[-1])
+    # ``shadow`` for the variable ``s`` of ``for s, p in zip(shadow, parameters)``
+    for loop in reversed(source.around(statements[-1], ast.For)):
+        holder = next((over for name, over in _pairs(loop) if ast.unparse(holder) == name), holder)
+    return source, statements[-1], ast.unparse(holder)
 
 
-def _statements_on(source: Source, line: int) -> list[ast.stmt]:
-    kinds = (ast.Expr, ast.Assign, ast.AugAssign)
-    return [
-        node
-        for node in ast.walk(source.tree)
-        if isinstance(node, kinds) and node.lineno <= line <= (node.end_lineno or 0)
-    ]
-
-
-def _holder(source: Source, statement: ast.stmt) -> str:
-    """What holds the tensors that a statement updates: ``self.shadow`` for ``self.shadow[name].mul_(decay)``; empty where that is not seen."""
-    target = _updated(statement)
-    for _ in range(3):  # a variable of a loop, then what the loop goes over
-        if target is None:
-            return ""
-        while isinstance(target, ast.Subscript):
-            target = target.value
-        over = _looped_over(source, target, statement)
-        if over is None:
-            break
-        target = over
-    return ast.unparse(target) if target is not None else ""
-
-
-def _updated(statement: ast.stmt) -> ast.expr | None:
-    """The expression that a statement writes to."""
-    if isinstance(statement, ast.AugAssign):
-        return statement.target
+def _updated(statement: ast.Expr | ast.Assign | ast.AugAssign) -> ast.expr:
+    """What a statement writes to, or the collection that holds it."""
     if isinstance(statement, ast.Assign):
-        return statement.targets[0]
-    node: ast.expr | None = statement.value if isinstance(statement, ast.Expr) else None
+        node = statement.targets[0]
+    else:
+        node = statement.target if isinstance(statement, ast.AugAssign) else statement.value
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if node.func.attr.startswith("_foreach_"):
-            first = node.args[0] if node.args else None
-            return first.elts[0] if isinstance(first, ast.List) and first.elts else first
-        node = node.func.value
+        in_list = node.func.attr.startswith("_foreach_") and bool(node.args)
+        node = node.args[0] if in_list else node.func.value
+    if isinstance(node, ast.List) and node.elts:
+        node = node.elts[0]
+    while isinstance(node, ast.Subscript):
+        node = node.value
     return node
 
 
-def _looped_over(source: Source, target: ast.expr, statement: ast.stmt) -> ast.expr | None:
-    """``self.shadow`` for the variable ``s`` of ``for s, p in zip(self.shadow.values(), parameters)``."""
-    for loop in reversed(source.around(statement, ast.For)):
-        for names, values in _pairs(loop.target, loop.iter):
-            if ast.unparse(names) == ast.unparse(target):
-                return values
-    return None
-
-
-def _pairs(target: ast.expr, values: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """The variables of a loop, each with what it goes over."""
-    parts = target.elts if isinstance(target, ast.Tuple) else [target]
-    called = ast.unparse(values.func) if isinstance(values, ast.Call) else ""
-    if not isinstance(values, ast.Call):
-        yield target, values
-    elif called in ("zip", "enumerate"):
-        for part, value in zip(parts[called == "enumerate" :], values.args, strict=False):
-            yield from _pairs(part, value)
-    elif isinstance(values.func, ast.Attribute) and values.func.attr in ("values", "items"):
-        yield parts[-1], values.func.value
-    else:
-        yield target, values
+def _pairs(loop: ast.For) -> Iterator[tuple[str, ast.expr]]:
+    """The variables of a loop over collections, each with the collection."""
+    over = [loop.iter]
+    if isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "zip":
+        over = loop.iter.args
+    targets = loop.target.elts if len(over) > 1 and isinstance(loop.target, ast.Tuple) else [loop.target]
+    for target, values in zip(targets, over, strict=False):
+        if (
+            isinstance(values, ast.Call)
+            and isinstance(values.func, ast.Attribute)
+            and values.func.attr in ("values", "items")
+        ):
+            values = values.func.value
+        last = target.elts[-1] if isinstance(target, ast.Tuple) else target
+        yield ast.unparse(last), values
 
 
 def _made(source: Source, holder: str) -> Iterator[ast.expr]:
