@@ -14,10 +14,12 @@ from dtypedoctor.diagnosis.distributed import OF_ANOTHER_RANK
 from dtypedoctor.diagnosis.incidents import MEASURED, Incident, incidents, rejects_value
 from dtypedoctor.diagnosis.nonfinite_origin import unexplained
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of
+from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.wording import (
     complaint_of,
     failing_line,
+    how_the_run_ended,
     is_dtype_error,
     is_own_statement,
     own_line,
@@ -243,10 +245,15 @@ def said_of_caught(findings: tuple[Finding, ...], trace: Trace) -> tuple[Finding
     raised = trace.last(Raised)
     if raised is None or not raised.caught:
         return findings
-    others = replace(trace, records=tuple(record for record in trace.records if record is not raised))
-    without = {(finding.id, finding.fqn) for finding in diagnose(others)}
     how = f"It was raised {trace.when(raised)} and {what_became_of(raised)}."
-    return tuple(f if (f.id, f.fqn) in without else replace(f, summary=f"{f.summary} {how}") for f in findings)
+    evidence = set(how_the_run_ended(trace))
+    was_measured = analysis_of(trace).measured_incident is not None
+    return tuple(
+        finding
+        if evidence.isdisjoint(finding.evidence) or (was_measured and spec_of(finding.id).nonfinite)
+        else replace(finding, summary=f"{finding.summary} {how}")
+        for finding in findings
+    )
 
 
 def _failures(run: Run) -> Iterator[Caught]:
