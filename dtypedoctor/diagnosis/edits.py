@@ -210,7 +210,6 @@ MAKERS: dict[str, Maker] = {
     "lower-learning-rate": value_edits.lower_learning_rate,
     "domain-in-float32": value_edits.domain_in_float32,
     "keep-in-domain": value_edits.keep_in_domain,
-    "mask-where-made": value_edits.mask_where_made,
     "finite-mask": value_edits.finite_mask,
     "finite-fill": value_edits.finite_fill,
     "smaller-masks": value_edits.smaller_masks,

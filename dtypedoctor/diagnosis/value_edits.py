@@ -242,27 +242,21 @@ def _dtype_of(source: Source, node: ast.expr, recorded: str) -> str:
 
 
 def finite_mask(scene: Scene) -> Changes | None:
-    """Masks with the smallest finite number of the dtype in the place of -inf, so that a row without any key stays finite."""
-    source = scene.failing_file()
+    """Masks with the smallest finite number of the dtype in the place of -inf, so that a row without any key stays finite.
+
+    That is on the line that has filled the mask, in whichever file; where that is not known, wherever the failing file fills one.
+    """
+    mask = _mask(scene)
+    at = scene.line_at(mask.fill.source or "") if mask is not None else None
+    source = at[0] if at is not None else scene.failing_file()
     if source is None or not has_torch(source):
         return None
-    mask = _mask(scene)
-    recorded = f"torch.{mask.fill.outputs[0].dtype}" if mask is not None else ""
-    filled = [(value, dtype) for value, dtype in _infinities(source, recorded) if _may_fill(scene, source, mask, value)]
-    changes = [source.instead(value, f"torch.finfo({dtype}).min") for value, dtype in filled if dtype]
+    filled = _fills_on(source, at[1], mask) if mask is not None and at is not None else dict(_infinities(source))
+    changes = [source.instead(value, f"torch.finfo({dtype}).min") for value, dtype in filled.items() if dtype]
     for keyword in source.every(ast.keyword):
         if keyword.arg == "key_padding_mask" and isinstance(keyword.value, ast.Name):
             changes += source.after(keyword.value, f" & ~{keyword.value.id}.all(-1, keepdim=True)")
     return some(source, changes)
-
-
-def _may_fill(scene: Scene, source: Source, mask: Mask | None, value: ast.expr) -> bool:
-    """Whether ``value`` is what fills the mask of the failing operator: it stands on the line that does, where that is known."""
-    at = scene.line_at(mask.fill.source or "") if mask is not None else None
-    if at is None or at[0].path != source.path:
-        return True
-    around = source.around(value, ast.stmt)
-    return bool(around) and around[-1].lineno <= at[1] <= (around[-1].end_lineno or at[1])
 
 
 def _mask(scene: Scene) -> Mask | None:
@@ -272,26 +266,20 @@ def _mask(scene: Scene) -> Mask | None:
     return next(filter(None, (mask_before(graph, op) for op in here)), None)
 
 
-def mask_where_made(scene: Scene) -> Changes | None:
-    """Fills a mask with the smallest finite number of the dtype that it is cast to, where another file makes it or another dtype holds it first."""
-    mask = _mask(scene)
-    at = scene.line_at(mask.fill.source or "") if mask is not None else None
-    if mask is None or at is None or not has_torch(at[0]):
-        return None
-    failing, stays = scene.failing_line(), mask.narrowest == mask.fill.outputs[0].dtype
-    if stays and failing is not None and failing[0].path == at[0].path:
-        return None
-    source, line = at
-    own = dict(_infinities(source)) if stays else {}
-    values = [node for node in source.on_line(line) if _masks(source, node)]
+def _fills_on(source: Source, line: int, mask: Mask) -> dict[ast.expr, str]:
+    """What fills the mask in the statement on a line, each with the dtype that has to hold it: the narrowest that the mask is cast to."""
+    made_in = mask.fill.outputs[0].dtype
+    own = dict(_infinities(source, f"torch.{made_in}")) if mask.narrowest == made_in else {}
+    statement = next((node for node in source.every(ast.stmt) if _is_simple_on(node, line)), None)
+    inside = (node for node in ast.walk(statement) if isinstance(node, ast.expr)) if statement is not None else ()
+    values = [node for node in inside if _masks(source, node)]
     inner = [node for node in values if not any(node in ast.walk(other) for other in values if other is not node)]
-    return some(
-        source,
-        [
-            source.instead(node, f"torch.finfo({own.get(node) or _dtype_cast_to(source, node, mask)}).min")
-            for node in inner
-        ],
-    )
+    return {node: own.get(node) or _dtype_cast_to(source, node, mask) for node in inner}
+
+
+def _is_simple_on(node: ast.stmt, line: int) -> bool:
+    """Whether a statement that holds no others stands on a line."""
+    return not hasattr(node, "body") and node.lineno <= line <= (node.end_lineno or line)
 
 
 def _masks(source: Source, node: ast.expr) -> bool:

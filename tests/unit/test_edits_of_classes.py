@@ -519,7 +519,7 @@ def test_a_mask_is_finite_in_the_dtype_that_it_is_cast_to(
         "aten._softmax.default", "", [tensor(3, num_neginf=4)], [tensor(4, nan=4)], source="train.py:2"
     )
     read = program(tmp_path, "w = s.softmax(-1)" if in_another_file else text, builder, op=softmax.op)
-    edits, _ = first_edits(read, ["mask-where-made"])
+    edits, _ = first_edits(read, ["finite-mask"])
     assert [(edit.file, edit.new) for edit in edits] == [(made_in, f"    {line.format(after)}")]
 
 

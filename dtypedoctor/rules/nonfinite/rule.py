@@ -151,7 +151,7 @@ FULLY_MASKED_ROW = FindingSpec(
     ),
     nonfinite=True,
     do_this="Mask with the smallest finite number of the dtype and not with -inf, so that a row without any key stays finite.",
-    edits=("mask-where-made", "finite-mask", "smaller-masks"),
+    edits=("finite-mask", "smaller-masks"),
 )
 BACKWARD_OVERFLOW = FindingSpec(
     id="backward-overflow",
