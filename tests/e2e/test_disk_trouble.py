@@ -181,6 +181,7 @@ def in_shell(before: str, *arguments: str | Path, cwd: Path, **environment: str)
     return Finished(code=done.returncode, out=done.stdout, err=done.stderr)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("kib", [16, None])
 def test_only_reports_that_could_be_written_are_named(kib: int | None, tmp_path: Path) -> None:
     """A page for which there is no room is not called the full report."""
