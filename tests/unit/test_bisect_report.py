@@ -98,3 +98,9 @@ def test_a_bisection_keeps_the_contract_of_report_json_and_can_be_read_back() ->
     shown = from_json(text)
     jsonschema.validate(plain(shown.bisection), json_schema()["$defs"]["bisection"])
     assert shown.bisection == plain(found())
+
+
+def test_a_little_memory_is_not_told_as_a_measurement() -> None:
+    """The peak of a process moves by itself."""
+    cost = {"parameter_bytes": 4096, "memory_bytes": -300_000, "step_time": None, "step_time_ratio": None}
+    assert summary(cost=cost)["cost in float32"] == "+4 KiB of weights, less than 1 MiB at the peak"

@@ -217,3 +217,14 @@ def test_the_program_s_output_is_where_there_is_some() -> None:
     assert "output is in before/stdout.txt and before/stderr.txt, not" in raw_sentence(replace(overflow(), files=both))
     old = {"raw_output": "before/stderr.txt"}
     assert "output is in before/stderr.txt, not" in raw_sentence(replace(overflow(), files=old))
+
+
+def test_a_headline_names_safe_cures_and_few_of_them() -> None:
+    """A remedy that may hide the failure is no cure beside others, and is called by its name alone."""
+    safe = overflow().trials[1]
+    unsafe = replace(safe, remedy="cast-it", safe=False)
+    several = [unsafe, *(replace(safe, remedy=name) for name in ("a", "b", "c"))]
+    assert cured_sentence(several) == " Fixed by a or b (and 1 more)."
+    assert cured_sentence([unsafe, safe]) == " Fixed by bfloat16."
+    assert cured_sentence([unsafe]) == " It disappears with cast-it, which may only hide it."
+    assert cured_sentence([overflow().trials[2]]) == ""
