@@ -195,6 +195,15 @@ class _Channel:
         self.count = 0
         self._calls: Succession[_Call] = Succession()
 
+    def goes_on(self, name: str, dtype: str) -> bool:
+        """Counts a call if it is, by its name and dtype, the one that was to be expected."""
+        expected = self._calls.expected()
+        if expected is None or expected[:2] != (name, dtype):
+            return False
+        self._calls.came(expected)
+        self.count += 1
+        return True
+
     def is_new(self, call: _Call) -> bool:
         """Counts a call, and says whether it is another one than the reader of the trace will expect."""
         known = self._calls.expected() == call
@@ -211,12 +220,15 @@ class Collectives:
     Args:
         session: where groups are described; knows the modules that are open.
         sample: measures rows; the second argument says whether now, or with what else there is to measure.
+        looks: says whether the present step is looked at; in others calls are counted alone.
     """
 
-    def __init__(self, session: Session, sample: Callable[[Sequence[Row], bool], None]) -> None:
+    def __init__(
+        self, session: Session, sample: Callable[[Sequence[Row], bool], None], looks: Callable[[], bool] = lambda: True
+    ) -> None:
         self._session = session
         self._position, self._names, self._guard = session.position, session.names, session.guard
-        self._sample = sample
+        self._sample, self._looks = sample, looks
         self._library: torch.library.Library | None = None
         self._undo: Callable[[], None] = lambda: None
         self._pending: list[_Pending] = []
@@ -295,7 +307,8 @@ class Collectives:
             try:
                 here._on_issued(followed, args, results)
                 answer = operator.redispatch(keyset & after_autograd, *args, **kwargs)
-                here._on_returned(answer, results)
+                if results:
+                    here._on_returned(answer, results)
             finally:
                 here._inside = False
             return answer
@@ -303,17 +316,21 @@ class Collectives:
         return uncompiled(kernel) or kernel
 
     def _issued(self, followed: Followed, args: tuple[Any, ...], results: list[Row]) -> None:
-        """Measures the operands and says where the results will be."""
-        self.settle()
+        """Notes the call; in a look it measures the operands and says where the results will be."""
         place = next(i for i, one in enumerate(args) if isinstance(one, torch.ScriptObject))
         group = dist.ProcessGroup.unbox(args[place])
-        self._describe(group)
-        root = root_of(followed.name, args, place)
+        name = group.group_name
+        if name not in self._groups:
+            self._describe(name, group)
         route = route_of(followed.name, args, place, group)
-        there = f"{group.group_name}:{route or ''}"
-        self._note_call(followed, there if route else group.group_name, args)
+        there = f"{name}:{route or ''}"
+        self._note_call(followed, there if route else name, args)
         if followed.name in SHARED:
             self._session.writer.entered_collective()
+        if not self._looks():
+            return
+        self.settle()
+        root = root_of(followed.name, args, place)
         if followed.results is not None and self._about_to_overwrite(args[followed.results]):
             self._sample((), True)
         is_root = root is None or root == group.rank()
@@ -331,26 +348,25 @@ class Collectives:
         tensors = next(filter(None, ([*tensors_of(args[place])] for place in places)), [])
         if not tensors:
             return
-        line, (_, unit) = own_line(sys._getframe()), self._unit()
-        source, dtype = line.source if line is not None else None, dtype_name(tensors[0])
+        dtype = dtype_name(tensors[0])
         here = self._channels.setdefault(channel, _Channel(len(self._channels)))
-        number = here.count
-        if here.is_new((followed.name, dtype, source, unit)):
-            call = CollectiveCall(
-                channel=channel,
-                number=number,
-                name=followed.name,
-                dtype=dtype,
-                shape=list(tensors[0].shape),
-                numel=sum(tensor.numel() for tensor in tensors),
-                source=source,
-            )
-            self._session.emit(call, fqn=unit)
+        if self._looks() or not here.goes_on(followed.name, dtype):  # lines and modules are asked for in looks alone
+            line, (_, unit) = own_line(sys._getframe()), self._unit()
+            source, number = line.source if line is not None else None, here.count
+            if here.is_new((followed.name, dtype, source, unit)):
+                call = CollectiveCall(
+                    channel=channel,
+                    number=number,
+                    name=followed.name,
+                    dtype=dtype,
+                    shape=list(tensors[0].shape),
+                    numel=sum(tensor.numel() for tensor in tensors),
+                    source=source,
+                )
+                self._session.emit(call, fqn=unit)
         self._session.writer.called_collective(here.number, here.count)
 
     def _returned(self, answer: Any, rows: list[Row]) -> None:
-        if not rows:
-            return
         if self._coalesced is not None:
             self._coalesced += rows
         else:
@@ -420,12 +436,10 @@ class Collectives:
         stack = self._position.stack
         return (self._names.find(stack[-1]) if stack else None) or (0, "")
 
-    def _describe(self, group: Any) -> None:
-        if group.group_name in self._groups:
-            return
-        self._groups.add(group.group_name)
+    def _describe(self, name: str, group: Any) -> None:
+        self._groups.add(name)
         described = ProcessGroup(
-            name=group.group_name,
+            name=name,
             ranks=dist.get_process_group_ranks(group),
             backend=dist.get_backend(group),
             rank=dist.get_rank(),

@@ -95,7 +95,7 @@ class Instruments:
         self._samples = OptimizerSamples(session, self._sample_of_step, self.arrivals, self.modules.note_known)
         self._leaves = LeafGradients(session)
         self._gradients = 0
-        self.collectives = Collectives(session, self._sample_collective)
+        self.collectives = Collectives(session, self._sample_collective, lambda: self.modules.looks)
         self._dtype_lines = DtypeLines(session.guard.shield, lines_of_notebook())
         session.names.set_by = self._dtype_lines.set_by
         originals = Originals()
@@ -329,7 +329,7 @@ class Instruments:
         self.modules.sample_now("operator", [(0, name, tensor)], self.position.phase)
 
     def _sample_collective(self, rows: Sequence[Row], at_once: bool) -> None:
-        if not self.modules.looks:
+        if not self.modules.looks:  # issued in a step that was looked at, and over in one that is not
             return
         self.modules.sample_rows(rows)
         if at_once:  # in the order of the stream: what comes next overwrites them

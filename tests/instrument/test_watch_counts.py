@@ -433,6 +433,17 @@ def test_a_step_of_ddp_between_looks_has_no_hooks_inside_of_what_is_kept(tmp_pat
     assert calls <= 1_000
 
 
+@pytest.mark.usefixtures("group")
+def test_a_collective_between_looks_is_counted_and_not_measured(tmp_path: Path) -> None:
+    """A reducer with many buckets calls as many; neither their lines and modules nor their values are asked for, which takes another 60 calls each."""
+    calls = []
+    for size in (25.0, 1e-5):  # MiB: one bucket for all 80 parameters, or one for each
+        (tmp_path / str(size)).mkdir()
+        wrapped = nn.parallel.DistributedDataParallel(Layers(), bucket_cap_mb=size)
+        calls.append(step_between_looks(tmp_path / str(size), wrapped)[0])
+    assert calls[1] - calls[0] <= 50 * 79
+
+
 def test_numbers_come_in_the_order_in_which_they_were_asked_for() -> None:
     """What waits for earlier numbers is called after them."""
     arrivals, found = Arrivals(), []
