@@ -146,17 +146,13 @@ class Subject:
         parts = list(self.keep_in_fp32.get("_keep_in_fp32_modules_strict", ())) if target in HALF else []
         if target == "float16":
             parts += self.keep_in_fp32.get("_keep_in_fp32_modules", ())
-        return any(_named(part, tensor.name) for part in parts)
+        return any(f".{part}." in f".{tensor.name}." or tensor.name.startswith(f"{part}.") for part in parts)
 
 
 def plain_dtype(value: Any) -> str | None:
     """A dtype as a config may give it (``torch.float16``, ``float16``, ``auto``), without the prefix; None for no dtype."""
     text = value.removeprefix("torch.") if isinstance(value, str) else ""
     return text if text in FLOATS else None
-
-
-def _named(part: str, name: str) -> bool:
-    return f".{part}." in f".{name}." or name.startswith(f"{part}.")
 
 
 def noted(name: str, trace: Trace, intent: Intent) -> Subject:

@@ -308,11 +308,6 @@ def set_float32(scene: Scene) -> Changes | None:
     return _set_to(scene, "float32")
 
 
-def _method(call: ast.Call) -> str:
-    """The name of the method that is called; empty for a function."""
-    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
-
-
 def _set_to(scene: Scene, dtype: str | None) -> Changes | None:
     return _set_notes(scene, list(_odd_notes(scene)), dtype)
 
@@ -412,7 +407,7 @@ def _recast(source: Source, node: ast.expr | None, dtype: str) -> list[Change]:
         return _parameter(source, node, dtype)
     if not isinstance(node, ast.Call):
         return []
-    method = _method(node)
+    method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
     if method in _METHODS:
         return [other_method(source, node, method, f"to(torch.{dtype})")]
     if (named := _named_dtype(node)) is not None:

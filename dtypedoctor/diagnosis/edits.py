@@ -58,13 +58,9 @@ def _elsewhere(scene: Scene, maker: str, changed: Source, dtypes: set[str]) -> t
     edits: tuple[Edit, ...] = ()
     for source in scene.imported_files():
         if source.path != changed.path:
-            also = _ELSEWHERE.get(maker, _nothing)(source)
+            also = _ELSEWHERE[maker](source) if maker in _ELSEWHERE else []
             edits += _checked(scene, source, [*also, *still_copying(source, also, dtypes)])
     return edits
-
-
-def _nothing(source: Source) -> list[Change]:
-    return []
 
 
 _ELSEWHERE: dict[str, Callable[[Source], list[Change]]] = {

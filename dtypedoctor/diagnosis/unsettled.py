@@ -91,7 +91,7 @@ def doubtful_weights(trace: Trace) -> bool:
     for root, dtypes in sorted(_states(trace).items()):
         if dtypes - USUAL or (before and not dtypes <= before):
             call = _first_call(trace, root)
-            return call is not None and not _is_compared(trace, call)
+            return call is not None and not any(seen.call == call for seen in trace.observed(PackedWeight))
         before |= dtypes
     return False
 
@@ -108,7 +108,3 @@ def _states(trace: Trace) -> dict[int, set[str]]:
 def _first_call(trace: Trace, root: int) -> int | None:
     roots = {number for number, site in trace.sites.items() if site.root == root and site.kind == "output"}
     return next((sample.call for sample in trace.samples if sample.site in roots), None)
-
-
-def _is_compared(trace: Trace, call: int) -> bool:
-    return any(seen.call == call for seen in trace.observed(PackedWeight))

@@ -85,7 +85,7 @@ class Census:
 
     def is_head(self, root: int, fqn: str) -> bool:
         """Whether a module holds the model's last weight matrix."""
-        owners = [owner_of(note.name) for note in self.notes(root) if _is_matrix(note)]
+        owners = [owner_of(note.name) for note in self.notes(root) if not note.buffer and len(note.shape) >= 2]
         return bool(owners) and owners[-1] == fqn
 
     def is_adapter(self, root: int, name: str) -> bool:
@@ -147,10 +147,6 @@ class Census:
 def _is_dense(note: ParameterNote) -> bool:
     """Whether a note is of a floating-point parameter that is not packed."""
     return not note.buffer and note.quant is None and note.dtype in DTYPES
-
-
-def _is_matrix(note: ParameterNote) -> bool:
-    return not note.buffer and len(note.shape) >= 2
 
 
 def _shape(note: ParameterNote) -> list[int]:

@@ -334,7 +334,9 @@ class _Walk:
         """The origin, if ``maker`` is where the dtype begins; None where it took it over from an operand."""
         if tensor.dtype != self._dtype or _reads_bits(maker, tensor) or writes(maker):
             return None
-        floats = self._alike(maker.inputs)
+        # what a result may have its dtype from: floating-point operands, and for whole numbers those of the dtype
+        # what a result may have its dtype from: floating-point operands, and for whole numbers those of the dtype
+        floats = [tensor for tensor in maker.inputs if tensor.dtype in DTYPES or tensor.dtype == self._dtype]
         same = self._in_this_dtype(floats)
         if not same:
             is_made = not floats or overload_free(maker.op) in LIKE
@@ -342,10 +344,6 @@ class _Walk:
         if self._promotes(floats):
             self._promoted = maker
         return self._decided_by_weight(maker, same, all_agree=len(same) == len(floats) > 1)
-
-    def _alike(self, tensors: list[TensorNote]) -> list[TensorNote]:
-        """The operands that a result may have its dtype from: floating-point ones, and for whole numbers those of the dtype."""
-        return [tensor for tensor in tensors if tensor.dtype in DTYPES or tensor.dtype == self._dtype]
 
     def _promotes(self, floats: list[TensorNote]) -> bool:
         """Whether one of them is narrower than the dtype that is looked for."""

@@ -12,10 +12,11 @@ from dtypedoctor.diagnosis.ops import graph_of
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, NON_FINITE, OF_ANY_FINDING, Finding, FindingSpec, Rule
 from dtypedoctor.diagnosis.wording import how_the_run_ended
 from dtypedoctor.rules import Statement, make_finding
-from dtypedoctor.rules.nonfinite.float8 import FLOAT8_RANGE, judge_float8
 from dtypedoctor.rules.nonfinite.overflow import (
+    FLOAT8_RANGE,
     judge_attention_scores,
     judge_backward,
+    judge_float8,
     judge_masked_row,
     judge_norm_square,
     judge_overflow,

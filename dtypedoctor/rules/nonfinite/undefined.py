@@ -145,18 +145,13 @@ def of_what_is_too_large(finding: Finding) -> str:
         return "Lower the learning rate, warm it up, or clip gradients: no dtype holds what keeps growing."
     first = (
         "weights first (initialization, a checkpoint)"
-        if _of_weights(finding)
+        if any(f"; {_WHAT[origin]} " in finding.cause for origin in ("parameter", "buffer"))
         else "input first (units, scaling, a corrupt row)"
     )
     return (
         f"Look at the {first}: the operands of `{finding.op}` are too large for its result to fit float32, so scale or clip them "
         "before it."
     )
-
-
-def _of_weights(finding: Finding) -> bool:
-    """Whether what is too large is held by the model."""
-    return any(f"; {_WHAT[origin]} " in finding.cause for origin in ("parameter", "buffer"))
 
 
 def _domain_evidence(origin: Origin) -> Iterator[str]:
