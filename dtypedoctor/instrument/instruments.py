@@ -33,6 +33,7 @@ from dtypedoctor.instrument.silent.checks import Checks
 from dtypedoctor.instrument.silent.float32_shadows import OverflowsOutside
 from dtypedoctor.instrument.silent.reruns import CompiledCalls
 from dtypedoctor.instrument.silent.shadows import Shadows
+from dtypedoctor.instrument.silent.state import StateCheck
 from dtypedoctor.instrument.silent.underflow import GradientCheck
 from dtypedoctor.instrument.statistics import HALF, Rooted
 from dtypedoctor.instrument.watch import ModuleWatch
@@ -135,6 +136,7 @@ class Instruments:
         """Who hears of each moment, in the order in which they do."""
         phases, modules, checks = self.phases, self.modules, self.checks
         hearing, look = self._hearing, checks.look
+        look.moves = checks[StateCheck]
         modules.before_any = [self._enters_modules]
         learn = self.code_places.learn
         modules.before_root = [self._before_call, learn, *hearing("before_call", look.before_call)]
@@ -402,7 +404,8 @@ class Instruments:
         sentinel.wanted = lambda: self.modules.looks
         sentinel.raised = self.guard.shield(self._note_outside, "exceptions that the program may have caught")
         sentinel.computed = self._note_child
-        sentinel.writing, sentinel.wrote = self.checks.writing, self.checks.wrote
+        sentinel.writing = self.checks.hearing("writing")
+        sentinel.state, sentinel.in_scaler = self.checks[StateCheck], lambda: self.phases.in_scaler
         sentinel.following = self.checks.following
         sentinel.program = self._program
         shadows = self.checks[Shadows]

@@ -6,6 +6,7 @@ step, as its gradient was, the same ``step`` runs on the copies; nothing of the 
 """
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import unwrap
@@ -21,7 +22,6 @@ from dtypedoctor.instrument.frames import source_of
 from dtypedoctor.instrument.repeated_call import bytes_of, is_finite, is_same
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.sharded import share_of_device
-from dtypedoctor.instrument.silent.updates import with_other_parameters
 from dtypedoctor.instrument.statistics import measurable, out_of_their_sight
 from dtypedoctor.instrument.untouched import at_moment, make_again
 from dtypedoctor.redaction.messages import message_of
@@ -94,12 +94,18 @@ class _Step:
 
     def twin(self) -> Optimizer:
         """An optimizer of the same class that has the copies for parameters, and nothing in common with the program's."""
-        others = {}
+        others = {number: nn.Parameter(copy.value) for number, copy in self.copies.items()}
+        twin: Optimizer = object.__new__(type(self.optimizer))
+        vars(twin).update(self.fields)
+        twin.state = defaultdict(dict)
         for number, copy in self.copies.items():
-            parameter = nn.Parameter(copy.value)
-            parameter.grad = copy.gradient
-            others[number] = parameter, copy.state
-        return with_other_parameters(self.optimizer, self.fields, self.groups, others)
+            others[number].grad = copy.gradient
+            if copy.state:
+                twin.state[others[number]] = copy.state
+        twin.param_groups = [
+            {**group, "params": [others[id(p)] for p in group["params"] if id(p) in others]} for group in self.groups
+        ]
+        return twin
 
 
 class OptimizerReplays:

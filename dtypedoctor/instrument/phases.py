@@ -255,14 +255,14 @@ class Phases:
                             **kwargs: Any) -> Any:  # fmt: skip
         inner = getattr(optimizer, "optimizer", optimizer)
         before, step = self._steps[id(inner)], self._position.step
-        self.pause()
         self.in_scaler = bool(scaler.is_enabled())
+        self.settle()
         try:
             with self._noting_failure("optimizer"):
                 result = original(scaler, optimizer, *args, **kwargs)
         finally:
             self.in_scaler = False
-            self.resume()
+            self.settle()
         if not scaler.is_enabled():
             return result
         called = self._steps[id(inner)] > before

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from threading import get_ident
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,9 +53,11 @@ from dtypedoctor.instrument.operators import (
 from dtypedoctor.instrument.readings import FIRST_STEPS, is_read_in
 from dtypedoctor.instrument.recorders import BEHIND
 from dtypedoctor.instrument.session import Here, Session
-from dtypedoctor.instrument.silent.observer import SUMS
 from dtypedoctor.instrument.statistics import HALF, measurable, real_of
 from dtypedoctor.lasting import at_fork
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.state import StateCheck
 
 ALLOWANCE = 20_000
 """Operators that are all measured, however many there are between two module calls."""
@@ -124,8 +126,6 @@ class _Plan(NamedTuple):
     """It makes a tensor of Python's numbers, which have been rounded to its dtype."""
     writes: bool = False
     """It writes to operands."""
-    sums: bool = False
-    """It adds or subtracts."""
     fresh: bool = False
     """It takes no more than the form of its operands."""
     followed: Sequence[Callable[[Any, Arguments, Any], None]] = ()
@@ -145,7 +145,9 @@ class Sentinel(OperatorMode):
         wanted: says whether this is a step in which everything is measured.
         raised: called with what an operator has raised; raises nothing itself.
         rejected: called with an operator that has raised, its arguments, and what it raised; raises nothing itself.
-        writing: called with an operator that is about to write to its operands, or to sum them; what it returns is handed to ``wrote`` with the line.
+        writing: called with an operator that is about to write to its operands.
+        state: is shown each operator, and alone those of an optimizer's step.
+        in_scaler: says whether a gradient scaler is at work, of which nothing is looked at but the step of its optimizer.
         computed: called in a process that the program has forked from this thread, when it first computes in less than float32.
         following: says who is called with each call of an operator, its arguments and its result; these raise nothing themselves.
         shadowed: called with each operator of a forward pass, or of a custom function's backward: it, its arguments with copies of what it has written to, its arguments, its results, its line.
@@ -198,8 +200,9 @@ class Sentinel(OperatorMode):
         self.raised: Callable[[BaseException], None] = lambda _: None
         self.rejected: Callable[[Any, Arguments, BaseException], None] = lambda *_: None
         self.computed: Callable[[], None] = lambda: None
-        self.writing: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] = lambda *_: ()
-        self.wrote: Callable[[Any, Line | None], None] = lambda *_: None
+        self.writing: Sequence[Callable[[Any, tuple[Any, ...], dict[str, Any]], None]] = ()
+        self.state: StateCheck | None = None
+        self.in_scaler: Callable[[], bool] = lambda: False
         self.following: Callable[[Any], Sequence[Callable[[Any, Arguments, Any], None]]] = lambda _: ()
         self.shadowed: Callable[[Any, Arguments, Arguments, Sequence[Tensor], Line | None], None] = lambda *_: None
         self.lifted: Callable[[Tensor], None] = lambda _: None
@@ -373,7 +376,11 @@ class Sentinel(OperatorMode):
 
     def _may_be_on(self) -> bool:
         position = self._position
-        if self._pauses or "optimizer" in position.overrides or not self.wanted():
+        if self._pauses or not self.wanted():
+            return False
+        if "optimizer" in position.overrides:
+            return self.state is not None and self.state.is_stepping
+        if self.in_scaler():
             return False
         if position.backward_depth and (position.call or (self._is_thin and self._backwards % EACH)):
             return False
@@ -433,6 +440,8 @@ class Sentinel(OperatorMode):
             return self.run(func, args, kwargs)
         if self._lent and self._inside and self._is_inside_of_a_module():
             return self._in_a_module(func, plan, args, kwargs)
+        if "optimizer" in self._position.overrides:
+            return self._moving(func, args, kwargs)
         if not plan.reads:
             self._seen += 1
             self._coverage.operators += 1
@@ -445,24 +454,16 @@ class Sentinel(OperatorMode):
                     follow(func, (args, kwargs), result)
                 return result
         kept: Arguments = (args, kwargs)
-        write = None
         if plan.writes:
             kept = self._before(func, kept)
-            with self._looking:
-                write = self.writing(func, args, kwargs)
-        elif plan.sums:
-            with self._looking:
-                self.writing(func, args, kwargs)
         try:
-            result = self.run(func, args, kwargs)
+            result = self._moving(func, args, kwargs)
         except Exception as error:  # told and passed on; nothing cheaper stands around each operator of a program
             self.raised(error)
             self.rejected(func, kept, error)
             raise
         with self._looking:
             self._after(func, plan, (args, kwargs), kept, result)
-            if write:
-                self.wrote(write, line_of(sys._getframe(1)))
         for follow in plan.followed:
             follow(func, (args, kwargs), result)
         return result
@@ -474,6 +475,15 @@ class Sentinel(OperatorMode):
     def _is_inside_of_a_module(self) -> bool:
         node = autograd_node()
         return isinstance(node, self._inside) and self.is_of_a_module(sequence_number(node))
+
+    def _moving(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Runs an operator, and says where state goes with it."""
+        state = self.state
+        moves = state.before(func, args, kwargs) if state is not None else None
+        result = self.run(func, args, kwargs)
+        if state is not None and moves is not None:
+            state.after(moves, result)
+        return result
 
     def _in_a_module(self, func: Any, plan: _Plan, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs an operator in the backward of a custom function that a module has called: gradients tell what is not finite, but not what was replaced."""
@@ -494,6 +504,8 @@ class Sentinel(OperatorMode):
     def _before(self, func: Any, arguments: Arguments) -> Arguments:
         """The arguments with copies of the small ones that are about to be written to; as they are where one is not small."""
         with self._looking:
+            for writing in self.writing:
+                writing(func, *arguments)
             if all(t.numel() <= COPIED and self._readings.may_read(t) for t in written(func, arguments)):
                 return keep_written(func, arguments)
         return arguments
@@ -726,7 +738,7 @@ def _plan_of(func: Any) -> _Plan:
     schema = schema_of(func)
     name = schema.name.removeprefix("aten::")
     fresh = name.endswith("_like") or name.startswith("new_")
-    return _Plan(writes=schema.is_mutable, sums=name in SUMS, fresh=fresh)
+    return _Plan(writes=schema.is_mutable, fresh=fresh)
 
 
 def _passes(func: Any) -> bool:

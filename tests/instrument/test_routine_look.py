@@ -342,7 +342,7 @@ class Noting:
 def test_calls_one_two_and_then_each_eight_times_later_are_looked_at(tmp_path: Path) -> None:
     """So that a long run costs what a short one does; generation is counted by itself."""
     session, noting = Session(TraceWriter(tmp_path)), Noting()
-    look = RoutineLook([noting.saw], [], session, (lambda *_: None, lambda *_: None))
+    look = RoutineLook([noting.saw], [], session)
     module, x = nn.Identity(), torch.ones(2)
     for phase, last in (("forward", 300), ("generate", 5)):
         with session.position.during(phase):
@@ -357,7 +357,7 @@ def test_calls_one_two_and_then_each_eight_times_later_are_looked_at(tmp_path: P
 def test_every_call_of_the_first_steps_is_looked_at_where_calls_add_to_state(tmp_path: Path) -> None:
     """What is in a counter depends on all of them; only the check that follows it looks at those between."""
     session, noting, following = Session(TraceWriter(tmp_path)), Noting(), Noting()
-    look = RoutineLook([noting.saw], [], session, (lambda *_: None, lambda *_: None))
+    look = RoutineLook([noting.saw], [], session)
     look.accumulating = [following.saw]
     module, x = nn.Identity(), torch.ones(2)
     for following.call in range(1, 201):

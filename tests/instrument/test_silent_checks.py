@@ -236,32 +236,6 @@ def test_the_real_optimizer_is_as_it_would_be_without_the_check(tmp_path: Path) 
     assert all(torch.equal(a, b) for a, b in zip(bare, results, strict=True))
 
 
-class Closure(torch.optim.SGD):
-    """An optimizer that cannot step without a closure."""
-
-    def step(self, closure: Any = None) -> Any:
-        assert closure is not None
-        return super().step(closure)
-
-
-def test_an_optimizer_that_cannot_be_copied_is_left_alone(tmp_path: Path) -> None:
-    """Nothing is claimed about it, and it steps as it would."""
-
-    def work(_: object) -> None:
-        net = nn.Linear(4, 4).to(torch.bfloat16)
-        optimizer = Closure(net.parameters(), lr=1e-9)
-
-        def closure() -> Tensor:
-            loss = net(torch.ones(1, 4).bfloat16()).sum()
-            loss.backward()
-            return loss
-
-        closure()
-        optimizer.step(closure)
-
-    assert observed(tmp_path, "updates", work) == []
-
-
 def test_zeros_in_float16_gradients_are_counted(tmp_path: Path) -> None:
     """Of a model with a small loss."""
     net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)).half()

@@ -228,8 +228,8 @@ def test_a_module_call_keeps_few_objects_and_makes_few_calls(tmp_path: Path, mon
         calls = own_calls(training.step)
     modules = sum(1 for _ in training.model.modules())
     assert 0 < objects / modules <= 14
-    # 48 when this was written. How much is written in the step depends on when the results of the step before arrive.
-    assert 0 < calls / modules <= 62
+    # 48 when this was written, 62.4 with the operators outside of modules shown to state. How much is written in the step depends on when the results of the step before arrive.
+    assert 0 < calls / modules <= 64
 
 
 def test_a_call_is_known_again_by_the_shape_of_what_it_returns(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from dtypedoctor.instrument import silent
 from dtypedoctor.instrument.float32_program import Originals
-from dtypedoctor.instrument.frames import Line
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.look import RoutineLook
 from dtypedoctor.instrument.silent.observer import Observer
@@ -52,12 +51,7 @@ class Checks:
         for plugin in left_out():
             if plugin.what.startswith("dtypedoctor.checks "):
                 session.guard.tell(plugin.what, plugin.why)
-        self._writing = [
-            (self._method(observer, "writing"), self._method(observer, "wrote"))
-            for observer in self._hearing("writing")
-        ]
-        writes = (self.writing, self.wrote)
-        self.look = RoutineLook(self.hearing("saw"), self.hearing("look_ended"), session, writes, steps=look_steps)
+        self.look = RoutineLook(self.hearing("saw"), self.hearing("look_ended"), session, steps=look_steps)
 
     def __getitem__(self, cls: type[Of]) -> Of:
         """The observer of this class."""
@@ -127,17 +121,6 @@ class Checks:
         """Who is called with each call of an operator outside of modules."""
         heard = self._hearing("ran")
         return [self._method(observer, "ran") for observer in heard if self._method(observer, "follows")(func)]
-
-    def writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-        """An operator outside of modules is about to write, to add or to subtract: what each observer returns, if any returns something."""
-        kept = [writing(func, args, kwargs) for writing, _ in self._writing]
-        return kept if any(kept) else None
-
-    def wrote(self, kept: list[Any], line: Line | None) -> None:
-        """It has written, called by ``line``."""
-        for (_, wrote), before in zip(self._writing, kept, strict=True):
-            if before:
-                wrote(before, line)
 
 
 @cache

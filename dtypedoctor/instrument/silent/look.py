@@ -6,14 +6,13 @@ of each outermost module at its calls 1, 2, 16, 128, 1024 …, apart for each ph
 one is looked at too, a few times: a program that has got into float16's limits by training hides what it makes there more often than it fails.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,6 @@ from dtypedoctor._torch_private import (
     without_autocast,
     without_modes,
 )
-from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.module_tree import modules_in
 from dtypedoctor.instrument.operators import (
     Arguments,
@@ -57,9 +55,17 @@ MORE_LOOKS = 8
 
 TOO_LARGE = "a copy of what they overwrite would take too much memory; use a smaller batch to have them checked"
 
-Writes = tuple[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any], Callable[[Any, Line | None], None]]
-
 _SKIPPED = frozenset({"aten.detach.default", "aten.alias.default"})
+
+
+class Moves(Protocol):
+    """Is shown each operator before it runs, and with what it has returned then, after it."""
+
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator is about to run."""
+
+    def after(self, call: Any, result: Any) -> None:
+        """It has run."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +113,10 @@ class RoutineLook:
         saw: who is shown them.
         ended: called when a call that was looked at is over.
         session: tells the moment, and keeps the observers' errors from the program.
-        writes: called before each operator, and after it with what the first has returned and the line.
         steps: only calls up to this training step are looked at; None: of all steps.
 
     Attributes:
+        moves: is shown each operator before and after it runs.
         accumulating: those of ``saw`` that look at more calls, because these add to half-precision state.
     """
 
@@ -119,13 +125,12 @@ class RoutineLook:
         saw: Sequence[Callable[[Seen], None]],
         ended: Sequence[Callable[[], None]],
         session: Session,
-        writes: Writes,
         *,
         steps: int | None = None,
     ) -> None:
         self._saw, self._ended = saw, ended
-        self._writes = writes
         self._steps = steps
+        self.moves: Moves | None = None
         self.accumulating: list[Callable[[Seen], None]] = []
         self._session = session
         self._calls: Counter[tuple[int, str]] = Counter()
@@ -141,7 +146,7 @@ class RoutineLook:
     @contextmanager
     def at_call_made_again(self) -> Iterator[OperatorMode]:
         """Gives a mode by which the observers see a call that the doctor makes, muted, once more; what they know of the one that is looked at now they forget."""
-        mode = _Mode(self._saw, self._session, self._writes, is_again=True)
+        mode = _Mode(self._saw, self._session, self.moves, is_again=True)
         self._end(mode)
         try:
             yield mode
@@ -177,7 +182,7 @@ class RoutineLook:
         else:
             return
         if looking and may_look() and (MODES_CAN_IGNORE_COMPILED or not any(map(why_opaque, modules_in(module)))):
-            self._mode = _Mode(looking, self._session, self._writes)
+            self._mode = _Mode(looking, self._session, self.moves)
             self._thread = get_ident()
             self._mode.__enter__()
 
@@ -199,12 +204,12 @@ class _Mode(OperatorMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, saw: Sequence[Callable[[Seen], None]], session: Session, writes: Writes, *, is_again: bool = False
+        self, saw: Sequence[Callable[[Seen], None]], session: Session, moves: Moves | None, *, is_again: bool = False
     ) -> None:
         super().__init__()
         self._is_again = is_again
         self._saw = saw
-        self._writing, self._wrote = writes
+        self._moves = moves
         self._position, self._guard = session.position, session.guard
         self._ids = TensorIds()
 
@@ -242,9 +247,8 @@ class _Mode(OperatorMode):
             return self._unseen(func, (args, kwargs))
         kept = (args, kwargs)
         before: dict[int, int] = {}
-        write = None
-        with self.aside():
-            write = self._writing(func, args, kwargs)
+        with without_modes():
+            call = self._moves.before(func, args, kwargs) if self._moves is not None else None
         if changed:
             with self.aside():
                 kept = keep_written(func, kept)
@@ -254,8 +258,8 @@ class _Mode(OperatorMode):
         node = node_of_operator()
         result = self.run(func, args, kwargs)
         with self.aside():
-            if write:
-                self._wrote(write, line_of(sys._getframe()))
+            if self._moves is not None and call is not None:
+                self._moves.after(call, result)
             for tensor in changed:
                 self._ids.wrote(tensor)
             seen = Seen(func, kept, (args, kwargs), tensors_of(result), self._ids, before, node)

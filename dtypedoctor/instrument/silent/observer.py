@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from dtypedoctor.instrument.frames import Line
     from dtypedoctor.instrument.naming import Names
     from dtypedoctor.instrument.operators import Arguments
     from dtypedoctor.instrument.session import Session
@@ -19,10 +18,10 @@ if TYPE_CHECKING:
     from dtypedoctor.instrument.whereabouts import Whereabouts
     from dtypedoctor.trace.records.execution import AutocastRegion
 
-__all__ = ["SUMS", "Observer", "named_parameters_of", "parameters_of"]
+__all__ = ["Observer", "is_checked", "named_parameters_of", "parameters_of"]
 
-SUMS = frozenset({"add_", "sub_", "add", "sub", "rsub"})
-"""Operators of which :meth:`Observer.writing` is told although not all of them write."""
+FIRST_CHECKS = 4
+"""Rounds, and steps, that are compared: 1 to 4, and then each power of two."""
 
 
 class Observer:
@@ -93,11 +92,8 @@ class Observer:
     def ran(self, func: Any, arguments: "Arguments", result: Any) -> None:
         """An operator that it :meth:`follows` has run outside of modules."""
 
-    def writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator outside of modules is about to write to its operands, or to add or subtract; what this returns is handed to :meth:`wrote`."""
-
-    def wrote(self, before: Any, line: "Line | None") -> None:
-        """It has written, called by ``line``; only where :meth:`writing` has returned something."""
+    def writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An operator outside of modules is about to write to its operands."""
 
     def before_generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``generate`` of transformers is called."""
@@ -140,3 +136,8 @@ def named_parameters_of(optimizer: "Optimizer", names: "Names") -> "list[tuple[s
         for number, group in enumerate(optimizer.param_groups)
         for index, parameter in enumerate(group["params"])
     ]
+
+
+def is_checked(number: int) -> bool:
+    """Whether the round or the step with this number, from 1, is compared."""
+    return number <= FIRST_CHECKS or number.bit_count() == 1

@@ -14,11 +14,9 @@ where the value is used:
 * the **imaginary part**, where a cast cuts it off;
 * an **angle** of which a sine is taken, and that is off by a good part of a turn;
 * **positions** that are rounded together, and then computed with;
-* a **sum**: what is added to over and over, and has become wrong because the terms are rounded away;
 * **memory that is written in place** and becomes inf where float64 is finite: a buffer, a statistic;
 * a **comparison**, by which a mask is made or a loop goes on, that has another result;
 * a **schedule** that the program computes from numbers alone, and of which entries coincide;
-* a value that is built up from itself, line by line, and **drifts** away: a recurrent state, an average;
 * a **loss**, a **number** that Python reads, and what a layer is **given**, where half of the digits that the dtype has are lost.
 
 For the last three the operator is named at which the relative error grows most: a difference of near values, a division by what is nearly 0.
@@ -45,7 +43,7 @@ from dtypedoctor.instrument.operators import Arguments, in_wider, leaves_memory_
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.silent.observer import Observer, parameters_of
 from dtypedoctor.instrument.statistics import measurable
-from dtypedoctor.trace.records.silent import RoundedAngles, RoundedIndices, RoundedPositions, RoundedSum, RoundedUse
+from dtypedoctor.trace.records.silent import RoundedAngles, RoundedIndices, RoundedPositions, RoundedUse
 
 if TYPE_CHECKING:
     from dtypedoctor.instrument.silent.checks import Checks
@@ -64,18 +62,14 @@ AT_ONE_LINE, ALLOWANCE, UNIT = 256, 20_000, 1 << 14
 """Calls of an operator at one line that are run in float64, and of all; each takes about 0.15 ms on a CPU, and as much for so many elements."""
 SLACK = 3
 """Significant bits that are taken from float64 values before two of them count as different to a decision: 8 roundings."""
-SUM, FEWEST, WRONG = 64, 16, 0.05
-"""Elements up to which a tensor is followed as a sum, also where its line is run often; additions from which on it is judged; and its relative error then."""
+SUM, FEWEST = 64, 16
+"""Elements up to which a sum is followed also where its line is run often; different numbers that are known again where they come back to torch."""
 CHOICES, BEFORE_CHOICE = 8, 512
 """Kinds of choices among float32 values, and operators in float32 that are followed after the first of a kind, up to the next."""
 AMPLIFIED = 16
 """Times that a relative error in float32 has to grow in one operator for this to be its cause: a difference of near values, distances by squares."""
-MOST_SUMS = 2_048
-"""Sums that are followed at once."""
 RECURRENT, AT_ONE_RECURRENCE = 1 << 10, 1 << 10
 """Elements up to which a value that is computed from itself is followed for longer, and calls at one line then."""
-DEVIATIONS = 4
-"""Standard deviations of as many random roundings as there were, beyond which a drift is none of them; that of one is a quarter of the dtype's epsilon."""
 FEW_CHOSEN = 64
 """Choices of a row that are compared as a set."""
 _OF_DATA = 20
@@ -180,10 +174,6 @@ class _Memory:
     lost_at: Origin
     """Where that has grown most, and by how much."""
     factor: float
-    passes: dict[Any, int]
-    """How often the value has gone through an operator at a line."""
-    peak: float
-    """The largest magnitude that it has had."""
     overflowed: bool = False
     """Whether inf or NaN has led to it, of which others tell."""
 
@@ -196,16 +186,6 @@ class _Total:
     errors: float = 0.0
     squares: float = 0.0
     worst: float = 0.0
-
-
-@dataclass(slots=True)
-class _Sum:
-    """What the last addition to a sum has left, how many there were, and the largest float64 value so far: terms of both signs may cancel."""
-
-    held: StorageWeakRef
-    now: Tensor
-    added: int = 0
-    largest: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -285,17 +265,6 @@ class _Call:
             return before.lost_at, before.factor
         return Origin(str(self.func), self.line, self.results[0].dtype, whole=False), factor
 
-    def passes(self) -> dict[Any, int]:
-        """How often the result, or what it is computed from, has gone through operators at lines."""
-        passes: dict[Any, int] = {}
-        for memory in self.known.values():
-            for at, count in memory.passes.items():
-                passes[at] = max(count, passes.get(at, 0))
-        if len(passes) > MOST_LINES:
-            passes = {}
-        passes[self.func, self.line] = passes.get((self.func, self.line), 0) + 1
-        return passes
-
 
 class Shadows(Observer):
     """Writes a :class:`RoundedUse` or :class:`RoundedIndices` where rounding changes what a program does."""
@@ -312,8 +281,6 @@ class Shadows(Observer):
         self._operators: Counter[bool] = Counter()
         self._at_line: Counter[tuple[Any, Line | None]] = Counter()
         self._uses: dict[tuple[str, str, str], RoundedUse] = {}
-        self._sums: dict[int, _Sum] = {}
-        self._told: dict[str, int] = {}
         self._made: dict[int, StorageWeakRef] = {}
         self._choices: set[tuple[Any, torch.Size]] = set()
         self._left = 0
@@ -415,9 +382,9 @@ class Shadows(Observer):
     def _begin(self, tensor: Tensor, exact: Tensor, origin: Origin) -> None:
         """Begins to follow a tensor that is rounded already."""
         now, storage = tensor.detach().flatten().clone(), tensor.untyped_storage()
-        error, relative, peak = float((now - exact).abs().max()), _relative_norm(now, exact), float(exact.abs().max())
+        error, relative = float((now - exact).abs().max()), _relative_norm(now, exact)
         self._memories[_key(tensor)] = _Memory(
-            StorageWeakRef(storage), exact, now, origin, error, relative, origin, 1.0, {}, peak
+            StorageWeakRef(storage), exact, now, origin, error, relative, origin, 1.0
         )
         self._elements += exact.numel()
 
@@ -658,8 +625,6 @@ class Shadows(Observer):
             self._judge(call)
         if is_state:
             self._judge_state(call, overwritten)
-        if call.name in _ADDS and results[0].numel() <= SUM and results[0].dtype in NARROW:
-            self._judge_sum(call)
         for real, other in zip(results, exact, strict=True):
             if real.is_floating_point():
                 self._keep(call, real, other, in_place=id(real) in overwritten)
@@ -728,10 +693,8 @@ class Shadows(Observer):
         error = float((values - wide).abs().max())
         if not error or (not math.isfinite(error) and bool((wide.isfinite() & ~values.isfinite()).any())):
             return  # nothing is lost; or what float64 makes is no better
-        relative, largest = _relative_norm(wide, values), float(values.abs().nan_to_num(0.0, 0.0, 0.0).max())
+        relative = _relative_norm(wide, values)
         lost_at, factor = call.lost_most(relative)
-        passes = call.passes()
-        peak = max([largest, *(m.peak for m in call.known.values() if passes[call.func, call.line] > 1)])
         overflowed = bool((~wide.isfinite() & values.isfinite()).any()) or any(
             m.overflowed for m in call.known.values()
         )
@@ -744,13 +707,10 @@ class Shadows(Observer):
             relative,
             lost_at,
             factor,
-            passes,
-            peak,
             overflowed,
         )
         if self.position.backward_depth:
             self.gradients.add(key)
-        self._judge_drift(call, self._memories[key], real, exact)
         self._elements += values.numel()
         if self._elements > HELD:
             for gone in [number for number, memory in self._memories.items() if memory.held.expired()]:
@@ -918,43 +878,6 @@ class Shadows(Observer):
             if _is_grid(sides[0].exact):
                 self._used("step", call, (real == 0) & (exact != 0), real, exact)
 
-    def _judge_sum(self, call: _Call) -> None:
-        """Values that are added to over and over, and a count in half precision, which does not have every whole number."""
-        (before, target), real, exact = call.operands[0], call.results[0], call.exact[0]
-        known = self._sums.get(_key(target))
-        if known is None or known.held.expired() or known.now.shape != before.shape or not _equal(known.now, before):
-            known = _Sum(StorageWeakRef(real.untyped_storage()), real)
-        if len(self._sums) >= MOST_SUMS:
-            self._sums = {at: kept for at, kept in self._sums.items() if not kept.held.expired()}
-        if len(self._sums) >= MOST_SUMS:
-            return
-        off = (real.double() - exact).abs().nan_to_num(0.0)
-        largest, error = max(known.largest, float(exact.abs().max())), float(off.max())
-        held, added = StorageWeakRef(real.untyped_storage()), known.added + 1
-        self._sums[_key(real)] = _Sum(held, real.detach().clone(), added, largest)
-        counts = call.name == "add_" and any(_is_integer(copy) for copy, _ in call.operands[1:]) and _is_whole(exact)
-        source = "" if call.line is None else call.line.source
-        wrong = error > 0 if counts else added >= FEWEST and WRONG * largest < error < math.inf
-        # of a line that is told of already, again after twice as many additions: the last record is what holds in the end
-        if (
-            not wrong
-            or added < 2 * self._told.get(source, 0)
-            or (source not in self._told and len(self._told) >= MOST_LINES)
-        ):
-            return
-        self._told[source] = added
-        worst = int(off.argmax())
-        self.session.emit(
-            RoundedSum(
-                source=source,
-                dtype=short_name(real.dtype),
-                added=added,
-                exact=float(exact.flatten()[worst]),
-                value=float(real.flatten()[worst]),
-                error=error,
-            )
-        )
-
     def _judge_comparison(self, call: _Call) -> None:
         """Masks, and conditions of loops and branches; of a mask, what differs is seen beside the fewer of its two values."""
         real, exact = call.results[0], call.exact[0].bool()
@@ -981,17 +904,6 @@ class Shadows(Observer):
         lost = memory.now == torch.cat([memory.now.new_full((1,), torch.nan), memory.now[:-1]])
         if bool(lost.any()):
             self._add("schedule", op, line, memory.origin, lost, memory.now, memory.exact, last=True)
-
-    def _judge_drift(self, call: _Call, memory: _Memory, real: Tensor, exact: Tensor) -> None:
-        """Values that are computed from themselves, over and over, and are further off than as many random roundings leave them."""
-        rounds = memory.passes[call.func, call.line]
-        source = "" if call.line is None else call.line.source
-        if rounds < FEWEST or source in self._told or memory.overflowed or memory.origin.dtype not in NARROW:
-            return
-        off = (real.double() - exact).abs().nan_to_num(0.0, 0.0, 0.0)
-        dtype = short_name(memory.origin.dtype)
-        random = DEVIATIONS * 2.0 ** -(_BITS[memory.origin.dtype] + 1) * math.sqrt(rounds)
-        self._used("drift", call, off > max(digits_lost(dtype), random) * memory.peak, real, exact, last=True)
 
     def _lost(self, use: str, memory: _Memory, real: Tensor, exact: Tensor, used_by: str, line: Line | None) -> None:
         """Adds values that are used up to what their line has used so far."""
@@ -1043,13 +955,11 @@ class Shadows(Observer):
         real: Tensor,
         exact: Tensor,
         of: int | None = None,
-        *,
-        last: bool = False,
     ) -> None:
-        """Adds a use to those of its line, or puts it in their place; ``of`` how many, all where that is not said."""
+        """Adds a use to those of its line; ``of`` how many, all where that is not said."""
         origin = call.origin if use != "state" else Origin(str(call.func), call.line, real.dtype, whole=False)
         nonfinite = not all(bool(copy.isfinite().all()) for copy, _ in call.operands if copy.is_floating_point())
-        self._add(use, str(call.func), call.line, origin, changed, real, exact, of, last=last, nonfinite=nonfinite)
+        self._add(use, str(call.func), call.line, origin, changed, real, exact, of, nonfinite=nonfinite)
 
     def _add(
         self,

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dtypedoctor.instrument.silent.observer import Observer, named_parameters_of, parameters_of
-from dtypedoctor.instrument.silent.updates import is_checked
+from dtypedoctor.instrument.silent.observer import Observer, is_checked, named_parameters_of, parameters_of
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.execution import AutocastRegion
 from dtypedoctor.trace.records.silent import GradientZeros, ScaledGradient, Zeros

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod, sqrt
 
+from dtypedoctor.diagnosis.incidents import incidents
 from dtypedoctor.diagnosis.rule import OF_ANY_FINDING, SILENT, Finding, FindingSpec, Rule, Severity
 from dtypedoctor.diagnosis.wording import indexed, listed, module_of, percent
 from dtypedoctor.dtypes import DTYPES
@@ -129,7 +130,7 @@ Measured on biases before a softmax: 0 to 0.6, once in 16 runs more; on a temper
 
 
 def detect_stall(trace: Trace) -> Iterator[Finding]:
-    """Parameters that stay where they are although a float32 copy of them moves, where most of what is trained stands still."""
+    """Parameters that stay where they are although the same steps move them in float64, where most of what is trained stands still."""
     return _stalls(trace, mostly=True)
 
 
@@ -233,7 +234,7 @@ def _stall(seen: Observed[Updates], stalled: dict[str, StalledParameter], share:
     statement = Statement(
         id="update-stall",
         severity=Severity.INFO if few else Severity.WARNING,
-        proven_by=f"the same {what.optimizer} steps on a float32 copy of the parameter move it",
+        proven_by=f"the operators of the same {what.optimizer} steps move it in float64",
         summary=_what_stands_still(what, stalled, worst.dtype) + beside,
         cause=(
             f"Near 1 the spacing of {worst.dtype} numbers is {epsilon:.3g}, and in proportion elsewhere. An update below half "
@@ -247,11 +248,11 @@ def _stall(seen: Observed[Updates], stalled: dict[str, StalledParameter], share:
         evidence=(
             *(
                 f"{one} ({it.dtype}, magnitudes up to {it.absmax:.3g}): {it.lost} of {it.wanted} updates lost; the "
-                f"largest update in float32 is {it.update:.3g}."
+                f"largest update in float64 is {it.update:.3g}."
                 for one, it in list(stalled.items())[:3]
             ),
             (
-                f"The same {what.optimizer} (learning rate {what.lr:g}) took the same steps on float32 copies, compared "
+                f"The operators of {what.optimizer} (learning rate {what.lr:g}) were applied to float64 values, too, compared "
                 f"{_when_compared(what.checks)}."
             ),
             *_measured_of(what),
@@ -266,13 +267,15 @@ def _stall(seen: Observed[Updates], stalled: dict[str, StalledParameter], share:
 
 
 def detect_lost_writes(trace: Trace) -> Iterator[Finding]:
-    """Lines outside of optimizers that update tensors in place and leave them as they are: a step by hand, a moving average."""
+    """Lines that update tensors and leave them as they are: a step by hand, a moving average, what an optimizer keeps beside its parameters."""
     seen = trace.observed(LostWrites)
     first, last = {one.what.source: one for one in reversed(seen)}, {one.what.source: one for one in seen}
     for source, when in first.items():
         what = last[source].what
         if not what.tensors:
             continue  # they have moved in the end
+        if what.optimizer and (incidents(trace) or trace.observed(Overshoots)):
+            continue  # of what state that is rounded away has come to, others tell
         yield make_finding_of(when, _lost_writes(what), dtype=what.dtype, source=source or None)
 
 
@@ -280,10 +283,11 @@ def _lost_writes(what: LostWrites) -> Statement:
     epsilon = DTYPES[what.dtype].epsilon
     updates = "update" if what.checks == 1 else "updates"
     tensors = "1 tensor" if what.tensors == 1 else f"{what.tensors:,} tensors"
+    where = f" of the state of {what.optimizer}" if what.optimizer else " in place" if what.in_place else ""
     return Statement(
         id="update-stall",
-        severity=Severity.WARNING,
-        summary=f"{what.source or 'A line outside of modules'} updates {tensors}{' in place' if what.in_place else ''}, and {what.dtype} rounds {percent(what.lost / what.wanted)} of that away.",
+        severity=Severity.INFO if what.optimizer else Severity.WARNING,
+        summary=f"{what.source or 'A line outside of modules'} updates {tensors}{where}, and {what.dtype} rounds {percent(what.lost / what.wanted)} of that away.",
         cause=(
             f"Near 1 the spacing of {what.dtype} numbers is {epsilon:.3g}, and in proportion elsewhere. An update below half "
             "of the spacing is rounded away, each time, without adding up. This holds "
@@ -292,10 +296,10 @@ def _lost_writes(what: LostWrites) -> Statement:
         evidence=(
             (
                 f"{what.tensors} of {what.compared} {what.dtype} tensors that this line updates stay as they are (magnitudes up to {what.absmax:.3g}); the largest "
-                f"change in float32 is {what.change:.3g}."
+                f"change in float64 is {what.change:.3g}."
             ),
-            "The same operators on float32 copies of their operands change them; no sum between two updates takes what the first lost, as Kahan summation does.",
-            f"Compared in {what.checks} {updates}: of {what.wanted:,} elements that float32 moves {what.lost:,} did not move.",
+            "The same operators change them in float64, and no other tensor keeps what is lost, as in Kahan summation.",
+            f"Compared in {what.checks} {updates}: of {what.wanted:,} elements that float64 moves {what.lost:,} did not move.",
         ),
     )
 
@@ -349,9 +353,9 @@ def _overshoot(what: Overshoots, name: str, worst: OvershotParameter) -> Stateme
     smallest = DTYPES[worst.dtype].smallest
     return Statement(
         id="optimizer-epsilon-underflow",
-        proven_by=f"the same {what.optimizer} steps on a float32 copy, with its state in float32, move these elements at most {worst.update:.3g}",
+        proven_by=f"the operators of the same {what.optimizer} steps, with its state, move these elements at most {worst.update:.3g} in float64",
         summary=(
-            f"{what.optimizer} moves elements of {indexed(name)} by up to {worst.moved:.3g}, in float32 it moves them at most "
+            f"{what.optimizer} moves elements of {indexed(name)} by up to {worst.moved:.3g}, in float64 it moves them at most "
             f"{worst.update:.3g}: what it divides by rounds to zero in {worst.dtype}."
         ),
         cause=(
@@ -360,10 +364,10 @@ def _overshoot(what: Overshoots, name: str, worst: OvershotParameter) -> Stateme
         ),
         evidence=(
             *(
-                f"{one} ({it.dtype}): {it.overshot} of {it.elements} compared elements move more than 16 times as far as in float32, up to {it.moved:.3g}."
+                f"{one} ({it.dtype}): {it.overshot} of {it.elements} compared elements move more than 16 times as far as in float64, up to {it.moved:.3g}."
                 for one, it in list(what.parameters.items())[:3]
             ),
-            f"The same {what.optimizer} (learning rate {what.lr:g}) took the same steps on float32 copies from the first step on.",
+            f"The operators of {what.optimizer} (learning rate {what.lr:g}) were applied to float64 values, too, from the first step on.",
             f"Parameters moved too far: {len(what.parameters)} of {what.compared} compared ({listed(list(what.parameters))}).",
         ),
     )

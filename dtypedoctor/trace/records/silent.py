@@ -607,7 +607,7 @@ class StalledParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostWrites:
-    """A line outside of modules and optimizers that updates half-precision tensors in place and leaves them as they are.
+    """A line that updates half-precision tensors and leaves them as they are.
 
     Attributes:
         source: the line.
@@ -620,6 +620,7 @@ class LostWrites:
         absmax: largest magnitude of a tensor that stands still.
         change: largest change of it in float32.
         in_place: whether they are written in place, and not computed anew.
+        optimizer: of whose state they are; empty for all else.
     """
 
     KIND: ClassVar[str] = "lost-writes"
@@ -634,6 +635,7 @@ class LostWrites:
     absmax: float
     change: float
     in_place: bool = True
+    optimizer: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -661,7 +663,7 @@ class RoundedSum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OvershotParameter:
-    """A parameter that an optimizer step moves much further than the same step moves a float32 copy.
+    """A parameter that an optimizer step moves much further than its operators move it in float64.
 
     Attributes:
         elements: compared in this step.
@@ -680,7 +682,7 @@ class OvershotParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overshoots:
-    """An optimizer's step that moves parameters much further than the same step moves float32 copies of them.
+    """An optimizer's step that moves parameters much further than its operators move them in float64.
 
     Attributes:
         optimizer: its class.
@@ -699,7 +701,7 @@ class Overshoots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updates:
-    """An optimizer's steps on parameters that lose most of their updates, beside the same on float32 copies.
+    """An optimizer's steps on parameters that lose most of their updates, beside the same in float64.
 
     Attributes:
         optimizer: its class.

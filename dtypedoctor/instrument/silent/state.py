@@ -1,0 +1,976 @@
+"""State in half precision that does not go where the same operators take it in float64.
+
+State is memory that is there before something changes it: parameters, buffers, what an optimizer keeps, an average of weights, a count, a gradient that is
+added up. Beside a thousand elements of it stand float64 values, which begin as what it is and to which the same operators are applied: in place, with
+``out=``, on lists, in a fused step, or over several operators to what is copied back or takes its place. What the program has moved it by is
+compared with what it would have moved:
+
+* nearly all elements that move in float64 stand still: **lost** updates, averages, merges;
+* some move many times as far: what they are divided by has **vanished**;
+* it is further off than as many random roundings would leave it: a **sum**, or a value that is computed from itself;
+* it comes back to where it began, and in half precision it does not: what was added is **not restored**.
+
+Nothing is lost where another value has the same error with the other sign (Kahan's sum), where state is a copy of wider state, or is rounded at random:
+random numbers, bits and wider state begin anew as what they are.
+
+Only operators that treat each element by itself are followed, since for them a few elements can stand for all. Optimizers are looked at from one end of
+their step to the other, all else from where an operator at a line meets the same state again.
+"""
+
+import math
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+
+from dtypedoctor._torch_private import DisableTorchFunction, memory_key, schema_of, without_autocast
+from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.instrument.frames import Line, line_of
+from dtypedoctor.instrument.gradients import leaves_of
+from dtypedoctor.instrument.naming import dtype_name, short_name
+from dtypedoctor.instrument.operators import Arguments, in_wider, tensors_of, written
+from dtypedoctor.instrument.silent.observer import Observer, is_checked, parameters_of
+from dtypedoctor.instrument.silent.shadows import Shadows, digits_lost
+from dtypedoctor.instrument.statistics import HALF, measurable
+from dtypedoctor.trace.records.silent import (
+    LostWrites,
+    Overshoots,
+    OvershotParameter,
+    RoundedSum,
+    RoundedUse,
+    StalledParameter,
+    Updates,
+)
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.silent.checks import Checks
+
+SAMPLED = 1024
+"""Elements of a tensor that are followed."""
+LARGEST_WHOLE = 1 << 16
+"""Elements up to which a tensor that is not contiguous, or is broadcast, is copied as a whole."""
+MOST = 4_096
+"""Tensors beside which float64 values are kept, 50 MiB at most."""
+ALLOWANCE, FOLLOWED, PERIOD = 16_384, 4_096, 65_536
+"""Operators outside of steps that are all followed, 0.1 ms each; after them so many of so many."""
+ROUNDS, FEWEST, MOST_ANCESTORS = 3, 16, 4
+"""Rounds without a movement from which on state stands still, those from which on it has drifted, and states that a value is known to come from."""
+LOST, MOSTLY, NOISY = 0.95, 0.5, 0.5
+"""Shares of the elements which move in float64 that have to stay; in a step of an optimizer, to be told of; and of the energy of a merge that has to be rounding."""
+NOISE, ON_THE_WAY = torch.finfo(torch.float32).eps / 2, 2.0**-8
+"""Relative changes that are no movement: those that float32 would round away, too; and beside how far a value went before it came back."""
+BACK, FURTHER, RETURNS = 2.0**-6, 4, 2
+"""What is left in float64 of the way there and back; how much further from the start half precision has to be; and how often."""
+CANCELS, SMALLER = 0.25, 2.0**-4
+"""What two errors of opposite sign leave of one another where one keeps what the other has lost; and how large it is beside the other at most."""
+TOO_FAR, MANY_TOO_FAR, ENOUGH_TOO_FAR = 16.0, 0.01, 8
+"""Times that an element moves further than in float64, which no rounding explains; share of the elements that do, and how many at least."""
+DEVIATIONS = 4
+"""Standard deviations of as many random roundings as there were, beyond which a drift is none of them; that of one is a quarter of the dtype's epsilon."""
+SMALL = 64
+"""Elements up to which what is added to is a sum, and not an average or weights."""
+RECURRENT = 1 << 10
+"""Elements up to which values are followed that gradients are computed of."""
+BACKWARDS, GRADIENTS = 3, 4
+"""Optimizer steps in which gradients of many backward passes are followed, and how many of them."""
+MOST_TOLD = 40
+
+_At = tuple[Any, Line | None]
+"""An operator at a line."""
+_Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
+"""Where a tensor lies, and how it is read."""
+_Pair = tuple[Tensor, Tensor]
+"""Elements as they are, and what they would be in float64."""
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """What is known of state.
+
+    Attributes:
+        home: where it lies now.
+        last: elements as they are, and in float64; ``start`` where the round began, ``first`` where it was met, from where on errors count.
+        shift: how far it was off by then.
+        elements: of the whole.
+        in_step: the optimizer in whose step it was met.
+        is_parameter: whether it is compared where that step ends.
+        ops: operators that have read it or written to it since the round began.
+        line, end: that changed it in the last round, first and last; ``is_new`` where none has yet in this round.
+        parents: other state that it was computed from.
+        source: memory of float32 values that were copied into it.
+        turns: rounds that are over; ``compared_at`` when it was compared last, ``judged`` how often float64 had moved it then.
+        still: rounds since it has last moved; ``wanted`` and ``lost`` elements in these, ``absmax`` and ``change`` the largest and their largest movement.
+        peak, way: largest magnitude, and how far each element has been from where the round began, in float64.
+        adds, counts: whether nothing but additions change it, and some of whole numbers.
+        sums: how often a tensor of its size was added or taken away.
+        off: the largest error.
+        returns: how often it has come back to where it began, and what was not restored then: elements and the largest difference.
+    """
+
+    home: _Key
+    elements: int
+    last: _Pair
+    shift: Tensor
+    in_step: str = ""
+    is_parameter: bool = False
+    first: _Pair = field(init=False)
+    start: _Pair = field(init=False)
+    ops: set[_At] = field(default_factory=set)
+    line: Line | None = None
+    end: Line | None = None
+    is_new: bool = True
+    parents: set[int] = field(default_factory=set)
+    source: StorageWeakRef | None = None
+    in_place: bool = False
+    turns: int = 0
+    compared_at: int = 0
+    judged: int = 0
+    still: int = 0
+    wanted: int = 0
+    lost: int = 0
+    absmax: float = 0.0
+    change: float = 0.0
+    peak: float = 0.0
+    way: Tensor | None = None
+    adds: bool = True
+    counts: bool = False
+    sums: int = 0
+    off: float = 0.0
+    returns: int = 0
+    not_restored: tuple[int, float] = (0, 0.0)
+
+    @classmethod
+    def of(cls, tensor: Tensor, now: Tensor, exact: Tensor, in_step: str, *, is_parameter: bool = False) -> "_State":
+        """The state that a tensor is."""
+        return cls(_key(tensor), tensor.numel(), (now, now.double()), exact - now.double(), in_step, is_parameter)
+
+    def __post_init__(self) -> None:
+        self.first = self.start = self.last
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the state."""
+        return self.last[0].dtype
+
+    def becomes(self, now: Tensor, exact: Tensor) -> None:
+        """It is something else now."""
+        self.last = (now, exact - self.shift)
+
+    def begin_round(self, at: _At | None = None) -> None:
+        """A round begins with what is there."""
+        self.start, self.way, self.is_new, self.compared_at = self.last, None, True, self.turns
+        self.ops = set() if at is None else {at}
+
+    def overwritten(self, now: Tensor) -> None:
+        """Something that was not computed from it takes its place: begins anew."""
+        self.first = self.last = (now, now.double())
+        self.shift = torch.zeros_like(self.last[1])
+        self.turns = self.judged = self.still = self.wanted = self.lost = self.returns = 0
+        self.peak, self.adds = 0.0, True
+        self.begin_round()
+
+    def compare(self, least: float = LOST) -> None:
+        """Compares where a round has led to with where it should have; it stands still where at least such a share of what should move does."""
+        (now, exact), (before, start) = self.last, self.start
+        size, moved = before.double().abs(), (exact - start).abs()
+        way = moved if self.way is None else torch.maximum(moved, self.way)
+        moves = (moved > NOISE * size + ON_THE_WAY * way) & exact.isfinite()
+        left, apart = (exact - self.first[1]).abs(), (now.double() - self.first[0].double()).abs()
+        numbers = (
+            moves.sum(),
+            (moves & (now == before)).sum(),
+            size.max(),
+            torch.where(moves, moved, 0.0).max(),
+            (now.double() - exact).abs().nan_to_num(0.0, 0.0).max(),
+            exact.abs().max(),
+            left.max(),
+            way.max(),
+            (apart > FURTHER * left).sum(),
+            apart.max(),
+        )
+        wanted, lost, absmax, change, self.off, peak, left_over, far, others, most = torch.stack(
+            [number.double() for number in numbers]
+        ).tolist()
+        rounds = self.turns - self.compared_at
+        self.peak = max(self.peak, peak)
+        self.judged += rounds if wanted else 0
+        if wanted and lost < least * wanted:
+            self.still = self.wanted = self.lost = 0
+            self.absmax = self.change = 0.0
+        elif wanted:
+            self.still, self.wanted, self.lost = self.still + rounds, self.wanted + int(wanted), self.lost + int(lost)
+            self.absmax, self.change = max(self.absmax, absmax), max(self.change, change)
+        if left_over < BACK * far and self.sums > 1 and self.off < self.peak:
+            self.returns, self.not_restored = self.returns + rounds, (int(others), most)
+
+    def has_drifted(self) -> bool:
+        """Whether it is further off than as many random roundings leave it; a count may not be off at all."""
+        dtype = DTYPES[short_name(self.dtype)]
+        random = DEVIATIONS * dtype.epsilon / 4 * math.sqrt(self.turns)
+        least = 0.0 if self.counts and self.adds else max(digits_lost(dtype.name), random) * self.peak
+        is_enough = self.turns >= FEWEST or least == 0.0
+        return least < self.off <= self.peak < math.inf and is_enough
+
+
+class _From(NamedTuple):
+    """State that a value is computed from: where that began, None where the value is the state; and whether by additions only."""
+
+    state: _State
+    began: _At | None = None
+    adds: bool = True
+
+
+@dataclass(slots=True)
+class _Value:
+    """What is in memory, and what it would be in float64, at the elements that are followed."""
+
+    held: StorageWeakRef
+    now: Tensor
+    exact: Tensor
+    come_from: tuple[_From, ...] = ()
+    line: Line | None = None
+    met_by: set[_At] = field(default_factory=set)
+
+    def known(self, tensor: Tensor) -> Tensor:
+        """The float64 values of the tensor that lies here, unless somebody has written to it unseen; without a wait for the device."""
+        now = _elements(tensor, tensor.shape)
+        return torch.where((now == self.now).all(), self.exact, now.double())
+
+
+class _Operand(NamedTuple):
+    """An operand, its number in a list, the shape that it is broadcast to, and its elements there as they are and in float64."""
+
+    number: int
+    tensor: Tensor
+    key: _Key
+    shape: torch.Size
+    now: Tensor
+    exact: Tensor
+    value: _Value | None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is as large as the result."""
+        return self.tensor.shape == self.shape
+
+
+class _Call(NamedTuple):
+    """An operator that is about to run, and what it makes in float64."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    line: Line | None
+    operands: Sequence[_Operand]
+    changed: Sequence[Tensor]
+    exact: Sequence[Tensor]
+
+    @property
+    def adds(self) -> bool:
+        """Whether it only adds."""
+        return _name(self.func).removeprefix("_foreach_").rstrip("_") == "add" and "alpha" not in self.kwargs
+
+    def part(self, number: int) -> "_Call":
+        """What belongs to one of its results: of lists the operands at its position."""
+        first = self.args[0] if self.args else None
+        if not isinstance(first, (list, tuple)):
+            return self
+        number %= len(first)  # a fused step writes to several lists
+        return self._replace(operands=[one for one in self.operands if one.number == number])
+
+
+@dataclass(slots=True)
+class _Parameter:
+    """A parameter of an optimizer, over the steps that were compared, in elements.
+
+    Attributes:
+        first: before the first step; ``moves`` which of them move in float64 in one of the steps so far; ``signs`` sums of the signs of gradients.
+    """
+
+    name: str
+    tensor: Tensor
+    first: Tensor
+    moves: Tensor
+    signs: Tensor
+    before: tuple[Tensor, Tensor]
+    checks: int = 0
+    wanted: int = 0
+    lost: int = 0
+    asked: int = 0
+    still: int = 0
+    steady: float = 0.0
+    absmax: float = 0.0
+    update: float = 0.0
+    is_finite: bool = False
+    is_kept: bool = False
+
+    def counts(self, now: Tensor, exact: Tensor) -> Tensor:
+        """What :meth:`add` adds and :class:`OvershotParameter` tells, on the device."""
+        before, start = self.before
+        update, moved = exact - start, now.double() - before.double()
+        size = before.double().abs()
+        wanted = (update.abs() > NOISE * size) & update.isfinite()
+        self.moves |= wanted
+        asked = self.moves & now.isfinite()  # NaN is another failure than weights that stand still
+        info = torch.finfo(before.dtype)
+        far = moved.abs() > TOO_FAR * update.abs() + 2 * (info.eps * size + info.tiny)
+        far &= moved.isfinite().all()  # what is not finite is a finding of its own
+        numbers = (
+            wanted.sum(),
+            (wanted & now.eq(before)).sum(),
+            torch.where(size.isfinite(), size, 0.0).max(),
+            torch.where(wanted, update.abs(), 0.0).max(),
+            update.isfinite().any(),
+            asked.sum(),
+            (asked & now.eq(self.first)).sum(),
+            self.signs.abs().mean() / max(self.checks, 1),
+            far.sum(),
+            torch.where(far, moved.abs(), 0.0).max(),
+            torch.where(far, update.abs(), 0.0).max(),
+        )
+        return torch.stack([number.double() for number in numbers])
+
+    def add(self, counts: Sequence[float]) -> None:
+        """Adds what a step has come to."""
+        wanted, lost, absmax, update, finite, asked, still, self.steady = counts
+        self.wanted, self.lost = self.wanted + int(wanted), self.lost + int(lost)
+        self.asked, self.still = int(asked), int(still)
+        self.absmax, self.update = max(self.absmax, absmax), max(self.update, update)
+        self.is_finite |= finite > 0
+
+
+@dataclass(slots=True)
+class _Steps:
+    """The steps of an optimizer."""
+
+    first: int
+    parameters: dict[tuple[int, str], _Parameter] = field(default_factory=dict)
+    number: int = 0
+    is_told: bool = False
+    overshot: bool = False
+
+
+class StateCheck(Observer):
+    """Writes a :class:`LostWrites`, :class:`Updates`, :class:`Overshoots`, :class:`RoundedSum` or :class:`RoundedUse` of state that does not go where float64 takes it."""
+
+    priority = 20
+
+    def __init__(self, checks: "Checks") -> None:
+        super().__init__(checks)
+        self._looking = self.session.guard.keeping("state in half precision")
+        self._values: OrderedDict[_Key, _Value] = OrderedDict()
+        self._operators = 0
+        self._steps: WeakKeyDictionary[Optimizer, _Steps] = WeakKeyDictionary()
+        self._stepping: list[_Parameter] | None = None
+        self._optimizer = ""
+        self._followed: dict[int, _State] = {}
+        """State that has been through enough rounds to be judged."""
+        self._merges: list[_State] = []
+        self._told: dict[Line | None, int] = {}
+        self._accumulated: dict[_Key, Any] = {}
+        """Hooks on the nodes that add to gradients."""
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the operators of the optimizer's step that runs are to be shown."""
+        return self._stepping is not None
+
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+        """An operator is about to run: what is to be handed to :meth:`after`; None where no state takes part in it."""
+        if not _is_by_element(func):
+            return None
+        with self._looking:
+            tensors, changed = tensors_of((args, kwargs)), written(func, (args, kwargs))
+            if not tensors or not self._takes_part(kwargs, tensors, changed):
+                return None
+        with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+            return self._call(func, (args, kwargs), changed, line_of(sys._getframe()))
+        return None
+
+    def after(self, call: _Call, result: Any) -> None:
+        """It has run."""
+        results = call.changed or tensors_of(result)
+        if len(results) != len(call.exact):
+            return
+        with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+            for number, (real, exact) in enumerate(zip(results, call.exact, strict=True)):
+                if measurable(real) and exact.numel() == -(-real.numel() // _stride(real.shape)):
+                    self._keep(call.part(number), real, exact.reshape(-1))
+
+    def _takes_part(self, kwargs: dict[str, Any], tensors: list[Tensor], changed: list[Tensor]) -> bool:
+        half = any(tensor.dtype in HALF for tensor in tensors) or kwargs.get("dtype") in HALF
+        if not half and (not self._values or self._values.keys().isdisjoint(map(_key, tensors))):
+            return False
+        position, target = self.position, changed[0] if changed else tensors[0]
+        if not all(map(_is_readable, tensors)):
+            return False
+        if position.backward_depth and (not changed or _key(target) in self._accumulated):
+            return False
+        differentiated = not changed and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if differentiated and target.numel() > RECURRENT:
+            return False
+        if self._stepping is not None:
+            return True
+        self._operators += 1
+        is_turn = self._operators <= ALLOWANCE or self._operators % PERIOD < FOLLOWED
+        readings = self.session.readings
+        return is_turn and (any(tensor.dtype in HALF for tensor in changed) or all(map(readings.may_read, tensors)))
+
+    def _call(self, func: Any, arguments: Arguments, changed: list[Tensor], line: Line | None) -> _Call:
+        """What an operator makes in float64, which it meets state by."""
+        operands = [self._operand(*pair) for pair in _broadcast(*arguments)]
+        for operand in operands:
+            if operand.value is not None and operand.is_whole:
+                self._meet(operand, operand.value, (func, line))
+        stand_ins = {id(operand.tensor): operand.exact.clone() for operand in operands}
+        exact = in_wider(func, arguments, torch.float64, (*HALF, torch.float32), stand_ins)
+        return _Call(func, *arguments, line, operands, changed, exact)
+
+    def _operand(self, number: int, tensor: Tensor, shape: torch.Size) -> _Operand:
+        """An operand with what it is and would be; half precision that is not known is state that begins here."""
+        key, now = _key(tensor), _elements(tensor, shape).clone()
+        if not tensor.is_floating_point():
+            return _Operand(number, tensor, key, shape, now, now, None)
+        value, exact = self._values.get(key), now.double()
+        if value is not None and value.held.expired():
+            del self._values[key]
+            value = None
+        if value is not None:
+            known = value.known(tensor)
+            if tensor.shape == shape:
+                exact = known
+            elif tensor.numel() == known.numel():  # all elements of what is broadcast are known
+                exact = _elements(known.reshape(tensor.shape), shape)
+        elif tensor.dtype in HALF and tensor.shape == shape:
+            value = self._begin(tensor, now)
+        if now.numel() == 1 < shape.numel() and tensor.dtype not in HALF:
+            exact = now  # a fused kernel takes its count of steps in float32 only
+        return _Operand(number, tensor, key, shape, now, exact, value)
+
+    def _begin(self, tensor: Tensor, now: Tensor, *, is_parameter: bool = False) -> _Value:
+        """Half precision is met that nothing is known of."""
+        value = _Value(StorageWeakRef(tensor.untyped_storage()), now, now.double())
+        state = _State.of(tensor, now, value.exact, self._optimizer, is_parameter=is_parameter)
+        value.come_from = (_From(state),)
+        self._store(_key(tensor), value)
+        return value
+
+    def _store(self, key: _Key, value: _Value) -> None:
+        if len(self._values) >= MOST and key not in self._values:
+            for gone in [at for at, known in self._values.items() if known.held.expired()]:
+                del self._values[gone]
+            while len(self._values) > MOST // 2:
+                self._values.popitem(last=False)
+        self._values[key] = value
+
+    def _meet(self, operand: _Operand, value: _Value, at: _At) -> None:
+        """An operator reads state or writes to it: by one that has done so before a round is over."""
+        is_first = not value.come_from and operand.tensor.dtype in HALF
+        # what is met again is no step on the way of other state, but state by itself: a copy, weights in float32
+        if is_first or (
+            at in value.met_by and not (_is_home(value) or any(at == one.began for one in value.come_from))
+        ):
+            state = _State.of(operand.tensor, operand.now, operand.exact, self._optimizer)
+            value.come_from = (_From(state),)
+        value.met_by.add(at)
+        for state, began, adds in value.come_from:
+            if state.is_parameter:
+                continue
+            if at in state.ops if began is None else at == began and not state.in_place:
+                state.becomes(operand.now, operand.exact)
+                if began is not None:  # it is computed anew each time, and lies elsewhere now
+                    state.home, state.line, state.adds = operand.key, began[1], state.adds and adds
+                    state.is_new = False
+                    state.parents |= {id(one.state) for one in value.come_from}
+                    value.come_from = (_From(state),)
+                    self._look_at_each_call()
+                self._round_is_over(state, operand, at)
+                return
+            if began is None:
+                if not state.ops:
+                    state.becomes(operand.now, operand.exact)
+                    state.begin_round()
+                state.ops.add(at)
+
+    def _round_is_over(self, state: _State, operand: _Operand, at: _At) -> None:
+        state.turns += 1
+        state.ops = {at}
+        if state.turns == ROUNDS - 1 and len(self._followed) < MOST and state.dtype in HALF:
+            self._followed[id(state)] = state
+        if is_checked(state.turns) and state.dtype in HALF and self.session.readings.affords(operand.tensor):
+            state.compare()
+            self._judge(state)
+            state.begin_round(at)
+
+    def _keep(self, call: _Call, real: Tensor, exact: Tensor) -> None:
+        """Keeps what a result would be in float64."""
+        key, now, at = _key(real), _elements(real, real.shape).clone(), (call.func, call.line)
+        value = _Value(StorageWeakRef(real.untyped_storage()), now, exact, line=call.line)
+        known = self._values.get(key) if call.changed else None
+        if known is None:
+            value.come_from = _ancestors(call, real, at)
+        else:
+            value.come_from, value.met_by = known.come_from, known.met_by
+            if _is_home(value):
+                self._change(call, value, real, value.come_from[0].state)
+            elif _name(call.func) == "copy_":
+                value.come_from, value.exact = _ancestors(call, real, at), call.operands[1].exact.reshape(-1)
+        self._store(key, value)
+
+    def _change(self, call: _Call, value: _Value, real: Tensor, state: _State) -> None:
+        """State has been written to."""
+        operands, began, adds = call.operands, call.line, call.adds
+        come_from = [one for operand in operands if operand.value for one in operand.value.come_from]
+        if _name(call.func) == "copy_":
+            source = next((one for one in come_from if one.state is state and one.began), None)
+            if source is None or source.began is None:
+                value.exact = value.now.double()
+                state.overwritten(value.now)
+                return
+            began, adds = source.began[1], source.adds
+            if call.operands[1].tensor.dtype not in HALF:
+                state.source = StorageWeakRef(call.operands[1].tensor.untyped_storage())
+        state.becomes(value.now, value.exact)
+        state.in_place, state.end = True, call.line
+        state.parents |= {id(one.state) for one in come_from}
+        if not state.in_step:  # there nothing comes back
+            way = (state.last[1] - state.start[1]).abs()
+            state.way = way if state.way is None else torch.maximum(way, state.way)
+        state.adds = state.adds and adds
+        state.counts |= adds and any(not operand.tensor.is_floating_point() for operand in operands)
+        if state.is_new:
+            state.line, state.is_new = began, False
+        if _name(call.func) in ("add_", "sub_") and len(operands) > 1 and all(one.is_whole for one in operands):
+            state.sums += 1
+            if state.sums == 1 and len(self._merges) < MOST and self._is_parameter(state):
+                self._merges.append(state)
+        self._look_at_each_call()
+
+    def _look_at_each_call(self) -> None:
+        """What the calls of a module add to depends on each of them."""
+        if self.position.stack and not self.checks.look.accumulating:
+            self.checks.look.accumulating = [self.checks[Shadows].saw]
+
+    def _is_parameter(self, state: _State) -> bool:
+        at = state.home[:3]
+        return any(
+            _key(tensor)[:3] == at
+            for _, _, tensor, _, is_buffer in self.names.tensors()
+            if not is_buffer and measurable(tensor)
+        )
+
+    def _is_kept(self, state: _State) -> bool:
+        """Whether other state that is computed from it has the same error, but for the sign: what is lost here is added later."""
+        error = (state.last[0].double() - state.last[1]).nan_to_num(0.0, 0.0, 0.0)
+        others: list[Tensor] = []
+        for value in self._values.values():
+            other = next((one.state for one in value.come_from if one.state is not state), None)
+            if other is None or value.exact.shape != error.shape:
+                continue
+            if id(state) in other.parents or any(one.state is state for one in value.come_from):
+                others.append(torch.stack([value.now.double(), value.exact - other.shift]))
+        if not others:
+            return False
+        values = torch.stack(others, 1).nan_to_num(0.0, 0.0, 0.0)
+        errors = values[0] - values[1]
+        left = torch.minimum((errors - error).norm(dim=1), (errors + error).norm(dim=1))
+        is_rest = values[0].norm(dim=1) <= SMALLER * state.last[0].double().norm()
+        return bool((is_rest & (left <= CANCELS * error.norm())).any())
+
+    def _judge(self, state: _State) -> None:
+        """Tells of state that has been compared."""
+        line, stands = state.line, state.still >= ROUNDS
+        has_drifted = state.has_drifted()
+        returns = state.returns >= RETURNS
+        if (stands or has_drifted or returns) and self._is_kept(state):
+            state.still, state.returns = 0, 0
+            stands = has_drifted = returns = False
+        is_sum = state.adds and state.elements <= SMALL
+        if state.adds and (has_drifted or (stands and is_sum and not self._is_parameter(state))):
+            self._tell_sum(state)
+        elif has_drifted:
+            self._tell_use(state, "drift")
+        if returns:
+            self._tell_use(state, "restored")
+        if stands and not is_sum and state.turns > self._told.get(line, 0):
+            self._told[line] = state.turns
+        if line in self._told and not is_sum:
+            self._tell_lost(line)
+
+    def _tell_lost(self, line: Line | None) -> None:
+        """Tells of the state that a line changes, where most of it stands still; else withdraws what was told before."""
+        of_line = [state for state in self._followed.values() if state.line == line and state.judged >= ROUNDS]
+        still = [state for state in of_line if state.still >= ROUNDS]
+        if sum(state.elements for state in still) < MOSTLY * sum(state.elements for state in of_line):
+            still = []
+        if of_line:
+            self._emit_lost(line, still, of_line)
+
+    def _emit_lost(self, line: Line | None, still: Sequence[_State], compared: Sequence[_State]) -> None:
+        worst = max(still or compared, key=lambda state: state.wanted)
+        self.session.emit(
+            LostWrites(
+                source=_source(line),
+                dtype=short_name(worst.dtype),
+                tensors=len({state.home for state in still}),
+                compared=len({state.home for state in compared}),
+                checks=max(worst.still, 1),
+                wanted=sum(state.wanted for state in still),
+                lost=sum(state.lost for state in still),
+                absmax=worst.absmax,
+                change=worst.change,
+                in_place=worst.in_place,
+                optimizer=worst.in_step,
+            )
+        )
+
+    def _tell_sum(self, state: _State) -> None:
+        now, exact = state.last
+        off = (now.double() - exact).abs()
+        at = int(off.argmax())
+        self.session.emit(
+            RoundedSum(
+                source=_source(state.line),
+                dtype=short_name(state.dtype),
+                added=state.turns,
+                exact=float(exact[at]),
+                value=float(now[at]),
+                error=float(off[at]),
+            )
+        )
+
+    def _tell_use(self, state: _State, use: str) -> None:
+        """Writes a :class:`RoundedUse` of the element that is most off: from where float64 has got to, or from where it was before."""
+        now, exact = state.last
+        made_at, at, changed = _source(state.line), _source(state.line), state.not_restored[0]
+        op, made_by = "aten.add.Tensor", "aten.add.Tensor"
+        if use == "restored":
+            exact, op, made_by, at, made_at = (
+                state.first[1],
+                "aten.sub_.Tensor",
+                "aten.add_.Tensor",
+                _source(state.end),
+                "",
+            )
+        off = (now.double() - exact).abs().nan_to_num(0.0, 0.0, 0.0)
+        if use == "drift":
+            changed = int((off > digits_lost(short_name(state.dtype)) * state.peak).sum())
+        worst = int(off.argmax())
+        self.session.emit(
+            RoundedUse(
+                use=use,
+                op=op,
+                source=at,
+                made_by=made_by,
+                made_at=made_at,
+                dtype=short_name(state.dtype),
+                value=f"{float(now[worst]):.6g}",
+                exact=f"{float(exact[worst]):.6g}",
+                changed=changed,
+                of=exact.numel(),
+            )
+        )
+
+    def stop(self) -> None:
+        """The program is over: what holds of each state in the end, and of parameters to which something was added once."""
+        with self._looking, self.position.mute(), torch.no_grad():
+            for state in self._followed.values():
+                if not state.is_new:
+                    self._end(state)
+            for line in self._told:
+                self._tell_lost(line)
+            once = [state for state in self._merges if state.sums == 1]
+            for line in {state.line for state in once} - set(self._told):
+                self._tell_merges(line, [state for state in once if state.line == line])
+
+    def _end(self, state: _State) -> None:
+        """Compares state that nothing will change any more."""
+        state.turns += 1
+        state.compare()
+        self._judge(state)
+        state.begin_round()
+
+    def _tell_merges(self, line: Line | None, merges: list[_State]) -> None:
+        """Tells of a line that has added a tensor to each of some parameters once, which is mostly rounding."""
+        for state in merges:
+            state.turns = state.compared_at + 1
+            state.start = state.first
+            state.compare(least=0.0)
+        asked = [state for state in merges if state.judged]
+        noise = [
+            state
+            for state in asked
+            if _energy(state.last[0], state.last[1]) >= NOISY * _energy(state.first[1], state.last[1])
+        ]
+        if noise and sum(state.elements for state in noise) >= MOSTLY * sum(state.elements for state in asked):
+            self._emit_lost(line, noise, merges)
+
+    def before_backward(self, tensors: list[Tensor]) -> None:
+        """A backward pass begins: follows half-precision gradients that are there already, and are added to where no mode sees it."""
+        if self.position.backward_depth or self._accumulated or self.position.step > BACKWARDS:
+            return
+        line = line_of(sys._getframe())
+        with self._looking, self.position.mute(), torch.no_grad():
+            for leaf in leaves_of(tensors):
+                gradient = leaf.grad
+                if gradient is None or gradient.dtype not in HALF or not _is_readable(gradient):
+                    continue
+                if len(self._accumulated) < GRADIENTS and self.session.readings.affords(gradient):
+                    self._follow_gradient(leaf, gradient, line)
+
+    def _follow_gradient(self, leaf: Tensor, gradient: Tensor, line: Line | None) -> None:
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+        key, at = _key(gradient), (torch.ops.aten.add_.Tensor, line)
+        value = self._begin(gradient, _elements(gradient, gradient.shape).clone())
+        state = value.come_from[0].state
+        state.turns, state.line, state.in_place = 1, line, True  # what is there is the first term
+
+        def added(gradients: Sequence[Tensor]) -> None:
+            if gradients[0] is None or self.position.muted or leaf.grad is None or _key(leaf.grad) != key:
+                return
+            with self._looking, self.position.mute(), torch.no_grad():
+                new = _elements(gradients[0], leaf.grad.shape)
+                self._meet(self._operand(0, leaf.grad, leaf.grad.shape), value, at)
+                value.exact = value.known(leaf.grad) + new.double()
+                value.now = _elements(leaf.grad, leaf.grad.shape) + new
+                state.is_new = False
+                state.becomes(value.now, value.exact)
+
+        self._accumulated[key] = (node.register_prehook(added), node, state)  # the node would go with the graph
+
+    def _end_gradients(self) -> None:
+        """The gradients that were added up are taken, and those that follow are others."""
+        with self._looking, self.position.mute(), torch.no_grad():
+            for handle, _, state in self._accumulated.values():
+                handle.remove()
+                if not state.is_new:
+                    self._end(state)
+        self._accumulated.clear()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer steps: begins to look at its operators, where it has parameters in half precision."""
+        self._end_gradients()
+        self._stepping = None
+        if any(isinstance(held, Optimizer) for held in vars(optimizer).values()):
+            return  # a wrapper; the optimizer inside tells of itself
+        half = [one for one in parameters_of(optimizer) if one.dtype in HALF and one.numel() and measurable(one)]
+        steps = self._steps.setdefault(optimizer, _Steps(self.position.step))
+        steps.number += 1
+        if not half or not is_checked(steps.number):
+            return
+        self._optimizer = type(optimizer).__name__
+        names = self.names.parameters()
+        with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+            self._stepping = [
+                self._parameter(steps, names[id(one)], one)
+                for one in half
+                if id(one) in names and one.grad is not None and measurable(one.grad)
+            ]
+
+    def _parameter(self, steps: _Steps, name: tuple[int, str], tensor: Tensor) -> _Parameter:
+        """A parameter as it is before the step; begun anew where it lies elsewhere than in the step before."""
+        now = _elements(tensor, tensor.shape).clone()
+        value = self._values.get(_key(tensor))
+        if value is None or value.held.expired() or not (_is_home(value) and value.come_from[0].state.is_parameter):
+            value = self._begin(tensor, now, is_parameter=True)
+        exact = value.known(tensor)
+        parameter = steps.parameters.get(name)
+        if parameter is None or parameter.first.shape != now.shape:
+            nothing = torch.zeros_like(exact)
+            parameter = _Parameter(name[1], tensor, now, nothing.bool(), nothing, (now, exact))
+            steps.parameters[name] = parameter
+        parameter.tensor, parameter.before = tensor, (now, exact)
+        parameter.checks += 1
+        parameter.signs += _elements(tensor.grad, tensor.shape).double().sign().nan_to_num()  # type: ignore[arg-type]
+        return parameter
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """It has stepped."""
+        parameters, self._stepping, self._optimizer = self._stepping, None, ""
+        if not parameters:
+            return
+        with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+            self._compare_step(optimizer, self._steps[optimizer], parameters)
+
+    def _compare_step(self, optimizer: Optimizer, steps: _Steps, parameters: list[_Parameter]) -> None:
+        pairs = [self._after(parameter.tensor) for parameter in parameters]
+        counted = [one.counts(*pair).cpu() for one, pair in zip(parameters, pairs, strict=True)]
+        overshot: dict[str, OvershotParameter] = {}
+        for parameter, pair, (*counts, far, moved, update) in zip(
+            parameters, pairs, torch.stack(counted).tolist(), strict=True
+        ):
+            parameter.add(counts)
+            if counts[1] >= MOSTLY * counts[0] > 0:
+                state = self._values[_key(parameter.tensor)].come_from[0].state
+                state.becomes(*pair)
+                parameter.is_kept = self._is_kept(state)
+            if far >= max(ENOUGH_TOO_FAR, MANY_TOO_FAR * len(pair[0])):
+                overshot[parameter.name] = OvershotParameter(
+                    elements=len(pair[0]),
+                    overshot=int(far),
+                    dtype=dtype_name(parameter.tensor),
+                    moved=moved,
+                    update=update,
+                )
+        self._tell_steps(optimizer, steps)
+        if overshot and not steps.overshot:
+            steps.overshot = True
+            worst = sorted(overshot.items(), key=lambda pair: -pair[1].overshot / pair[1].elements)[:MOST_TOLD]
+            self.session.emit(
+                Overshoots(
+                    optimizer=type(optimizer).__name__,
+                    lr=_rate(optimizer),
+                    compared=len(parameters),
+                    parameters=dict(worst),
+                )
+            )
+
+    def _after(self, tensor: Tensor) -> _Pair:
+        """A parameter as it is after the step, and what it would be; what is a copy of float32 state that outlives the step is as it should be."""
+        value, now = self._values[_key(tensor)], _elements(tensor, tensor.shape).clone()
+        state = value.come_from[0].state
+        exact = value.known(tensor)
+        if state.source is not None and not state.source.expired():
+            exact = value.exact = now.double()
+        state.source = None
+        return now, exact
+
+    def _tell_steps(self, optimizer: Optimizer, steps: _Steps) -> None:
+        totals = list(steps.parameters.values())
+        stalled = _stalled(totals)
+        if not stalled and not steps.is_told:
+            return
+        steps.is_told = True  # from now on each check is, so that the last record says what holds in the end
+        self.session.emit(
+            Updates(
+                optimizer=type(optimizer).__name__,
+                lr=_rate(optimizer),
+                checks=steps.number,
+                first_step=steps.first,
+                wanted=sum(total.wanted for total in totals),
+                lost=sum(total.lost for total in totals),
+                parameters=dict(stalled[:MOST_TOLD]),
+                compared=len(totals),
+                finite=sum(total.is_finite for total in totals),
+            )
+        )
+
+
+def _stalled(totals: Sequence[_Parameter]) -> list[tuple[str, StalledParameter]]:
+    """The parameters that have lost most of their updates, worst first; those of one name in several outermost modules as one."""
+    named: defaultdict[str, list[_Parameter]] = defaultdict(list)
+    for total in totals:
+        if total.wanted and total.lost >= MOSTLY * total.wanted and not total.is_kept:
+            named[total.name].append(total)
+    told = {
+        name: StalledParameter(
+            wanted=sum(one.wanted for one in same),
+            lost=sum(one.lost for one in same),
+            dtype=dtype_name(same[0].tensor),
+            elements=sum(len(one.first) for one in same),
+            absmax=max(one.absmax for one in same),
+            update=max(one.update for one in same),
+            asked=sum(round(one.asked * one.tensor.numel() / len(one.first)) for one in same),
+            still=sum(round(one.still * one.tensor.numel() / len(one.first)) for one in same),
+            steady=max(one.steady for one in same),
+            parameters=len(same),
+        )
+        for name, same in named.items()
+    }
+    return sorted(told.items(), key=lambda pair: -pair[1].lost / pair[1].wanted)
+
+
+def _ancestors(call: _Call, result: Tensor, at: _At) -> tuple[_From, ...]:
+    """The state that a result is computed from; what has been there for longer first."""
+    found: dict[int, _From] = {}
+    for operand in call.operands:
+        for state, began, adds in operand.value.come_from if operand.value is not None and operand.is_whole else ():
+            found.setdefault(id(state), _From(state, began or at, adds and call.adds))
+    return tuple(sorted(found.values(), key=lambda one: -one.state.turns)[:MOST_ANCESTORS])
+
+
+def _is_home(value: _Value) -> bool:
+    """Whether a value is state, and none that is computed from it."""
+    return bool(value.come_from) and value.come_from[0].began is None
+
+
+def _broadcast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[int, Tensor, torch.Size]]:
+    """The tensors of a call with the shape that each is broadcast to: all to one, or in lists each to that at its position."""
+    if not (args and isinstance(args[0], (list, tuple))):
+        tensors = tensors_of((args, kwargs))
+        shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+        yield from ((0, tensor, shape) for tensor in tensors)
+        return
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)):
+            pairs = enumerate(zip(value, args[0], strict=False))
+            yield from ((number, one, like.shape) for number, (one, like) in pairs if isinstance(one, Tensor))
+
+
+def _elements(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """The elements of a tensor that are followed, where it is broadcast to a shape; a single one that is broadcast stays one."""
+    values = tensor.detach()
+    if values.numel() == 1:
+        return values.reshape(1 if shape.numel() == 1 else ())
+    if values.shape != shape:
+        values = values.expand(shape)
+    if values.is_contiguous() or shape.numel() <= LARGEST_WHOLE:
+        return values.reshape(-1)[:: _stride(shape)]
+    at = torch.arange(0, shape.numel(), _stride(shape), device=values.device)
+    return values[torch.unravel_index(at, shape)]
+
+
+def _stride(shape: torch.Size) -> int:
+    return max(1, -(-shape.numel() // SAMPLED))
+
+
+@cache
+def _is_by_element(func: Any) -> bool:
+    """Whether an operator treats each element by itself, and draws no random numbers."""
+    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    name = _name(func)
+    is_fused = name.startswith("_fused_") and bool(schema_of(func).is_mutable)
+    return torch.Tag.pointwise in func.tags or name in ("copy_", "_to_copy") or name.startswith("_foreach_") or is_fused
+
+
+@cache
+def _name(func: Any) -> str:
+    return str(schema_of(func).name).removeprefix("aten::")
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    if tensor.is_floating_point():
+        return measurable(tensor) and tensor.numel() > 0
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_complex()
+    return plain and not tensor.is_meta and tensor.numel() > 0
+
+
+def _key(tensor: Tensor) -> _Key:
+    try:
+        memory = memory_key(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):  # sparse tensors and some wrappers have none
+        memory = 0
+    if tensor.layout is not torch.strided:
+        return (memory, 0, tensor.shape, (), tensor.dtype)
+    return (memory, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _energy(values: Tensor, others: Tensor) -> float:
+    return float((values.double() - others).square().nan_to_num(0.0, 0.0, 0.0).sum())
+
+
+def _rate(optimizer: Optimizer) -> float:
+    return float(optimizer.param_groups[0].get("lr", 0.0))
+
+
+def _source(line: Line | None) -> str:
+    return "" if line is None else line.source
