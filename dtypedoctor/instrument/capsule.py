@@ -21,12 +21,12 @@ from dtypedoctor.instrument.module_tree import mapped
 from dtypedoctor.instrument.operators import OperatorMode
 from dtypedoctor.instrument.operators import tensors_of as operands_of
 from dtypedoctor.instrument.sources import Sources
-from dtypedoctor.instrument.statistics import measurable, real_of
+from dtypedoctor.instrument.statistics import is_finite, measurable, real_of
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.events import OFFLOADED
 from dtypedoctor.unpatched import perf_counter
 
-__all__ = ["Kind", "capsule_of", "in_dtype", "is_nonfinite", "on_copies", "operator_capsule"]
+__all__ = ["Kind", "capsule_of", "in_dtype", "on_copies", "operator_capsule"]
 
 FORMAT = 1
 MOST_REPEATS = 400
@@ -151,19 +151,9 @@ class Failing:
         if self.kind is Kind.SILENT:
             return True
         if self.kind is Kind.NONFINITE:
-            return _has_nonfinite(repeat.output) and self.origin in ("", origin.name)
-        upstream_is_finite = not any(map(is_nonfinite, repeat.upstream.values()))
-        return upstream_is_finite and any(map(is_nonfinite, repeat.gradients.values()))
-
-
-def _has_nonfinite(value: Any) -> bool:
-    return any(map(is_nonfinite, tensors_of(value)))
-
-
-def is_nonfinite(tensor: Tensor) -> bool:
-    """Whether an element of a tensor with data is inf or NaN."""
-    numbers = tensor.is_floating_point() or tensor.is_complex()
-    return numbers and not tensor.is_meta and not bool(tensor.detach().isfinite().all())
+            return not all(map(is_finite, tensors_of(repeat.output))) and self.origin in ("", origin.name)
+        upstream_is_finite = all(map(is_finite, repeat.upstream.values()))
+        return upstream_is_finite and not all(map(is_finite, repeat.gradients.values()))
 
 
 def _is_given_nonfinite(call: LiveCall) -> bool:
@@ -174,7 +164,7 @@ def _is_given_nonfinite(call: LiveCall) -> bool:
 
 def _has_nonfinite_weights(call: LiveCall) -> bool:
     """Whether a parameter is NaN or inf: then the call shows what an earlier step has done."""
-    return any(is_nonfinite(parameter) for _, parameter in call.parameters())
+    return not all(is_finite(parameter) for _, parameter in call.parameters())
 
 
 def on_copies(call: LiveCall) -> Repeat:

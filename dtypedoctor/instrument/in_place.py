@@ -12,6 +12,7 @@ so they stand where they would stand if the op trace had been on.
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -34,7 +35,7 @@ from dtypedoctor.instrument.frames import source_of
 from dtypedoctor.instrument.live_call import LiveCall, as_leaf, tensors_of
 from dtypedoctor.instrument.module_tree import ByModule, mapped, modules_in, named_tensors, owner_of, parameters_in
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.operators import why_opaque
+from dtypedoctor.instrument.operators import bytes_of, why_opaque
 from dtypedoctor.instrument.optimizer_replay import OptimizerReplays
 from dtypedoctor.instrument.optrace import OpTrace
 from dtypedoctor.instrument.packed_weights import packed_dtypes
@@ -46,8 +47,6 @@ from dtypedoctor.instrument.repeated_call import (
     Made,
     RepeatedCall,
     Version,
-    bytes_of,
-    is_finite,
     is_same,
     type_and_message,
 )
@@ -61,7 +60,7 @@ from dtypedoctor.instrument.sharded import (
     parameter_not_here,
     share_of_device,
 )
-from dtypedoctor.instrument.statistics import out_of_their_sight
+from dtypedoctor.instrument.statistics import is_finite, out_of_their_sight
 from dtypedoctor.instrument.untouched import CannotReplayError, at_moment
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES
@@ -351,7 +350,7 @@ class InPlaceReplays:
         self._returned(module, args, kwargs, output)
         if self._sharded:
             for tensor in filter(_comes_back, tensors_of(output)):
-                hook_gradient(tensor, _AtEndOfBackward(self._ask_for_end))
+                hook_gradient(tensor, _GradientHook(self._ask_for_end))
 
     def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """A call that may be replayed has returned."""
@@ -364,9 +363,10 @@ class InPlaceReplays:
             kept.made = list(map(Made, tensors))
         for index, tensor in enumerate(tensors):
             if _comes_back(tensor) and bytes_of([tensor]) <= MAX_HELD:
-                hook_gradient(tensor, _KeepGradient(kept.live.gradients, index))
+                hook_gradient(tensor, _GradientHook(partial(_keep_first, kept.live.gradients, index)))
         for tensor in filter(_comes_back, tensors_of((args, kwargs)) if self._sharded else ()):
-            hook_gradient(tensor, _WentBack(self._went_back, kept))
+            # a tensor that holds what holds it would stay until Python's collector comes
+            hook_gradient(tensor, _GradientHook(partial(self._went_back, ref(kept))))
 
     def _left(self, module: nn.Module) -> None:
         """A call that may be replayed is over, and its module's name is off the stack; the parameters of a unit are there."""
@@ -413,15 +413,16 @@ class InPlaceReplays:
             if not kept.old:
                 kept.backward = first + number * part
 
-    def _ask_for_end(self) -> None:
+    def _ask_for_end(self, _: Tensor | None) -> None:
         """A backward pass comes to what an outermost call has returned, before FSDP2 hears of it, and so does its end."""
         if not self._asked:
             self._asked = True
             at_end_of_backward(self._session.guard.shield(self._before_reduction, REPLAY_OF_FAILURES))
 
-    def _went_back(self, kept: KeptCall, gradient: Tensor) -> None:
-        """The backward pass through a call is over, and the parameters of its unit are still there."""
-        if self._session.position.muted or self._modules.is_replaying:
+    def _went_back(self, call: "ref[KeptCall]", gradient: Tensor | None) -> None:
+        """The backward pass through a call is over, and the parameters of its unit are still there; the call may have been let go of."""
+        kept = call()
+        if kept is None or gradient is None or self._session.position.muted or self._modules.is_replaying:
             return
         if self._is_forced(kept):
             self._through([kept], "forced", None)
@@ -838,52 +839,25 @@ class HeldInputs:
         self._session.emit(record)
 
 
-class _AtEndOfBackward:
-    """Tells that a backward pass has come to an output of an outermost call."""
+class _GradientHook:
+    """Tells of the gradient of a tensor; None where only its siblings were used."""
 
     __slots__ = ("_told",)
     __torch_unserializable__ = True
-
-    def __init__(self, told: Callable[[], None]) -> None:
-        self._told = told
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        """It has."""
-        self._told()
-
-
-class _WentBack:
-    """Tells that the gradient of an input of a call has been computed; the call may have been let go of."""
-
-    __slots__ = ("_kept", "_told")
-    __torch_unserializable__ = True
-
-    def __init__(self, told: Callable[[KeptCall, Tensor], None], kept: KeptCall) -> None:
-        self._told = told
-        self._kept = ref(kept)  # a tensor that holds what holds it would stay until Python's collector comes
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        """It has come back."""
-        kept = self._kept()
-        if kept is not None and gradient is not None:
-            self._told(kept, gradient)
-
-
-class _KeepGradient:
-    """Keeps the first gradient of an output, by reference."""
-
-    __slots__ = ("_gradients", "_index")
-    __torch_unserializable__ = True
     """torch warns of other hooks when it pickles a tensor."""
 
-    def __init__(self, gradients: dict[int, Tensor], index: int) -> None:
-        self._gradients = gradients
-        self._index = index
+    def __init__(self, told: Callable[[Tensor | None], object]) -> None:
+        self._told = told
 
     def __call__(self, gradient: Tensor | None) -> None:
         """It has come back."""
-        if gradient is not None:
-            self._gradients.setdefault(self._index, gradient)
+        self._told(gradient)
+
+
+def _keep_first(gradients: dict[int, Tensor], index: int, gradient: Tensor | None) -> None:
+    """Keeps the first gradient of an output, by reference."""
+    if gradient is not None:
+        gradients.setdefault(index, gradient)
 
 
 def is_inside(fqn: str, outer: str) -> bool:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from dtypedoctor._torch_private import MemoryRef, Writes, parameters_of, version_of
 from dtypedoctor.instrument.live_call import LiveCall, tensors_of
 from dtypedoctor.instrument.module_tree import mapped
+from dtypedoctor.instrument.operators import bytes_of
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.sharded import Given, ParameterCopies, unit_set_aside
 from dtypedoctor.instrument.silent.underflow import SCALE, when_scaled
-from dtypedoctor.instrument.statistics import measurable, measure, out_of_their_sight, real_of
+from dtypedoctor.instrument.statistics import is_finite, measurable, measure, out_of_their_sight, real_of
 from dtypedoctor.instrument.untouched import Again, CannotReplayError, KeptMemory, at_moment, make_again
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
@@ -35,8 +36,6 @@ __all__ = [
     "Made",
     "RepeatedCall",
     "Version",
-    "bytes_of",
-    "is_finite",
     "is_same",
     "itself",
     "type_and_message",
@@ -166,7 +165,7 @@ class KeptCall:
 
     def has_bad_parameters(self) -> bool:
         """Whether a parameter is not finite now; asks the device, and waits for it."""
-        return not all(is_finite(tensor) for _, tensor in self.live.parameters() if not tensor.is_meta)
+        return not all(is_finite(tensor) for _, tensor in self.live.parameters())
 
     def has_bad_results(self) -> bool:
         """Whether something that it has returned is not finite; asks the device, and waits for it."""
@@ -477,14 +476,6 @@ def itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are; waits for the device."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return True
-    with torch.no_grad(), out_of_their_sight():
-        return bool(tensor.detach().isfinite().all())
-
-
 def _gradients_of(results: list[Tensor], gradients: list[Tensor], ends: list[Tensor]) -> Sequence[Tensor | None]:
     try:
         return torch.autograd.grad(results, ends, gradients, allow_unused=True, retain_graph=True)
@@ -514,11 +505,6 @@ def _accumulate(results: list[Tensor], gradients: list[Tensor], ends: list[Tenso
     finally:
         for leaf, gradient in before:
             leaf.grad = gradient
-
-
-def bytes_of(tensors: Any) -> int:
-    """Bytes of the elements of some tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _allowed(live: LiveCall) -> tuple[torch.device | None, int]:

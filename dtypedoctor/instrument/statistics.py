@@ -225,6 +225,14 @@ def out_of_their_sight() -> Iterator[None]:
             set_frame_callback(callback)
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are, as far as there is data; waits for the device."""
+    if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    with torch.no_grad(), out_of_their_sight():
+        return bool(tensor.detach().isfinite().all())
+
+
 def _ends(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Smallest and largest element, on other devices than the CPU as float64 so that those of a batch can be joined."""
     if tensor.numel() == 0:

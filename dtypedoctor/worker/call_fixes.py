@@ -27,9 +27,10 @@ from dtypedoctor._torch_private import OpOverload, schema_of
 from dtypedoctor.corrections.contract import TargetMismatchError, put_in
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json
-from dtypedoctor.instrument.capsule import Kind, in_dtype, is_nonfinite, on_copies, signature
+from dtypedoctor.instrument.capsule import Kind, in_dtype, on_copies, signature
 from dtypedoctor.instrument.capture import Operator
 from dtypedoctor.instrument.live_call import AutocastState, LiveCall, RandomState, Settings, tensors_of
+from dtypedoctor.instrument.statistics import is_finite
 from dtypedoctor.instrument.untouched import as_before
 from dtypedoctor.interruptions import contained
 from dtypedoctor.plugins import Correction, registered
@@ -413,9 +414,9 @@ def _failure(call: LiveCall) -> tuple[Kind, BaseException | None] | None:
     repeat = on_copies(call)
     if repeat.error is not None:
         return Kind.RAISED, repeat.error
-    if any(map(is_nonfinite, tensors_of(repeat.output))):
+    if not all(map(is_finite, tensors_of(repeat.output))):
         return Kind.NONFINITE, None
-    return (Kind.BACKWARD, None) if any(map(is_nonfinite, repeat.gradients.values())) else None
+    return None if all(map(is_finite, repeat.gradients.values())) else (Kind.BACKWARD, None)
 
 
 def _fails_as(call: LiveCall, kind: Kind, error: str) -> bool:
