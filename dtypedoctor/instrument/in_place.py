@@ -42,24 +42,19 @@ from dtypedoctor.instrument.packed_weights import packed_dtypes
 from dtypedoctor.instrument.phases import Phases, ScalerStep
 from dtypedoctor.instrument.recorders import Nonfinite
 from dtypedoctor.instrument.repeated_call import (
+    MAX_HELD,
+    CopiesOfParameters,
     InnerCalls,
     KeptCall,
     Made,
     RepeatedCall,
     Version,
     is_same,
+    share_of_device,
     type_and_message,
 )
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.sharded import (
-    MAX_HELD,
-    CopiesOfParameters,
-    calls_alone,
-    is_of_several,
-    is_sharded,
-    parameter_not_here,
-    share_of_device,
-)
+from dtypedoctor.instrument.sharded import calls_alone, is_of_several, is_sharded, parameter_not_here
 from dtypedoctor.instrument.statistics import is_finite, out_of_their_sight
 from dtypedoctor.instrument.untouched import CannotReplayError, at_moment
 from dtypedoctor.instrument.whereabouts import call_arguments

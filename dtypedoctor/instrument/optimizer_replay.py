@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 from dtypedoctor._torch_private import as_the_program, copy_all, version_of
 from dtypedoctor.instrument.frames import source_of
 from dtypedoctor.instrument.operators import bytes_of
-from dtypedoctor.instrument.repeated_call import is_same
+from dtypedoctor.instrument.repeated_call import is_same, share_of_device
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.sharded import share_of_device
 from dtypedoctor.instrument.statistics import is_finite, measurable, out_of_their_sight
 from dtypedoctor.instrument.untouched import at_moment, make_again
 from dtypedoctor.redaction.messages import message_of

@@ -27,13 +27,13 @@ from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.unsettled import is_unsettled
-from dtypedoctor.instrument import sharded as sharded_module
+from dtypedoctor.instrument import repeated_call
 from dtypedoctor.instrument.in_place import OF_ALL_CAPSULES, _Waiting
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.live_call import LiveCall
 from dtypedoctor.instrument.operators import is_unfinished
-from dtypedoctor.instrument.repeated_call import KeptCall
-from dtypedoctor.instrument.sharded import CopiesOfParameters, ParameterCopies, calls_alone
+from dtypedoctor.instrument.repeated_call import CopiesOfParameters, KeptCall, ParameterCopies
+from dtypedoctor.instrument.sharded import calls_alone
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES, NotWatched, Op
 from dtypedoctor.trace.model import Trace
@@ -801,7 +801,7 @@ def test_copies_of_parameters_stand_in_for_them_and_are_taken_away_again() -> No
 
 def test_copies_that_were_used_longest_ago_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a backward pass these are those of the last units, of which it is known by then whether they were finite."""
-    monkeypatch.setattr(sharded_module, "MAX_HELD", 3 * 24)
+    monkeypatch.setattr(repeated_call, "MAX_HELD", 3 * 24)
     nets = [nn.Linear(2, 2) for _ in range(4)]
     calls = [_kept(LiveCall.entered(net, str(number), (), {})) for number, net in enumerate(nets)]
 
