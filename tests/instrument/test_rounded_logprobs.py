@@ -6,7 +6,6 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from torch import Tensor
 from watched import watched
 
 from dtypedoctor._torch_private import MODES_CAN_IGNORE_COMPILED
@@ -426,16 +425,6 @@ def test_a_log_softmax_in_half_precision_is_named_where_both_sides_are_computed_
 
 
 UNSEEN = {
-    "compiled code": """
-@torch.compile(backend="aot_eager")
-def loss_of(logits, old):
-    new = logits.float().log_softmax(-1).gather(-1, answer[..., None])[..., 0]
-    return clip((new - old).exp())
-with torch.no_grad():
-    old = logprobs().bfloat16()
-for epoch in range(2):
-    update(loss_of(model(prompt), old))
-""",
     "FusedLinearGRPOFunction": """
 class FusedLinearGRPOFunction(torch.autograd.Function):
     @staticmethod
@@ -462,6 +451,22 @@ def test_a_loss_that_cannot_be_looked_into_is_named(name: str, tmp_path: Path) -
     trace = run(UNSEEN[name], tmp_path)
     assert gaps(trace) == []
     assert any(note.why.startswith(NOT_SEEN) and name in note.what for note in trace.all(NotWatched))
+
+
+def test_a_compiled_loss_is_looked_into(tmp_path: Path) -> None:
+    """Its call is made once more in eager mode, in which the comparison is seen."""
+    script = """
+@torch.compile(backend="aot_eager")
+def loss_of(logits, old):
+    new = logits.float().log_softmax(-1).gather(-1, answer[..., None])[..., 0]
+    return clip((new - old).exp())
+with torch.no_grad():
+    old = logprobs().bfloat16()
+for epoch in range(2):
+    update(loss_of(model(prompt), old))
+"""
+    (found,) = gaps(run(script, tmp_path))
+    assert "compares them" in found.summary
 
 
 def test_rounded_log_probabilities_that_meet_nothing_are_named(tmp_path: Path) -> None:
@@ -519,28 +524,6 @@ del lp
 assert alive() - before - sum(each.nbytes for each in kept) < 18 << 20
 """
     assert gaps(run(script, tmp_path)) == []
-
-
-def test_calls_without_a_backward_pass_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the last ones are remembered, and compiled code of the others is taken for a module's."""
-    monkeypatch.setattr(logprobs, "MOST_SPANS", 8)
-    begin, lengths = logprobs.LogprobCheck.before_backward, list[int]()
-
-    def before_backward(self: logprobs.LogprobCheck, tensors: list[Tensor]) -> None:
-        lengths.append(len(self._spans))
-        begin(self, tensors)
-
-    monkeypatch.setattr(logprobs.LogprobCheck, "before_backward", before_backward)
-    script = """
-first = torch.compile(nn.Linear(4, 4), backend="aot_eager")(torch.randn(2, 4))
-for _ in range(30):
-    kept = logprobs()
-first.sum().backward()
-"""
-    trace = run(script, tmp_path)
-    assert lengths == [8]
-    assert gaps(trace) == []
-    assert not [note for note in trace.all(NotWatched) if note.why.startswith(NOT_SEEN)]
 
 
 def test_operators_on_what_is_unknown_cost_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

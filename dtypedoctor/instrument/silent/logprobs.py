@@ -8,7 +8,7 @@ and those of modules that the routine look sees, are followed from the log-softm
 import math
 import re
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dtypedoctor._torch_private import MemoryRef, memory_key, next_sequence_number, schema_of, sequence_number
+from dtypedoctor._torch_private import MemoryRef, memory_key, schema_of, sequence_number
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.frames import Line, line_of
-from dtypedoctor.instrument.module_tree import parameters_in
 from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.operators import Arguments, fits, node_of_operator, tensors_of
 from dtypedoctor.instrument.silent.look import Seen
@@ -74,8 +73,6 @@ LEARNED_BETWEEN = 64
 """Tensors that are met at least before those that are gone are forgotten again."""
 MOST_EXACT = 16 << 20
 """Bytes of values from before a rounding that are kept in all; the oldest go first."""
-MOST_SPANS = 4_096
-"""Outermost calls in a row without a backward pass whose autograd nodes are known to be theirs."""
 MOST_ELEMENTS = 1 << 18
 """Elements of a tensor that is compared or kept."""
 JUDGED = 8
@@ -94,9 +91,8 @@ _LOG_ROOT_2_PI = math.log(math.sqrt(2 * math.pi))
 """What the logarithm of a Gaussian's density ends with."""
 _FUSED = re.compile(r"grpo|dpo|kto|ppo|simpo|policy|preference", re.IGNORECASE)
 """In the name of an autograd function that computes a whole loss of log-probabilities."""
-_COMPILED = "CompiledFunctionBackward"
-_NOT_COMPARED = f"{NOT_SEEN} what they are compared with, in a compiled or fused loss, say; keep them in float32, or run once with an ordinary loss"
-_INSIDE = f"{NOT_SEEN} operators of compiled and fused code pass no instrument; run once with an ordinary loss to have them checked"
+_NOT_COMPARED = f"{NOT_SEEN} what they are compared with, in a fused loss, say; keep them in float32, or run once with an ordinary loss"
+_INSIDE = f"{NOT_SEEN} operators of fused code pass no instrument; run once with an ordinary loss to have them checked"
 _NAMED = re.compile(r"log_?p(rob)?s?\b", re.IGNORECASE)
 
 
@@ -154,8 +150,6 @@ class LogprobCheck(Observer):
         """The last line that has rounded log-probabilities to a dtype."""
         self._unmet: dict[str, str] = {}
         """Dtypes, by the line that has rounded log-probabilities which no comparison has met yet."""
-        self._spans: deque[tuple[int, int]] = deque(maxlen=MOST_SPANS)
-        self._began = 0
         self._passes = 0
         self._has_scores = False
 
@@ -167,15 +161,6 @@ class LogprobCheck(Observer):
     def follows(self, func: Any) -> bool:
         """Whether an operator may make, pass on or compare log-probabilities."""
         return is_followed(func)
-
-    def before_call(self, module: nn.Module) -> None:
-        """An outermost call begins."""
-        self._began = next_sequence_number()
-
-    def after_call(self, module: nn.Module) -> None:
-        """It has ended; the nodes of a module without parameters are those of a loss."""
-        if any(True for _ in parameters_in(module)):
-            self._spans.append((self._began, next_sequence_number()))
 
     def stop(self) -> None:
         """The program has ended."""
@@ -236,9 +221,11 @@ class LogprobCheck(Observer):
         """A backward pass begins: of the comparisons, those that it starts from are told."""
         if self.position.backward_depth:
             return
-        pending, self._pending = self._pending, {}
-        spans = list(self._spans)
-        self._spans.clear()
+        pending = (
+            self._pending if self.position.muted else {**self._pending}
+        )  # of a call that is made once more, others wait
+        if not self.position.muted:
+            self._pending.clear()
         self._forget_gone()
         self._passes += 1
         if not pending and not (self._has_scores and _is_turn(self._passes)):
@@ -250,8 +237,6 @@ class LogprobCheck(Observer):
                 self._found.add(found.used_at)
                 self._unmet.pop(found.rounded_at or "", None)
                 self.session.once(found, found.used_at, fqn="")
-            elif name == _COMPILED and not _is_of_a_module(number, spans):
-                self._not_seen("compiled code outside of modules")
             elif isinstance(node, FunctionCtx) and _FUSED.search(name):
                 self._not_seen(name.removesuffix("Backward"))
 
@@ -510,13 +495,6 @@ def _ends_a_density(name: str, arguments: Arguments) -> bool:
     """Whether an operator is the end of a Gaussian's log-density, as ``Normal.log_prob`` computes it."""
     args = arguments[0]
     return name == "sub" and len(args) > 1 and type(args[1]) is float and math.isclose(args[1], _LOG_ROOT_2_PI)
-
-
-def _is_of_a_module(number: int, spans: list[tuple[int, int]]) -> bool:
-    """Whether the autograd node with this number was made in a module call, or is too old to be known."""
-    if len(spans) == MOST_SPANS and number < spans[0][0]:
-        return True
-    return any(begin <= number < end for begin, end in spans)
 
 
 def _bytes_of(known: dict[int, _Known]) -> int:

@@ -18,6 +18,7 @@ from dtypedoctor.instrument.module_tree import ByModule, named_modules
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import tensors_of
 from dtypedoctor.instrument.sharded import is_of_several
+from dtypedoctor.instrument.silent.logprobs import LogprobCheck
 from dtypedoctor.instrument.silent.look import may_look
 from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.silent.shadows import Shadows
@@ -203,7 +204,8 @@ class CompiledCalls(Observer):
             with memory, shown:
                 result = function(*args, **kwargs)
             losses = [tensor for tensor in tensors_of(result) if tensor.requires_grad and tensor.dim() == 0]
-            self.checks[Shadows].take(losses, "loss")
+            for check in (Shadows, LogprobCheck):
+                self.checks[check].before_backward(losses)
 
 
 def _would_be_kept(weight: Tensor) -> bool:
