@@ -84,7 +84,6 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "_should_skip_dynamo": lambda: torch.utils._python_dispatch.TorchDispatchMode,
     "_enabled": lambda: torch.autocast("cpu"),
     "_fwd_used_autocast": context,
-    "_dtype": context,
     "_scale": lambda: torch.amp.GradScaler("cpu"),
     "_init_scale": lambda: torch.amp.GradScaler("cpu"),
     "_growth_factor": lambda: torch.amp.GradScaler("cpu"),
