@@ -523,13 +523,15 @@ def _updating(scene: Scene) -> tuple[Source, ast.stmt, str] | None:
     source, line = at
     inside = (node for node in ast.walk(source.tree) if isinstance(node, ast.Expr | ast.Assign | ast.AugAssign))
     statements = [node for node in inside if node.lineno <= line <= (node.end_lineno or 0)]
-    if not statements:
-        return None
-    holder = _updated(statements[-1])
-    # ``shadow`` for the variable ``s`` of ``for s, p in zip(shadow, parameters)``
-    for loop in reversed(source.around(statements[-1], ast.For)):
+    return (source, statements[-1], _holder(source, statements[-1])) if statements else None
+
+
+def _holder(source: Source, statement: ast.Expr | ast.Assign | ast.AugAssign) -> str:
+    """What holds the tensors that a statement updates: ``shadow`` for the variable ``s`` of ``for s, p in zip(shadow, parameters)``."""
+    holder = _updated(statement)
+    for loop in reversed(source.around(statement, ast.For)):
         holder = next((over for name, over in _pairs(loop) if ast.unparse(holder) == name), holder)
-    return source, statements[-1], ast.unparse(holder)
+    return ast.unparse(holder)
 
 
 def _updated(statement: ast.Expr | ast.Assign | ast.AugAssign) -> ast.expr:

@@ -243,10 +243,15 @@ def _first_argument(code: CodeType, instruction: int) -> tuple[CodeType, Sequenc
     nodes = list(ast.walk(argument := _Paths().visit(given[0]))) if given else []
     if not nodes or not all(isinstance(node, _COMPUTES) for node in nodes):
         return None
+    compiled = compile(ast.fix_missing_locations(ast.Expression(argument)), code.co_filename, "eval", dont_inherit=True)
+    return compiled, _read_by(nodes)
+
+
+def _read_by(nodes: Sequence[ast.AST]) -> list[str]:
+    """The names that an expression reads, and does not make itself as a comprehension does."""
     names = [node for node in nodes if isinstance(node, ast.Name)]
     made = {name.id for name in names if isinstance(name.ctx, ast.Store)}
-    compiled = compile(ast.fix_missing_locations(ast.Expression(argument)), code.co_filename, "eval", dont_inherit=True)
-    return compiled, sorted({name.id for name in names} - made)
+    return sorted({name.id for name in names} - made)
 
 
 def _is_data(value: Any, left: list[int]) -> bool:

@@ -419,6 +419,10 @@ class StateCheck(Observer):
             return False
         if self._stepping is not None:
             return True
+        return self._affords(tensors, changed)
+
+    def _affords(self, tensors: list[Tensor], changed: list[Tensor]) -> bool:
+        """Whether it is an operator's turn: all of the first ones, then some; on a GPU what changes no half precision only where it is read anyway."""
         self._operators += 1
         is_turn = self._operators <= ALLOWANCE or self._operators % PERIOD < FOLLOWED
         readings = self.session.readings
@@ -444,11 +448,7 @@ class StateCheck(Observer):
             del self._values[key]
             value = None
         if value is not None:
-            known = value.known(tensor)
-            if tensor.shape == shape:
-                exact = known
-            elif tensor.numel() == known.numel():  # all elements of what is broadcast are known
-                exact = _elements(known.reshape(tensor.shape), shape)
+            exact = _broadcast_to(shape, value.known(tensor), tensor, exact)
         elif tensor.dtype in HALF and tensor.shape == shape:
             value = self._begin(tensor, now)
         if now.numel() == 1 < shape.numel() and tensor.dtype not in HALF:
@@ -761,7 +761,7 @@ class StateCheck(Observer):
         self._stepping = None
         if any(isinstance(held, Optimizer) for held in vars(optimizer).values()):
             return  # a wrapper; the optimizer inside tells of itself
-        half = [one for one in parameters_of(optimizer) if one.dtype in HALF and one.numel() and measurable(one)]
+        half = list(filter(_is_in_half, parameters_of(optimizer)))
         steps = self._steps.setdefault(optimizer, _Steps(self.position.step))
         steps.number += 1
         if not half or not is_checked(steps.number):
@@ -900,6 +900,20 @@ def _ancestors(call: _Call, result: Tensor, at: _At) -> tuple[_From, ...]:
 def _is_home(value: _Value) -> bool:
     """Whether a value is state, and none that is computed from it."""
     return bool(value.come_from) and value.come_from[0].began is None
+
+
+def _broadcast_to(shape: torch.Size, known: Tensor, tensor: Tensor, otherwise: Tensor) -> Tensor:
+    """The float64 values of an operand at the elements that are followed of a result; ``otherwise`` where they are not known."""
+    if tensor.shape == shape:
+        return known
+    if tensor.numel() == known.numel():  # all elements of what is broadcast are known
+        return _elements(known.reshape(tensor.shape), shape)
+    return otherwise
+
+
+def _is_in_half(tensor: Tensor) -> bool:
+    """Whether a tensor holds half precision that can be measured."""
+    return tensor.dtype in HALF and tensor.numel() > 0 and measurable(tensor)
 
 
 def _broadcast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[int, Tensor, torch.Size]]:
