@@ -106,6 +106,12 @@ pop_mode: Callable[[], Any] = _python_dispatch._pop_mode
 """Takes the topmost dispatch mode off."""
 push_mode: Callable[[Any], None] = _python_dispatch._push_mode
 """Puts a dispatch mode on top."""
+BEGINS_PROFILING, ENDS_PROFILING = "_enable_profiler", "_disable_profiler"
+"""Functions of ``torch.autograd.profiler`` through which every profiler of the program begins and ends."""
+profiler_is_on: Callable[[], bool] = _optional("_C._autograd._profiler_enabled", None, lambda: False)
+"""Whether a profiler of the program records the operators of this thread."""
+record_operators: Callable[[bool], None] = _optional("_C._autograd._enable_record_function", None, lambda _: None)
+"""Says whether a profiler sees the operators that this thread runs from now on."""
 without_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
 """Inside, no dispatch mode sees anything."""
 number_of_modes: Callable[[], int] = _len_torch_dispatch_stack

@@ -16,11 +16,14 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dtypedoctor._torch_private import (
+    BEGINS_PROFILING,
     COMPILER,
+    ENDS_PROFILING,
     MODES_CAN_IGNORE_COMPILED,
     EntersCompiled,
     before_compiled,
@@ -111,6 +114,9 @@ class Phases:
         self._wrap(torch.amp.GradScaler, "scale", self._around_scale)
         self._wrap(torch.amp.GradScaler, "step", self._around_scaler_step)
         self._wrap(torch.amp.GradScaler, "unscale_", self._around_unscale)
+        if hasattr(profiler, BEGINS_PROFILING) and hasattr(profiler, ENDS_PROFILING):
+            self._wrap(profiler, BEGINS_PROFILING, self._profiler_begins)
+            self._wrap(profiler, ENDS_PROFILING, self._profiler_ends)
         if not MODES_CAN_IGNORE_COMPILED:
             self._wrap(torch, "compile", self._around_compile)
         self.follow_compiled()
@@ -286,6 +292,20 @@ class Phases:
             with self._noting_failure("optimizer"):
                 return original(scaler, optimizer)
         finally:
+            self.resume()
+
+    def _profiler_begins(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Takes the modes off before a profiler begins: it would count each operator that they pass on a second time."""
+        self._guard.tell("operators while a profiler runs", "it would count each of them twice; run once without it")
+        self.pause()
+        self._guard.profiled = True
+        return original(*args, **kwargs)
+
+    def _profiler_ends(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._guard.profiled = False
             self.resume()
 
     def _noting_failure(self, phase: str) -> noticing:

@@ -27,6 +27,7 @@ from dtypedoctor._torch_private import (
     call_is_replaced,
     function_mode_is_on,
     is_followed,
+    record_operators,
     region_is_on,
     set_grad_enabled,
 )
@@ -455,6 +456,8 @@ class Guard:
         self._position = position
         self._room = Room()
         self._told: set[str] = set()
+        self.profiled = False
+        """Whether a profiler of the program is on: what it counts are the program's operators, not those that measure them."""
 
     def shield(self, callback: Callable[..., Any], what: str, *, quick: bool = False) -> Callable[..., None]:
         """``callback`` as a hook that returns nothing, raises nothing of its own, and stands still inside compiled code.
@@ -479,6 +482,8 @@ class Guard:
                     hook(*args)
                 return
             grad = grad_is_enabled()
+            if self.profiled:
+                record_operators(False)
             if len(here.stack) > DEEP:
                 room.make(len(here.stack), HOOK)
             try:
@@ -489,12 +494,13 @@ class Guard:
                         callback(*args)
             except BaseException as error:  # a defect of ours must not become the program's; all else is raised again
                 position.unmute()
-                if grad_is_enabled() is not grad:
-                    set_grad_enabled(grad)
+                set_grad_enabled(grad)
                 if is_interruption(error):
                     raise
                 self.failed(what, error)
             finally:
+                if self.profiled:
+                    record_operators(True)
                 if room.added:
                     room.make(len(here.stack))
 

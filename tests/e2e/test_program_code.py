@@ -217,8 +217,31 @@ for _ in range(3):
 """Its own exceptions are printed by the program, with the functions in which they were; how torch calls hooks is torch's."""
 
 
+PROFILED = """
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+def step():
+    optimizer.zero_grad()
+    model(torch.randn(4, 8).bfloat16()).float().square().mean().backward()
+    optimizer.step()
+
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).bfloat16()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+step()
+for profiler in (profile(activities=[ProfilerActivity.CPU]), torch.autograd.profiler.profile()):
+    with profiler:
+        step()
+    print(sorted((event.key, event.count) for event in profiler.key_averages()))
+"""
+"""A program that counts its operators."""
+
+
 @pytest.mark.parametrize(
-    "source", [OVERRIDES, WARNINGS, FUSED, TRACEBACKS], ids=["overrides", "warnings", "fused", "tracebacks"]
+    "source",
+    [OVERRIDES, WARNINGS, FUSED, TRACEBACKS, PROFILED],
+    ids=["overrides", "warnings", "fused", "tracebacks", "profiled"],
 )
 def test_the_programs_own_code_runs_as_without_the_tool(source: str, tmp_path: Path) -> None:
     """What it counts, and from where it is called, is the same."""

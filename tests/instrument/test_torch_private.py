@@ -123,6 +123,8 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "_fused_sdp_choice": lambda: torch,
     "_forward_pre_hooks": lambda: nn.Linear(1, 1),
     "_forward_hooks": lambda: nn.Linear(1, 1),
+    "_enable_profiler": lambda: torch.autograd.profiler,
+    "_disable_profiler": lambda: torch.autograd.profiler,
     "_execution_engine": lambda: torch.autograd.Variable,
 }
 """Something that has the attribute, by the attribute."""

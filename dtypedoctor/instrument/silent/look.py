@@ -22,6 +22,7 @@ from dtypedoctor._torch_private import (
     DisableTorchFunction,
     OpOverload,
     modes_on,
+    profiler_is_on,
     transformation,
     without_autocast,
     without_modes,
@@ -287,9 +288,9 @@ def _is_looked_at(number: int) -> bool:
 
 
 def may_look() -> bool:
-    """Whether a look would change nothing: not under modes of the program's own, nor where operators are recorded."""
+    """Whether a look would change nothing: not under modes or a profiler of the program's own, nor where operators are recorded."""
     if not all(type(mode).__module__.startswith("dtypedoctor.") for mode in modes_on()):
         return False
-    if transformation() is not None:
+    if transformation() is not None or profiler_is_on():
         return False
     return not (being_recorded() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()))
