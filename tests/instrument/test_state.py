@@ -143,9 +143,20 @@ def by_hand() -> None:
                 weight.grad = None
 
 
+def measured() -> None:
+    """Weights whose distance from the first ones is measured: it has the error of the weights, and keeps nothing of it."""
+    weight = torch.ones(64, dtype=HALF)
+    first = weight.clone()
+    for _ in range(6):
+        weight -= 1e-5 * torch.randn(64).to(HALF)
+        distance = weight - first
+        assert float(distance.abs().max()) == 0.0
+
+
 @pytest.mark.parametrize(
     ("work", "id", "line"),
     [
+        (measured, "update-stall", "weight -= 1e-5 * torch.randn(64)"),
         (stuck_count, "rounded-sum", 'totals["seen"] += 1'),
         (second_moment, "update-stall", "moment.mul_(0.999)"),
         (second_moments_on_lists, "update-stall", "torch._foreach_mul_(moments"),

@@ -582,7 +582,9 @@ class StateCheck(Observer):
         values = torch.stack(others, 1).nan_to_num(0.0, 0.0, 0.0)
         errors = values[0] - values[1]
         left = torch.minimum((errors - error).norm(dim=1), (errors + error).norm(dim=1))
-        is_rest = values[0].norm(dim=1) <= SMALLER * state.last[0].double().norm()
+        size = values[0].norm(dim=1)
+        # A rest is small beside the state; and it is there: what the program computes of the state, ``p - before``, has its error, and is 0.
+        is_rest = (size <= SMALLER * state.last[0].double().norm()) & (size >= CANCELS * error.norm())
         return bool((is_rest & (left <= CANCELS * error.norm())).any())
 
     def _judge(self, state: _State) -> None:
