@@ -418,10 +418,8 @@ def function_around(source: Source, node: ast.expr) -> ast.AST:
 
 def names_a_module(node: ast.expr) -> bool:
     """Whether an expression is that of a namespace of functions: ``torch``, ``F``, ``nn.functional``, ``torch.fft``."""
-    return isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node).split(".")[0] in _NAMESPACES
-
-
-_NAMESPACES = ("torch", "F", "fn", "nn", "functional")
+    namespaces = ("torch", "F", "fn", "nn", "functional")
+    return isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node).split(".")[0] in namespaces
 
 
 def other_method(source: Source, node: ast.Call, method: str, text: str) -> Change:
