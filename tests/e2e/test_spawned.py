@@ -78,7 +78,7 @@ def test_an_overflow_in_a_spawned_process_is_found_there(tmp_path: Path) -> None
 
     Forks have torch before multiprocessing names them, and take their numbers in the order in which they come: it needs interpreters.
     """
-    done = dtypedoctor("exec", "--out", "run", spawning(tmp_path, "mp.spawn", 1), cwd=tmp_path)
+    done = dtypedoctor("exec", "--once", "--out", "run", spawning(tmp_path, "mp.spawn", 1), cwd=tmp_path)
     report = report_of(tmp_path / "run")
     finding = report["findings"][0]
     assert (done.code, finding["id"], finding["step"], finding["confidence"]) == (10, "float16-overflow", 2, "proven")
