@@ -160,7 +160,7 @@ def test_a_healthy_ddp_run_has_no_findings_and_is_bitwise_what_it_is_unwatched(t
 
 def test_an_overflow_on_one_rank_is_told_with_the_all_reduce_that_carried_it(tmp_path: Path) -> None:
     """Rank, module and op of the origin, and the collective by which it came to the rank whose own gradients were finite."""
-    finished, out = execute(tmp_path, DDP, "--", "overflow")
+    finished, out = execute(tmp_path, DDP, "--once", "--", "overflow")
     assert finished.code == 10
     report = report_of(out)
     first = report["findings"][0]
