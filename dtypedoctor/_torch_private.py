@@ -300,18 +300,6 @@ def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
         _set_version_counter(tuple(tensors), tuple(versions))
 
 
-_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_GLOBAL_STEP_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-
-
-def has_hooks_of_the_program(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether functions of the program run before or after each of the optimizer's steps. Without the names they go unseen."""
-    of_it = (getattr(optimizer, name, {}) for name in _STEP_HOOKS)
-    of_all = (getattr(sys.modules["torch.optim.optimizer"], name, {}) for name in _GLOBAL_STEP_HOOKS)
-    every = [hook for hooks in (*of_it, *of_all) for hook in hooks.values()]
-    return any(not str(getattr(hook, "__module__", "")).startswith("dtypedoctor.") for hook in every)
-
-
 _set_version_counter = _optional("_C._autograd._unsafe_set_version_counter", None)
 
 has_no_memory: Callable[[Tensor], bool] = getattr(Tensor, "_is_zerotensor", lambda _: False)

@@ -224,7 +224,7 @@ class Collectives:
     """
 
     def __init__(
-        self, session: Session, sample: Callable[[Sequence[Row], bool], None], looks: Callable[[], bool] = lambda: True
+        self, session: Session, sample: Callable[[Sequence[Row], bool], None], looks: Callable[[], bool]
     ) -> None:
         self._session = session
         self._position, self._names, self._guard = session.position, session.names, session.guard

@@ -297,16 +297,25 @@ class Phases:
     def _profiler_begins(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Takes the modes off before a profiler begins: it would count each operator that they pass on a second time."""
         self._guard.tell("operators while a profiler runs", "it would count each of them twice; run once without it")
-        self.pause()
-        self._guard.profiled = True
-        return original(*args, **kwargs)
+        self._profiled(True)
+        began = False
+        try:
+            result = original(*args, **kwargs)
+            began = True
+        finally:
+            self._profiled(began)
+        return result
 
     def _profiler_ends(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         finally:
-            self._guard.profiled = False
-            self.resume()
+            self._profiled(False)
+
+    def _profiled(self, on: bool) -> None:
+        if self._guard.profiled is not on:  # one that has begun before the watch did ends without having been heard of
+            self._guard.profiled = on
+            (self.pause if on else self.resume)()
 
     def _noting_failure(self, phase: str) -> noticing:
         return noticing(lambda error: self._note_failure(error, phase))

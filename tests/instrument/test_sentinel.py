@@ -73,6 +73,27 @@ def test_modes_of_the_program_are_entered_and_left_as_without_it(tmp_path: Path)
     assert found.operators == 3 + 5
 
 
+@pytest.mark.parametrize("heard", ["its end", "no beginning", "both"])
+def test_operators_are_seen_again_after_a_profiler(tmp_path: Path, heard: str) -> None:
+    """Also after one that began before the watch, or could not begin."""
+    before = torch.autograd.profiler.profile()
+    if heard == "its end":
+        before.__enter__()
+
+    def work(_: Instruments) -> None:
+        if heard == "its end":
+            before.__exit__(None, None, None)
+        elif heard == "no beginning":
+            with pytest.raises(TypeError):
+                torch.autograd.profiler._enable_profiler()
+        else:
+            with torch.profiler.profile():
+                torch.ones(2).log()
+        (torch.full((2,), 300.0).half() * 300).sum().item()
+
+    assert [finding.op for finding in diagnose(watched(tmp_path, work))] == ["aten.mul.Tensor"]
+
+
 def test_an_operator_that_writes_to_what_it_reads_is_recorded_with_what_it_was_given(tmp_path: Path) -> None:
     """In ``b.mul_(b)`` both operands hold the result by the time that it is known to be infinite."""
 

@@ -804,11 +804,10 @@ class StateCheck(Observer):
 
     def _compare_step(self, optimizer: Optimizer, steps: _Steps, parameters: list[_Parameter]) -> None:
         pairs = [self._after(parameter.tensor) for parameter in parameters]
-        counted = [one.counts(*pair).cpu() for one, pair in zip(parameters, pairs, strict=True)]
+        counted = [one.counts(*pair) for one, pair in zip(parameters, pairs, strict=True)]
+        rows = torch.stack([row.to(counted[0].device) for row in counted]).tolist()  # a device is waited for once
         overshot: dict[str, OvershotParameter] = {}
-        for parameter, pair, (*counts, far, moved, update) in zip(
-            parameters, pairs, torch.stack(counted).tolist(), strict=True
-        ):
+        for parameter, pair, (*counts, far, moved, update) in zip(parameters, pairs, rows, strict=True):
             parameter.add(counts)
             if counts[1] >= MOSTLY * counts[0] > 0:
                 state = self._values[_key(parameter.tensor)].come_from[0].state
