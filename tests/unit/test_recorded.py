@@ -1,21 +1,31 @@
-"""Real runs, recorded: what is concluded from their traces, and which further runs are asked for."""
+"""Real runs, recorded: what is concluded from their traces, which edits are possible, and which further runs are asked for."""
 
 import json
 from pathlib import Path
 
 import pytest
 from recorded import CONCLUDED, NAMES, concluded, play, rendered
+from snapshot import entry, read_snapshot
+
+from dtypedoctor.cli.reported import exit_code
+from dtypedoctor.report.build import build_report
+from dtypedoctor.report.to_json import render_json
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recorded_run_is_diagnosed_as_before(name: str, tmp_path: Path, rewrite_snapshot: bool) -> None:
-    """Each finding with its place, confidence, numbers, provenance and fixes; what each fix did; and no other run is asked for."""
-    now = json.loads(json.dumps(concluded(play(name, tmp_path))))
-    document = json.loads(CONCLUDED.read_text(encoding="utf-8")) if CONCLUDED.exists() else {}
+    """Each finding with its place, confidence, numbers, provenance, fixes and edits; what each fix did; and no other run is asked for."""
+    treatment = play(name, tmp_path)
+    now = json.loads(json.dumps(concluded(treatment)))
     if rewrite_snapshot:
+        document = json.loads(CONCLUDED.read_text(encoding="utf-8")) if CONCLUDED.exists() else {}
         CONCLUDED.write_text(rendered(document | {name: now}), encoding="utf-8")
         return
-    assert now == document[name]
+    assert now == json.loads(CONCLUDED.read_text(encoding="utf-8"))[name]
+    report = build_report(treatment, command="", files={}, next_command="")
+    known = read_snapshot()
+    expected = (known["scripts"] | known["scenarios"])[name]
+    assert entry(json.loads(render_json(report)), exit_code(report)) == expected, "the recording is of another run"
 
 
 def test_conclusions_are_kept_of_recorded_runs_only() -> None:
