@@ -8,19 +8,16 @@ import itertools
 import os
 import shlex
 import sys
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import ParamSpec, Self, TypeVar
 
 from rich.console import Console
 from torch import nn
 
 from dtypedoctor.diagnosis.rule import Advice, Finding
-from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.errors import UsageError
 from dtypedoctor.examination.capsules import CAPSULE_LIMIT
 from dtypedoctor.examination.examine import examine
@@ -39,119 +36,9 @@ from dtypedoctor.runner.command import OF_A_SCENARIO, Program, scenario_name
 from dtypedoctor.runner.directories import RecordFolder, job_directory, new_record
 from dtypedoctor.runner.run import WorkerExit, collect
 from dtypedoctor.text import one_line, paragraphs
-from dtypedoctor.trace.events import Observed, Site
 from dtypedoctor.trace.ranks import BEFORE, member, rank_directory
-from dtypedoctor.trace.records.silent import GradientZeros, ScaledBackward, Updates
-from dtypedoctor.trace.writer import SampleRow
 from dtypedoctor.worker.process_watch import ProcessWatch
 from dtypedoctor.worker.recording import Recording, hide_in_excepthook, move_when_this_process_ends
-
-PREFIX = "dtypedoctor"
-MOST_NAMED = 8
-"""Modules, or parameters, that each statistic names; the first that are the worst at some time stay."""
-
-_LANES = {"output": "activations", "grad_output": "gradients", "grad": "gradients"}
-
-
-class Statistics:
-    """Hears the records of a :class:`~dtypedoctor.trace.writer.TraceWriter`, from any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sites: dict[int, Site] = {}
-        self._largest: dict[int, float] = {}
-        self._bad: dict[int, int] = {}
-        self._shares: dict[str, dict[str, float]] = {}
-        self._totals: dict[str, float] = {}
-        self._named: dict[str, set[str]] = {}
-
-    def record(self, record: Any) -> None:
-        """One record that is no sample."""
-        if isinstance(record, Site):
-            if record.kind in _LANES:
-                self._sites[record.id] = record
-        elif isinstance(record, Observed):
-            with self._lock:
-                what = record.what
-                if isinstance(what, GradientZeros):
-                    self._underflow({name: (seen.zeros, seen.elements) for name, seen in what.parameters.items()})
-                elif isinstance(what, ScaledBackward):
-                    self._underflow(
-                        {
-                            name: (seen.zeros - seen.zeros_scaled, seen.elements)
-                            for name, seen in what.parameters.items()
-                        }
-                    )
-                elif isinstance(what, Updates) and what.wanted:
-                    self._lost(what)
-
-    def rows(self, rows: Sequence[SampleRow]) -> None:
-        """Some samples."""
-        with self._lock:
-            for site, absmax, num_nan, num_inf in rows:
-                if absmax > self._largest.get(site, -1.0):
-                    self._largest[site] = absmax
-                if num_nan or num_inf:
-                    self._bad[site] = self._bad.get(site, 0) + num_nan + num_inf
-
-    def take(self) -> dict[str, float]:
-        """The scalars since this was asked last, by name: a total of each statistic, and the worst modules or parameters."""
-        with self._lock:
-            largest, self._largest = self._largest, {}
-            bad, self._bad = self._bad, {}
-            shares, self._shares = self._shares, {}
-            totals, self._totals = self._totals, {}
-        found: dict[str, float] = {}
-        for lane in ("activations", "gradients"):
-            percents = _by_module(self._percents(largest, lane), max)
-            if percents:
-                found[f"{PREFIX}/{lane}/percent_of_max/largest"] = max(percents.values())
-                found |= self._worst(f"{lane}/percent_of_max", percents)
-            counts = _by_module(((self._sites[s].fqn, float(n)) for s, n in bad.items() if self._is(s, lane)), sum)
-            if percents or counts:
-                found[f"{PREFIX}/{lane}/nonfinite/total"] = float(sum(counts.values()))
-                found |= self._worst(f"{lane}/nonfinite", counts)
-        found |= {f"{PREFIX}/{name}/total": value for name, value in totals.items()}
-        for name, values in shares.items():
-            found |= self._worst(name, values)
-        return found
-
-    def _is(self, site: int, lane: str) -> bool:
-        return site in self._sites and _LANES[self._sites[site].kind] == lane
-
-    def _percents(self, largest: Mapping[int, float], lane: str) -> Iterator[tuple[str, float]]:
-        for number, absmax in largest.items():
-            if self._is(number, lane) and (known := DTYPES.get(self._sites[number].dtype)) is not None:
-                yield self._sites[number].fqn, 100.0 * absmax / known.max
-
-    def _lost(self, what: Updates) -> None:
-        seen = what.parameters.items()
-        self._totals["updates/lost"] = what.lost / what.wanted
-        self._shares["updates/lost"] = {name: one.lost / one.wanted for name, one in seen if one.wanted}
-        self._shares["updates/update_to_weight"] = {name: one.update / one.absmax for name, one in seen if one.absmax}
-
-    def _underflow(self, counted: Mapping[str, tuple[int, int]]) -> None:
-        elements = sum(total for _, total in counted.values())
-        if elements:
-            self._totals["gradients/underflow"] = sum(zeros for zeros, _ in counted.values()) / elements
-            self._shares["gradients/underflow"] = {
-                name: zeros / total for name, (zeros, total) in counted.items() if total
-            }
-
-    def _worst(self, statistic: str, values: Mapping[str, float]) -> dict[str, float]:
-        """Those that are named already, and as many of the worst others as there is room for."""
-        named = self._named.setdefault(statistic, set())
-        others = sorted((name for name in values if name not in named and values[name]), key=lambda n: -values[n])
-        named.update(others[: MOST_NAMED - len(named)])
-        return {f"{PREFIX}/{statistic}/{name or 'root'}": values[name] for name in values if name in named}
-
-
-def _by_module(values: Iterable[tuple[str, float]], join: Any) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name, value in values:
-        found[name] = join((found[name], value)) if name in found else value
-    return found
-
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -168,13 +55,10 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
     Args:
         model: named first, so that dotted names in the report begin at it; may be left out.
         out: run directory to create; ``runs/NAME-TIME`` if left out.
-        every: every module is measured in each ``every``-th training step, the first included; in the others, and always
-            with 0, only the loss and the gradients of each optimizer step.
-        overhead_budget: share of the time that looks may take after the first steps, e.g. 0.05 (``"auto"``: 1 % on a GPU, 5 % on a CPU); in the
-            steps between them what ``every`` says is measured. ``"1/16"`` looks at one of 16 steps; None at all.
+        overhead_budget: share of the time that looks may take after the first steps, e.g. 0.05 (``"auto"``: 1 % on a GPU, 5 % on a CPU); ``"1/16"``
+            looks at one of 16 steps, None at all. In the steps between them only the loss and the gradients of each optimizer step are measured.
         replay: make a call that fails again in the process itself, with each operator on record; the failing call is left in ``capsule``
             of the run directory. False makes none again, and the report seldom knows the operator and the edit.
-        statistics: keep the numbers that :meth:`scalars` gives.
 
     Attributes:
         directory: the run directory, which is created when the block ends; until then the record is in a private folder elsewhere.
@@ -190,16 +74,12 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
         model: nn.Module | None = None,
         *,
         out: str | os.PathLike[str] | None = None,
-        every: int = 1,
         overhead_budget: float | str | None = None,
         replay: bool = True,
-        statistics: bool = False,
     ) -> None:
         self._model = model
         self._out = Path(out) if out is not None else None
-        self._again = functools.partial(
-            Watched, every=every, overhead_budget=overhead_budget, replay=replay, statistics=statistics
-        )
+        self._again = functools.partial(Watched, overhead_budget=overhead_budget, replay=replay)
         self._watched = self._again(self._out)
 
     def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -218,9 +98,7 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
         def watched(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
             if watched_for() is not None:  # it has called itself, or is called from what is recorded already
                 return function(*args, **kwargs)
-            call = next(calls)
-            if call > 1:
-                self._watched = self._again(numbered(self._out, call))
+            self._watched = self._again(numbered(self._out, next(calls)))
             self._model = model
             with self:
                 return function(*args, **kwargs)
@@ -236,17 +114,6 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
     def report(self) -> "WatchReport | None":
         """The finished report; None inside of the block."""
         return self._watched.report
-
-    def scalars(self) -> dict[str, float]:
-        """Numbers for an experiment tracker, by name, since this was asked last; after the block the number of findings, by id.
-
-        Percent of the dtype's max, elements that are not finite, gradients that underflow, updates that are lost: totals, and the worst modules.
-        Nothing is measured for it, and nothing waits for a GPU.
-
-        Raises:
-            dtypedoctor.errors.UsageError: inside of the block, where ``statistics=True`` was not given.
-        """
-        return self._watched.scalars()
 
     def __enter__(self) -> Self:
         self._watched.begin(self._model)
@@ -293,14 +160,6 @@ class WatchReport(Report):
             lines.append(f"What to change: dtypedoctor explain {finding.id}")
         return lines
 
-    def scalars(self) -> dict[str, float]:
-        """How many findings there are, and of which id, as numbers for an experiment tracker."""
-        counts = Counter(f"dtypedoctor/findings/{finding.id}" for finding in self.findings)
-        return {
-            "dtypedoctor/findings/total": float(len(self.findings)),
-            **{name: float(n) for name, n in counts.items()},
-        }
-
     def _repr_html_(self) -> str:
         """The whole report in a frame of its own, so that its style and the notebook's do not meet."""
         page = html.escape(render_html(public_run(self)))
@@ -327,8 +186,8 @@ def _advised(advice: Advice) -> Iterator[str]:
 
 
 def numbered(out: Path | None, call: int) -> Path | None:
-    """The run directory of another part: ``OUT-2``, ``OUT-3``, …; None where none is named."""
-    return out.with_name(f"{out.name}-{call}") if out is not None else None
+    """The run directory of one of several parts: ``OUT``, ``OUT-2``, ``OUT-3``, …; None where none is named."""
+    return out.with_name(f"{out.name}-{call}") if out is not None and call > 1 else out
 
 
 _NOTEBOOK = "notebook"
@@ -346,11 +205,9 @@ class Watched:
 
     Args:
         out: the run directory to create; ``runs/NAME-TIME`` if left out.
-        every: everything is measured in each ``every``-th training step, see :class:`ProcessWatch`.
         overhead_budget: share of the time that measuring may take, see :class:`watch`.
         replay: replay what fails, see :class:`watch`.
         quiet: nothing is printed at the end.
-        statistics: keep what :meth:`scalars` gives.
 
     Attributes:
         directory: the run directory, from :meth:`begin` on.
@@ -361,17 +218,13 @@ class Watched:
         self,
         out: Path | None,
         *,
-        every: int = 1,
         overhead_budget: float | str | None = None,
         replay: bool = False,
         quiet: bool = False,
-        statistics: bool = False,
     ) -> None:
-        self._every = every
         self._budget = budget_of(overhead_budget)
         self._say = (lambda text: None) if quiet else say
         self._replay = replay
-        self._statistics = Statistics() if statistics else None
         self._name = _NOTEBOOK if "ipykernel" in sys.modules else scenario_name(sys.argv[0])
         self._out = out
         self.directory: Path
@@ -402,9 +255,8 @@ class Watched:
         with contextlib.suppress(OSError):  # of a program that is killed the record stays where it is then
             move_when_this_process_ends(str(self._folder.private), str(self.directory.absolute()))
         self._recording = Recording(trace)
-        self._recording.writer.listener = self._statistics
         self._recording.follow_program("watched")
-        process = ProcessWatch(self._recording.writer, every=self._every, budget=self._budget)
+        process = ProcessWatch(self._recording.writer, budget=self._budget)
         self._recording.torch_is_there(process)
         process.start()
         if self._replay:
@@ -414,14 +266,6 @@ class Watched:
         if model is not None:
             process.instruments.attach(model)
         _current = self
-
-    def scalars(self) -> dict[str, float]:
-        """What :meth:`watch.scalars` gives."""
-        if self.report is not None:
-            return self.report.scalars()
-        if self._statistics is None:
-            raise UsageError("no statistics are kept", "Use `watch(..., statistics=True)`.")
-        return self._statistics.take()
 
     def end(self, error: BaseException | None, note: str = "") -> None:
         """Stops watching, writes the report and says where; does nothing where it is not active.
@@ -470,6 +314,47 @@ class Watched:
         )
         write_report(private, built)
         return WatchReport(**{each.name: getattr(built, each.name) for each in fields(built)})
+
+
+class Trainings:
+    """Watches one training after the other, each into a run directory of its own: what the callbacks of trainers have in common.
+
+    Args:
+        out: run directory to create; ``runs/NAME-TIME`` if left out. Later trainings go to ``OUT-2``, ``OUT-3``, …
+        overhead_budget, replay: see :class:`watch`.
+
+    Attributes:
+        report: what was said at the end of the last training; None before.
+    """
+
+    def __init__(
+        self,
+        out: str | os.PathLike[str] | None = None,
+        *,
+        overhead_budget: float | str | None = None,
+        replay: bool = True,
+    ) -> None:
+        self._out = Path(out) if out is not None else None
+        self._again = functools.partial(Watched, overhead_budget=overhead_budget, replay=replay)
+        self._trainings = 0
+        self._watched: Watched | None = None
+        self.report: WatchReport | None = None
+
+    def _begin(self, model: nn.Module | None) -> None:
+        """A training begins. One that runs while the process is being watched already is part of that report and gets none of its own."""
+        if (other := watched_for()) is not None:
+            say(f"dtypedoctor: this training is already recorded in {other}")
+            return
+        self._trainings += 1
+        self._watched = self._again(numbered(self._out, self._trainings))
+        self._watched.begin(model)
+
+    def _end(self, error: BaseException | None, note: str = "") -> None:
+        """It has ended; does nothing where it is not watched."""
+        watched, self._watched = self._watched, None
+        if watched is not None and watched.active:
+            watched.end(error, note)
+            self.report = watched.report
 
 
 def _record_folder(out: Path | None, name: str) -> RecordFolder:

@@ -7,7 +7,7 @@ import ast
 import shlex
 from argparse import ArgumentParser
 from contextlib import ExitStack
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,19 +41,17 @@ class _Options(ArgumentParser):
     def __init__(self) -> None:
         super().__init__(prog="%%doctor", add_help=False)
         self.add_argument("--out", help="run directory to create")
-        self.add_argument("--every", type=int, default=1, help="measure every module in each Nth training step")
         self.add_argument("--no-replay", dest="replay", action="store_false", help="do not replay what fails")
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"%%doctor: {message}. Known: --out DIR, --every N, --no-replay")
+        raise UsageError(f"%%doctor: {message}. Known: --out DIR, --no-replay")
 
 
 def _free(out: str | None) -> Path | None:
     """Where a cell that is run again records: the folder that was named, or ``OUT-2``, ``OUT-3``, …"""
     if out is None:
         return None
-    numbered_ones = (numbered(Path(out), call) for call in count(2))
-    return next(path for path in chain([Path(out)], numbered_ones) if path is not None and not path.exists())
+    return next(path for call in count(1) if (path := numbered(Path(out), call)) is not None and not path.exists())
 
 
 class _Doctor:
@@ -63,7 +61,7 @@ class _Doctor:
         self._shell = shell
         self.__doc__ = (
             "Watches this cell and shows the findings under its output.\n\n"
-            "%%doctor [--out DIR] [--every N] [--no-replay]: what dtypedoctor.watch() takes. The report is\n"
+            "%%doctor [--out DIR] [--no-replay]: what dtypedoctor.watch() takes. The report is\n"
             "also in DIR, or in runs/ of the working directory."
         )
 
@@ -78,7 +76,7 @@ class _Doctor:
             BaseException: what the cell raises, as it was raised.
         """
         options = _Options().parse_args(shlex.split(line))
-        block = watch(out=_free(options.out), every=options.every, replay=options.replay)
+        block = watch(out=_free(options.out), replay=options.replay)
         try:
             block.__enter__()
         except RefusedError as error:

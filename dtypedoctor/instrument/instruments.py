@@ -58,8 +58,7 @@ class Instruments:
     Args:
         writer: where the records go.
         watch: False leaves the process untouched but for exceptions and what the workload itself reports.
-        every: looks at each ``every``-th training step, the first one included, at none with 0; between them the loss and gradients are measured.
-        budget: says which steps are looked at, where ``every`` is 1; None for all.
+        budget: says which steps are looked at, between which the loss and gradients are measured; None for all.
         look_steps: up to which training step the operators of some calls are looked at for failures that leave finite values; None: in all.
 
     Attributes:
@@ -74,11 +73,10 @@ class Instruments:
         writer: TraceWriter,
         *,
         watch: bool = True,
-        every: int = 1,
         budget: Budget | None = None,
         look_steps: int | None = None,
     ) -> None:
-        self._budget = None if not watch else budget if every == 1 else Budget(every=every)
+        self._budget = budget if watch else None
         self.session = session = Session(writer)
         self.writer = writer
         self.position, self.names, self.guard = session.position, session.names, session.guard

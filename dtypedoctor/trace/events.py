@@ -438,7 +438,7 @@ class Coverage:
         operators: operators that ran outside of module calls.
         gradients: gradients of parameters.
         losses: tensors that a backward pass was started from, and other losses that were noticed.
-        module_calls_skipped: further module calls, which ended when it was not their turn: ``watch_every`` or a budget says so.
+        module_calls_skipped: further module calls, which ended when it was not their turn: a budget says so.
         gradients_skipped: further gradients of parameters, in the same way.
         compiled_outside: calls of compiled functions outside of module calls; modules that they call are none of ``module_calls``.
     """

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dtypedoctor.interruptions import contained, is_interruption, say
 from dtypedoctor.redaction.redact import without_process_secrets
@@ -84,16 +84,6 @@ def _omitted(value: Any, default: Any) -> bool:
     return empty and (default is MISSING or default == value)
 
 
-class Listener(Protocol):
-    """Hears what is recorded, in the thread that records it."""
-
-    def record(self, record: Any) -> None:
-        """One record that is no sample."""
-
-    def rows(self, rows: Sequence[SampleRow]) -> None:
-        """Some samples."""
-
-
 class TraceWriter:
     """Appends records to ``DIRECTORY/events.jsonl``, and in a long run to the files beside it (:mod:`dtypedoctor.trace.loader`).
 
@@ -116,7 +106,6 @@ class TraceWriter:
         self._nonfinite: set[int] = set()
         self.following = 0
         """The next sequence number. Who reserves one for each of many samples counts it up itself, because a call takes longer."""
-        self.listener: Listener | None = None
         self._held: list[Any] | None = None
         self._entered = 0
         self._disowned = False
@@ -173,8 +162,6 @@ class TraceWriter:
         if self._held is not None and len(self._held) < MAX_HELD and isinstance(record, _HELD):
             self._held.append(record)
             return
-        if self.listener is not None:
-            self.listener.record(record)
         if isinstance(record, _OF_A_STEP):
             if self._details.number and _is_event(record):
                 self._details.event()
@@ -198,8 +185,6 @@ class TraceWriter:
         Raises:
             ValueError: the magnitude is NaN or inf.
         """
-        if self.listener is not None:
-            self.listener.rows(((site, absmax, 0, 0),))
         self._append([f'["s",{n},{step},{call},[{_compact(((site, absmax, 0, 0),))}]]'], (step, call))
 
     def write_runs(self, step: int, call: int, runs: Sequence[tuple[int, Sequence[SampleRow]]]) -> None:
@@ -212,9 +197,6 @@ class TraceWriter:
         Raises:
             ValueError: a magnitude is NaN or inf.
         """
-        if self.listener is not None:
-            for _, rows in runs:
-                self.listener.rows(rows)
         moment = f"{step},{call}"
         lines = [f'["s",{n},{moment},[{_compact(rows)}]]' for n, rows in runs]
         self._append(lines, (step, call))

@@ -54,7 +54,6 @@ class ProcessWatch:
     Args:
         writer: where the records go.
         watch: False records no more than losses, steps and what ended the process.
-        every: everything is measured in each ``every``-th step, see :class:`Instruments`.
         budget: says what is measured in each step; None for everything.
         changes: are in force meanwhile.
         digest: of what the program trains.
@@ -65,7 +64,6 @@ class ProcessWatch:
         writer: TraceWriter,
         *,
         watch: bool = True,
-        every: int = 1,
         budget: Budget | None = None,
         changes: "Changes | None" = None,
         digest: StepDigest | None = None,
@@ -73,7 +71,7 @@ class ProcessWatch:
         self._writer = writer
         self._changes = changes
         self._digest = digest
-        self.instruments = Instruments(writer, watch=watch, every=every, budget=budget)
+        self.instruments = Instruments(writer, watch=watch, budget=budget)
         self._compiler = CompileWatch()
         self._compiling = False
         self._loss: float | None = None

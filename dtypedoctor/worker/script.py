@@ -237,7 +237,6 @@ class ScriptRecording:
             watch = ProcessWatch(
                 writer,
                 watch=self._request["watch"],
-                every=scenario.get("watch_every", 1),
                 budget=budget_of(scenario.get("overhead_budget", "off")),
                 changes=changes,
                 digest=StepDigest() if self._request.get("witness") else None,

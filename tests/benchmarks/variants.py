@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
 from torch.utils._debug_mode import DebugMode
 from transformers.debug_utils import DebugUnderflowOverflow
 
+from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.trace.events import Header
@@ -72,13 +73,13 @@ class _Inside(Variant):
 class Doctor(Variant):
     """The doctor's watch, writing its trace to a temporary directory."""
 
-    def __init__(self, name: str, workload: Workload, *, every: int = 1) -> None:
+    def __init__(self, name: str, workload: Workload, budget: Budget | None = None) -> None:
         super().__init__(name, workload)
         self.doctor = True
         self._directory = Path(tempfile.mkdtemp(prefix="watch-cost-"))
         writer = TraceWriter(self._directory)
         writer.write(Header())
-        self._instruments = Instruments(writer, every=every)
+        self._instruments = Instruments(writer, budget=budget)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -205,7 +206,7 @@ VARIANTS: dict[str, Callable[[Workload], Variant]] = {
     "untouched": lambda w: Variant("untouched", w),
     "untouched again": lambda w: Variant("untouched again", w),
     "dtypedoctor watch": lambda w: Doctor("dtypedoctor watch", w),
-    "dtypedoctor sentinel": lambda w: Doctor("dtypedoctor sentinel", w, every=0),
+    "dtypedoctor sentinel": lambda w: Doctor("dtypedoctor sentinel", w, Budget(every=0)),
     "hooks without statistics": lambda w: _Inside("hooks without statistics", w, _hooks(lambda tensor: None)),
     "module hooks in C": lambda w: _Inside("module hooks in C", w, _hooks_in_c),
     "full backward hooks": lambda w: _Inside("full backward hooks", w, _full_backward_hooks),

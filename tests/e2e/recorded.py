@@ -121,7 +121,9 @@ def _scripts(name: str, folder: Path) -> Path:
 
 
 def _request(directory: Path) -> Request:
-    return Request.model_validate_json((directory / REQUEST).read_text(encoding="utf-8"))
+    made = json.loads((directory / REQUEST).read_text(encoding="utf-8"))
+    made["scenario"].pop("watch_every", None)  # what an earlier version wrote
+    return Request.model_validate(made)
 
 
 def _recorded_run(directory: Path, script: bool, label: str, request: Request) -> Run:

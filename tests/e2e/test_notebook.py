@@ -129,7 +129,7 @@ def test_wrong_options_are_refused_without_a_traceback(cells: Sequence[Any]) -> 
     """An unknown option names the known ones."""
     (unknown,) = outputs(cells[4], "stream")
     assert unknown["text"] == (
-        "UsageError: %%doctor: unrecognized arguments: --step 2. Known: --out DIR, --every N, --no-replay\n"
+        "UsageError: %%doctor: unrecognized arguments: --step 2. Known: --out DIR, --no-replay\n"
     )
 
 

@@ -26,7 +26,7 @@ def watched(
     """The trace of ``work``, with the op trace if it is to be ``traced``; an exception that it raises is recorded as the worker would."""
     writer = TraceWriter(directory)
     writer.write(Header(watched=watch))
-    instruments = Instruments(writer, watch=watch, every=every, budget=budget)
+    instruments = Instruments(writer, watch=watch, budget=budget if every == 1 else Budget(every=every))
     instruments.start()
     outcome = "completed"
     try:

@@ -442,7 +442,7 @@ def _parameters_equal(a: Trace, b: Trace) -> bool | None:
 
 
 _ABOUT = frozenset(
-    {"name", "summary", "references", "expect", "remedies", "reference", "time_limit", "watch_every", "overhead_budget"}
+    {"name", "summary", "references", "expect", "remedies", "reference", "time_limit", "overhead_budget"}
 )
 """What a scenario says about itself and its treatment; none of it changes the run."""
 

@@ -308,11 +308,6 @@ class Scenario(Strict):
         default=600, ge=1, le=604_800, description="Seconds after which the worker is stopped; at most a week."
     )
     deterministic: bool = Field(default=True, description="Ask torch for deterministic algorithms.")
-    watch_every: int = Field(
-        default=1, ge=0,
-        description="Every Nth training step is looked at, the first included: every module is measured. In the others, and always "
-        "with `0`, only the loss and the gradients of each optimizer step.",
-    )  # fmt: skip
     overhead_budget: OVERHEAD_BUDGET = Field(
         default="off",
         description="`5%`: after the first steps as many are looked at as take no more of the time; `auto`: `1%` on a GPU, `5%` on a CPU; "

@@ -336,7 +336,6 @@ class _Run:
         self._instruments = Instruments(
             writer,
             watch=request.watch,
-            every=request.scenario.watch_every,
             budget=budget_of(request.scenario.overhead_budget),
             look_steps=request.look_steps,
         )
