@@ -275,11 +275,11 @@ def _complaints(run: Run) -> Iterator[Caught]:
             yield caught
 
 
-def _is_same(one: Caught, other: Raised | Caught) -> bool:
+def _is_same(one: Caught, other: Raised) -> bool:
     return (one.type, one.message) == (other.type, other.message)
 
 
-def _is_complaint(raised: Raised | Caught) -> bool:
+def _is_complaint(raised: Raised) -> bool:
     """Whether torch or a library has raised an exception about dtypes or values. That memory ran out is a reason to try a smaller batch."""
     if _OF_MEMORY in raised.message or is_own_statement(raised):
         return False

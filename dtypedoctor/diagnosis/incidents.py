@@ -18,7 +18,7 @@ from math import prod
 from dtypedoctor.diagnosis.ops import Ancestry, OpGraph, all_finite, ancestry, graph_of, has_nan, nonfinite
 from dtypedoctor.diagnosis.wording import OF_NO_TENSOR, is_own_statement, own_line, type_of
 from dtypedoctor.dtypes import DTYPES, parts_of
-from dtypedoctor.trace.events import Caught, Observed, Op, Raised, Sample, ScalerState, Site
+from dtypedoctor.trace.events import Observed, Op, Raised, Sample, ScalerState, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import NonfiniteReached
 
@@ -172,7 +172,7 @@ A gradient scaler that has nothing to check ("No inf checks were recorded") spea
 """
 
 
-def rejects_value(raised: Raised | Caught) -> bool:
+def rejects_value(raised: Raised) -> bool:
     """Whether an exception may be about values that are not finite, by its type and its words: a reason to look for one, and no evidence by itself."""
     return not issubclass(type_of(raised), (*OF_NO_TENSOR, TypeError)) and _REJECTED.search(raised.message) is not None
 

@@ -8,7 +8,7 @@ from math import prod
 
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.dtypes import DTYPE_WORDS, DTYPES, parts_of
-from dtypedoctor.trace.events import Caught, Coverage, Op, Raised, TensorNote
+from dtypedoctor.trace.events import Coverage, Op, Raised, TensorNote
 from dtypedoctor.trace.model import Trace
 
 _DTYPE = r"(?:c10::|torch\.)?((?:long |(?:un)?signed )?\w+(?:<\w+>)?)"
@@ -90,14 +90,14 @@ OF_NO_TENSOR = (OSError, ImportError, LookupError, NameError, AttributeError, Sy
 """Types of exceptions that neither a dtype nor a value leads to, whatever they quote."""
 
 
-def is_dtype_error(raised: Raised | Caught) -> bool:
+def is_dtype_error(raised: Raised) -> bool:
     """Whether an exception may be about dtypes, by its type and its words: a reason to look at operands, and no evidence by itself."""
     if raised.type in COMPILER_ERRORS or issubclass(type_of(raised), OF_NO_TENSOR):
         return False
     return any(word in raised.message for word in DTYPE_WORDS)
 
 
-def type_of(raised: Raised | Caught) -> type:
+def type_of(raised: Raised) -> type:
     """Its class, where Python has it; of others only the name is known."""
     cls = getattr(builtins, raised.type, Exception)
     return cls if isinstance(cls, type) else Exception
@@ -109,7 +109,7 @@ def rejection_in(trace: Trace) -> Raised | None:
     return raised if raised is not None and not is_own_statement(raised) else None
 
 
-def is_own_statement(raised: Raised | Caught) -> bool:
+def is_own_statement(raised: Raised) -> bool:
     """Whether a ``raise`` or ``assert`` of the program's own raised it."""
     return raised.by_statement and bool(raised.frames) and not _OF_LIBRARIES.search(raised.frames[-1])
 

@@ -21,7 +21,6 @@ from dtypedoctor.report.model import Status
 from dtypedoctor.report.run_facts import MEASURED, NO_END, measured_share
 from dtypedoctor.runner.run import Run
 from dtypedoctor.text import counted, one_line
-from dtypedoctor.trace.cursor import Stopped
 from dtypedoctor.trace.events import (
     FAILED_THERE,
     LOST_UPDATES,
@@ -39,6 +38,7 @@ from dtypedoctor.trace.events import (
     ParameterNote,
     ScalerState,
     Site,
+    Stopped,
 )
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import NonfiniteReached, OptimizerSteps

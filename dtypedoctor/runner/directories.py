@@ -18,9 +18,8 @@ from dtypedoctor.guardian import make_private_folder, make_run_directory, move_i
 from dtypedoctor.interruptions import say
 from dtypedoctor.redaction.redact import PRIVATE_REQUEST, REQUEST
 from dtypedoctor.runner.run import EXIT, STDERR, STDOUT
-from dtypedoctor.trace.cursor import CURSOR
 from dtypedoctor.trace.events import NAMES, Refused
-from dtypedoctor.trace.lines import EVENTS
+from dtypedoctor.trace.lines import CURSOR, EVENTS
 from dtypedoctor.trace.ranks import BEGUN, FAILURES, LEADING, REFUSED, REPEATS, STATES
 
 _START = 19

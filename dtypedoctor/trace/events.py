@@ -15,8 +15,8 @@ Magnitudes are taken over the finite elements only, so no record ever holds NaN 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, Generic, NamedTuple, TypeVar
 
 SCHEMA = 1
 
@@ -272,45 +272,27 @@ class Raised:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Caught:
-    """An exception where it was raised, whether or not the program caught it; its fields are those of :class:`Raised`.
+class Caught(Raised):
+    """An exception where it was raised, whether or not the program caught it.
 
     ``modules`` are the module calls that it left, outermost first. ``ending`` marks one because of which the program ended
     itself or, with ``thread``, one of its threads, ``tested`` one that was raised in a test. ``root`` is the number of the outermost module, -1
     outside of all.
     """
 
-    n: int
-    step: int
-    call: int
-    phase: str
-    type: str
-    message: str
-    frames: list[str]
-    modules: list[str]
-    function: str | None = None
-    op: str | None = None
-    spans: list[list[int]] = field(default_factory=list)
     ending: bool = False
     tested: bool = False
     root: int = -1
-    thread: bool = False
-    by_statement: bool = False
 
     @classmethod
     def of(cls, raised: Raised, *, ending: bool, tested: bool, root: int, thread: bool) -> "Caught":
         """The record of the same exception."""
-        same = {name: getattr(raised, name) for name in _OF_AN_EXCEPTION}
-        return cls(**same, ending=ending, tested=tested, root=root, thread=thread)
+        same = {one.name: getattr(raised, one.name) for one in fields(Raised)}
+        return cls(**same | {"thread": thread}, ending=ending, tested=tested, root=root)
 
     def raised(self) -> Raised:
         """The record that a detector reads."""
-        return Raised(**{name: getattr(self, name) for name in _OF_AN_EXCEPTION}, caught=True, thread=self.thread)
-
-
-_OF_AN_EXCEPTION = (
-    "n", "step", "call", "phase", "type", "message", "frames", "modules", "function", "op", "spans", "by_statement",
-)  # fmt: skip
+        return Raised(**{one.name: getattr(self, one.name) for one in fields(Raised)} | {"caught": True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -506,7 +488,14 @@ class End:
     """``completed`` or ``raised``."""
     steps_completed: int
     details: int = 0
-    """Number of the last file of details (:mod:`dtypedoctor.trace.loader`); 0 where there is none."""
+    """Number of the last file of details (:mod:`dtypedoctor.trace.reader`); 0 where there is none."""
+
+
+class Stopped(NamedTuple):
+    """The recording stopped before the process did: the number of the system's error, and the records that were not written."""
+
+    errno: int
+    lost: int
 
 
 KINDS: dict[str, type[Any]] = {

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
-from dtypedoctor.trace.cursor import Stopped
 from dtypedoctor.trace.events import (
     Correction,
     End,
@@ -18,6 +17,7 @@ from dtypedoctor.trace.events import (
     Sample,
     ScalerState,
     Site,
+    Stopped,
 )
 
 Record = TypeVar("Record")

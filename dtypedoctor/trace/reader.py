@@ -1,21 +1,33 @@
 """Reads a trace back, whole or torn, and follows one that is still being written.
 
-Modules are renamed where a model was put inside a larger one on the way, so that each has one name in a whole trace.
+Of a long run the details of its steps lie in numbered files, of which some are folded into totals. Modules are renamed where a model was put
+inside a larger one on the way, so that each has one name in a whole trace.
 """
 
+import contextlib
+import gc
+import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import open_file, read_head, reason
-from dtypedoctor.trace.cursor import CURSOR, read_called, read_entered, read_mark, read_stopped
 from dtypedoctor.trace.events import (
+    KINDS,
+    SCHEMA,
     End,
     Flow,
+    Header,
+    Metric,
+    Observation,
     Op,
     ParameterNote,
     Root,
@@ -24,17 +36,129 @@ from dtypedoctor.trace.events import (
     Site,
     TensorNote,
 )
-from dtypedoctor.trace.lines import EVENTS, open_lines
-from dtypedoctor.trace.loader import DAMAGED, FOLDED, Loader, detail_files, folded_from_json
-from dtypedoctor.trace.model import Cursor, Folded, Trace
-from dtypedoctor.unpatched import from_json
+from dtypedoctor.trace.lines import (
+    CURSOR,
+    EVENTS,
+    Lines,
+    open_lines,
+    read_called,
+    read_entered,
+    read_mark,
+    read_stopped,
+    seal,
+    unreadable,
+)
+from dtypedoctor.trace.model import Cursor, Folded, Moment, Total, Trace
+from dtypedoctor.trace.records import LARGEST, decode, from_disk
+from dtypedoctor.unpatched import from_json, to_json
 
-LARGEST = 256 << 20
+LARGEST_MAIN = 256 << 20
 """Bytes of the main file that are read; a writer begins another file after a sixteenth of it, unless a single step fills more."""
 LARGEST_DETAILS = 64 << 20
 MOST_DETAILS = 256
 """Bytes of a file of details, and files that are read. A writer keeps about thirty, of a megabyte each."""
 _PAGE = 4096
+
+
+def samples_of(value: list[Any]) -> Iterator[Sample]:
+    """The samples of one decoded line.
+
+    Raises:
+        ValueError, TypeError: the line is damaged.
+    """
+    tag, n, step, call, rows = value
+    if tag != "s":
+        raise ValueError(tag)
+    for number, row in enumerate(rows, n):
+        site, absmax, nan, inf = row if len(row) == 4 else (*row, 0, 0)  # counts are written only where there are any
+        for whole in (number, step, call, site, nan, inf):
+            if type(whole) is not int or not 0 <= whole < LARGEST:
+                raise ValueError("a number has the wrong type, or is too large")
+        if type(absmax) not in (int, float) or not 0.0 <= absmax < math.inf:
+            raise ValueError("a magnitude is none")
+        yield Sample(n=number, step=step, call=call, site=site, absmax=float(absmax), num_nan=nan, num_inf=inf)
+
+
+DAMAGED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError)
+"""What decoding a damaged line may raise."""
+
+
+class Loader:
+    """Collects the records of one file after another.
+
+    Attributes:
+        records: every whole record that is not a sample, in the order in which it was written.
+        samples: every measured tensor, in the same order.
+        sites: places by id.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[Any] = []
+        self.samples: list[Sample] = []
+        self.sites: dict[int, Site] = {}
+        self._bad: list[int] = []
+        self._unknown: dict[str, int] = {}
+
+    def file(self, data: bytes, lines: int | None = None) -> list[str]:
+        """Reads a file; returns a sentence for each part of it that could not be read.
+
+        Args:
+            data: what is in it.
+            lines: how many lines it has at least, where that is known.
+
+        Raises:
+            UsageError: it was written by a newer version of the format.
+        """
+        with without_collector():  # nothing here is garbage, and looking for it takes a third of the time
+            opened = open_lines(data, lines or 0)
+            for number, line in opened.lines:
+                try:
+                    value = from_json(line)
+                    if isinstance(value, list):
+                        self.samples += list(samples_of(value))  # all of a line, or nothing
+                    else:
+                        self._object(value)
+                except DAMAGED:
+                    self._bad.append(number)
+        return [*opened.damage(), *self._own_damage()]
+
+    def _object(self, value: dict[str, Any]) -> None:
+        name = value.pop("e")
+        kind = KINDS.get(name)
+        if kind is None:
+            self._unknown[str(name)] = self._unknown.get(str(name), 0) + 1
+            return
+        if kind is Header:
+            _refuse_newer(value.get("schema", SCHEMA))
+        record = decode(kind, value)
+        if kind is Site:
+            self.sites[record.id] = record
+        self.records.append(from_disk(record) if kind is Observation else record)
+
+    def _own_damage(self) -> Iterator[str]:
+        bad, unknown = self._bad, self._unknown
+        self._bad, self._unknown = [], {}
+        yield from unreadable(bad)
+        for name, count in unknown.items():
+            yield f"{count} record(s) of unknown kind {name[:40]!r}"
+
+
+def _refuse_newer(schema: Any) -> None:
+    if type(schema) is int and schema > SCHEMA:
+        shown = str(schema) if schema < 10**6 else "of many digits"
+        raise UsageError(f"this trace has schema {shown}, newer than {SCHEMA}", "Update dtypedoctor to read it.")
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """No garbage collection inside."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def read_trace(directory: Path) -> Trace:
@@ -50,8 +174,8 @@ def read_trace(directory: Path) -> Trace:
     loader = Loader()
     data = _bytes(directory, EVENTS)
     damage = loader.file(data)
-    if len(data) == LARGEST:
-        damage.append(f"only the first {LARGEST >> 20} MiB of {EVENTS} were read")
+    if len(data) == LARGEST_MAIN:
+        damage.append(f"only the first {LARGEST_MAIN >> 20} MiB of {EVENTS} were read")
     page = _bytes_or_nothing(directory / CURSOR)[:_PAGE]
     folded = _read_details(directory, loader, damage)
     names = CanonicalNames([record for record in loader.records if isinstance(record, Root)])
@@ -72,7 +196,7 @@ def read_trace(directory: Path) -> Trace:
 
 def _bytes(directory: Path, name: str) -> bytes:
     try:
-        return read_head(directory / name, LARGEST)
+        return read_head(directory / name, LARGEST_MAIN)
     except OSError as error:
         raise UsageError(
             f"{directory}: no trace here ({reason(error)})", "Give a directory that a run has left."
@@ -268,7 +392,7 @@ class Follower:
         try:
             with open_file(self._directory / EVENTS) as file:
                 file.seek(self._offset)
-                data = file.read(LARGEST)
+                data = file.read(LARGEST_MAIN)
         except OSError:
             return
         whole, _, _ = data.rpartition(b"\n")
@@ -280,3 +404,175 @@ class Follower:
                     self._sites[site["id"]] = (site.get("phase", ""), site.get("fqn", ""))
                 except DAMAGED:  # somebody else writes here: what is going on is shown without it
                     continue
+
+
+FOLDED = "folded.json"
+
+_NAME = re.compile(r"detail-([0-9]{1,9})(?:\.([0-9]{1,9}))?\.jsonl")
+
+
+class Sizes:
+    """How much is kept of a long run. Class attributes, so that a test can work with small ones.
+
+    Attributes:
+        head: bytes of the main file after which the first other file is begun.
+        file: bytes after which the next one is begun.
+        last: files that are always kept behind the one that is being written.
+        around_events: files that are kept because something happened in them or in one next to them.
+    """
+
+    head = 16 << 20
+    file = 1 << 20
+    last = 4
+    around_events = 8
+
+
+_LONG_STEP = 4
+"""A step that is this many files long is divided between two calls of modules."""
+
+ReadDetails = Callable[[Path], tuple[Any, Any]]
+"""Samples and records of a file."""
+
+
+def detail_files(directory: Path) -> dict[int, tuple[Path, int | None]]:
+    """The files of details in ``directory`` by number, each with the lines that it must have, None where nobody has said."""
+    named = ((path, _NAME.fullmatch(path.name)) for path in sorted(directory.iterdir()))
+    return {int(name[1]): (path, int(name[2]) if name[2] else None) for path, name in named if name is not None}
+
+
+class DetailFiles:
+    """Says which file a step's records go to.
+
+    Args:
+        directory: where the files lie.
+        main: the main file.
+        read: reads a file back that is to be folded.
+    """
+
+    def __init__(self, directory: Path, main: Lines, read: ReadDetails) -> None:
+        self.current = main
+        """Where to write now."""
+        self.number = 0
+        """Number of the current file, 0 for the main one."""
+        self._directory = directory
+        self._read = read
+        self._newest: Moment = (0, 0)
+        self._limit: float = Sizes.head
+        self._eventful: set[int] = set()
+        self._path = Path()
+        self._closed: deque[tuple[int, Path, Lines]] = deque()
+        self._kept = 0
+        self._folded = Folded()
+        self._lock = threading.RLock()  # a signal handler may come here again
+
+    def at(self, step: int, call: int) -> None:
+        """Something of this step and outermost call is about to be written.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        if (step, call) <= self._newest:
+            return
+        size = self.current.size
+        if size > self._limit and (step > self._newest[0] or size > _LONG_STEP * self._limit):
+            with self._lock:
+                if self.current.size > self._limit:
+                    self._rotate()
+        self._newest = (step, call)
+
+    def event(self) -> None:
+        """Something worth keeping has happened in the current file."""
+        self._eventful.add(self.number)
+
+    def complete(self) -> None:
+        """Nothing more will be written. Trouble with the disk is passed over: the name of one file will not say its lines."""
+        with contextlib.suppress(OSError):
+            if self.number:
+                _counted(self._path, self.current)
+
+    def close(self) -> None:
+        """Closes the files that are open, the main one aside."""
+        for _, _, lines in self._closed:
+            lines.close()
+        if self.number:
+            self.current.close()
+
+    def _rotate(self) -> None:
+        path = self._directory / f"detail-{self.number + 1:06d}.jsonl"
+        after = Lines(path, anew=True)  # an interruption may have left an empty one
+        before, self.current = self.current, after  # another thread may still be writing to the one before
+        number, self.number = self.number, self.number + 1
+        path_before, self._path = self._path, path
+        self._limit = Sizes.file
+        if number:
+            self._closed.append((number, _counted(path_before, before), before))
+        while len(self._closed) > Sizes.last:
+            number, path, lines = self._closed.popleft()
+            lines.close()
+            if self._eventful & {number - 1, number, number + 1} and self._kept < Sizes.around_events:
+                self._kept += 1
+            else:
+                self._fold(number, path)
+
+    def _fold(self, number: int, path: Path) -> None:
+        try:
+            samples, records = self._read(path)
+        except FileNotFoundError:  # taken away by somebody: what was in it is lost, and the reader sees the gap
+            return
+        self._folded.merge(totals_of(samples, records, number))
+        part = self._directory / (FOLDED + ".part")
+        part.write_bytes(seal(folded_to_json(self._folded), 1) + b"\n")
+        os.replace(part, self._directory / FOLDED)
+        path.unlink()
+
+
+def _counted(path: Path, lines: Lines) -> Path:
+    """Puts the number of its lines into the name of a file; the new name.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    counted = path.rename(path.with_suffix(f".{lines.whole}.jsonl"))
+    lines.moved(counted)
+    return counted
+
+
+def folded_to_json(folded: Folded) -> bytes:
+    """One line of JSON."""
+    return to_json({"e": "folded", **asdict(folded)}).encode("ascii")
+
+
+def folded_from_json(line: bytes) -> Folded:
+    """The value that :func:`folded_to_json` has written.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: the line is damaged.
+    """
+    value = from_json(line)
+    return Folded(
+        segments=[_whole(number) for number in value["segments"]],
+        spans=[(_moment(first), _moment(last)) for first, last in value["spans"]],
+        sites={int(site): decode(Total, total) for site, total in value["sites"].items()},
+        metrics={str(name): decode(Total, total) for name, total in value["metrics"].items()},
+        skipped=_whole(value["skipped"]),
+    )
+
+
+def _moment(value: Any) -> Moment:
+    step, call = map(_whole, value)
+    return step, call
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < math.inf:
+        raise ValueError(value)
+    return value
+
+
+def totals_of(samples: Iterable[Sample], records: Iterable[Any], number: int) -> Folded:
+    """The totals of one file, number ``number``, which holds at least one sample or record with a step."""
+    samples, records = list(samples), [r for r in records if isinstance(r, (Metric, ScalerState))]
+    moments = [(s.step, s.call) for s in samples] or [(r.step, 0) for r in records]
+    found = Folded(segments=[number], spans=[(min(moments), max(moments))] if moments else [])
+    found.add(samples, records)
+    return found

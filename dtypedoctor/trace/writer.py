@@ -12,7 +12,6 @@ from typing import Any
 from dtypedoctor.interruptions import contained, is_interruption, say
 from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.redaction.secrets import recent_literals
-from dtypedoctor.trace.cursor import CURSOR, CURSOR_FORMAT, CURSOR_MAGIC, CursorPage
 from dtypedoctor.trace.events import (
     NAMES,
     End,
@@ -29,8 +28,8 @@ from dtypedoctor.trace.events import (
     ScalerState,
     Site,
 )
-from dtypedoctor.trace.lines import EVENTS, Lines
-from dtypedoctor.trace.loader import DetailFiles, Loader
+from dtypedoctor.trace.lines import CURSOR, CURSOR_FORMAT, CURSOR_MAGIC, EVENTS, CursorPage, Lines
+from dtypedoctor.trace.reader import DetailFiles, Loader
 from dtypedoctor.trace.records import to_disk
 from dtypedoctor.unpatched import getpid, to_json
 
@@ -85,7 +84,7 @@ def _omitted(value: Any, default: Any) -> bool:
 
 
 class TraceWriter:
-    """Appends records to ``DIRECTORY/events.jsonl``, and in a long run to the files beside it (:mod:`dtypedoctor.trace.loader`).
+    """Appends records to ``DIRECTORY/events.jsonl``, and in a long run to the files beside it (:mod:`dtypedoctor.trace.reader`).
 
     The files are opened without a buffer and each record is written by one system call, so a process that is killed at
     any moment leaves whole records and at most one torn line at the end.

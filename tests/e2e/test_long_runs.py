@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from command import dtypedoctor, report_of
 
-from dtypedoctor.trace.loader import Sizes
-from dtypedoctor.trace.reader import read_trace
+from dtypedoctor.trace.reader import Sizes, read_trace
 
 pytestmark = pytest.mark.release
 

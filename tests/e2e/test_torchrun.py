@@ -13,8 +13,8 @@ from command import DRIVER, Finished, dtypedoctor, forked, python, report_of
 from nursery import preload
 from patience import becomes
 
-from dtypedoctor.trace.cursor import CURSOR, read_entered
 from dtypedoctor.trace.events import Op
+from dtypedoctor.trace.lines import CURSOR, read_entered
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.ranks import LEADING
 from dtypedoctor.trace.reader import read_trace

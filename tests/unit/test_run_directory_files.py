@@ -47,8 +47,7 @@ ELSEWHERE = {
     "lab/bisect/probe_runner.py": {"self._path.open"},  # a new file
     "lab/bisect/measurements.py": {"shutil.copyfile"},  # in the place of what was removed
     # the recorder, inside the program, in a directory that it has made
-    "trace/cursor.py": {"os.open"},
-    "trace/loader.py": {"part.write_bytes"},
+    "trace/reader.py": {"part.write_bytes"},
     "trace/lines.py": {"os.open"},
     "trace/writer.py": {"os.open", "path.read_bytes"},
 }  # fmt: skip

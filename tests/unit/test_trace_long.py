@@ -7,8 +7,7 @@ import pytest
 
 from dtypedoctor.trace.events import End, Header, Metric, ScalerState, Site
 from dtypedoctor.trace.lines import EVENTS
-from dtypedoctor.trace.loader import FOLDED, Sizes, detail_files
-from dtypedoctor.trace.reader import read_trace
+from dtypedoctor.trace.reader import FOLDED, Sizes, detail_files, read_trace
 from dtypedoctor.trace.writer import TraceWriter
 
 PLACES, BAD = 5, 3

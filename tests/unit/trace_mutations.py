@@ -8,7 +8,6 @@ from typing import Any
 
 from sealed import sealed_bodies
 
-from dtypedoctor.trace.cursor import CURSOR
 from dtypedoctor.trace.events import (
     End,
     Environment,
@@ -28,7 +27,7 @@ from dtypedoctor.trace.events import (
     Stage,
     TensorNote,
 )
-from dtypedoctor.trace.lines import EVENTS, open_lines
+from dtypedoctor.trace.lines import CURSOR, EVENTS, open_lines
 from dtypedoctor.trace.records.execution import CustomFunction
 from dtypedoctor.trace.records.models import ModelConfig
 from dtypedoctor.trace.records.silent import RouterChoice

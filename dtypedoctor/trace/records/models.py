@@ -23,7 +23,16 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardUnit:
+class _Sharded:
+    dtypes: Mapping[str, list[str]]
+    trainable: Mapping[str, list[str]] | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    output_dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardUnit(_Sharded):
     """A unit of FSDP2, told when its outermost module is first called; the observation's ``fqn`` is its name.
 
     Attributes:
@@ -36,22 +45,16 @@ class ShardUnit:
     KIND: ClassVar[str] = "shard-unit"
 
     root: int
-    dtypes: Mapping[str, list[str]]
-    trainable: Mapping[str, list[str]] | None = None
-    param_dtype: str | None = None
-    reduce_dtype: str | None = None
-    output_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardCall:
-    """A call of ``fully_shard``, before it is made, or of FSDP1, where it refuses a unit.
+class ShardCall(_Sharded):
+    """A call of ``fully_shard``, before it is made, or of FSDP1, where it refuses a unit; names of parameters are relative to the unit.
 
     Attributes:
         api: name of what was called.
         cls: class of the module that becomes a unit.
         source: ``file.py:line`` of the call.
-        dtypes, trainable, param_dtype, reduce_dtype, output_dtype: as in :class:`ShardUnit`, names being relative to the unit.
     """
 
     KIND: ClassVar[str] = "shard-call"
@@ -59,11 +62,6 @@ class ShardCall:
     api: str
     cls: str
     source: str | None
-    dtypes: Mapping[str, list[str]]
-    trainable: Mapping[str, list[str]] | None = None
-    param_dtype: str | None = None
-    reduce_dtype: str | None = None
-    output_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
