@@ -20,7 +20,7 @@ from typing import Any
 
 from script_corpus import FOLDER as SCRIPTS
 
-from dtypedoctor.diagnosis.rule import Advice
+from dtypedoctor.diagnosis.rule import Advice, Confidence, Finding
 from dtypedoctor.examination.capsules import CAPSULE_LIMIT
 from dtypedoctor.examination.examine import advised, examine
 from dtypedoctor.examination.processes import Leading
@@ -150,6 +150,18 @@ def concluded(treatment: Treatment) -> dict[str, Any]:
         "refusals": len(treatment.refusals),
         "edits": [_edit(way) for way in _ways(treatment) if way.edits],
     }
+
+
+def assert_says_what_it_rests_on(finding: Finding) -> None:
+    """One sentence as headline, a cause, measurements, a phase and public references; what proves it where it is proven, as a clause."""
+    assert finding.summary.endswith(".")
+    assert finding.cause.endswith(".")
+    assert finding.evidence
+    assert finding.phase
+    assert finding.references
+    assert all(reference.startswith("https://") for reference in finding.references)
+    assert (finding.confidence is Confidence.PROVEN) == bool(finding.proven_by)
+    assert not (finding.proven_by or "").endswith(".")
 
 
 def _ways(treatment: Treatment) -> Iterator[Advice]:

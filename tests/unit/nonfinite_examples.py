@@ -4,18 +4,12 @@ from typing import Any
 
 from traces import TraceBuilder, tensor
 
-from dtypedoctor.trace.events import Observation, Op, Raised, Replay, ScalerState
+from dtypedoctor.trace.events import Observation, Raised, Replay, ScalerState
 
 
 def replayed(trace: TraceBuilder, of: int, absmax: float | None, *, finite: bool = True, how: str = "float32") -> None:
     """The op with number ``of`` was run again in a wider dtype."""
     trace.add(Replay(n=trace.n(), of=of, how=how, finite=finite, absmax=absmax))
-
-
-def rounding(trace: TraceBuilder, guard: Op, failing: Op) -> None:
-    values = {"of": failing.n, "n": guard.n, "op": guard.op, "source": guard.source, "module": guard.fqn, "parameter": "", "dtype": "float16",
-              "scalars": guard.scalars, "elements": 8, "zeros": 8, "ones": 0, "overflows": 0}  # fmt: skip
-    trace.add(Observation(n=trace.n(), step=1, call=1, phase="forward", kind="rounded-before", fqn="", values=values))
 
 
 def overflow(*, dtype: str = "float16", float32: float | None = 77178.0, finite: bool = True) -> TraceBuilder:
@@ -34,18 +28,6 @@ def unread_memory() -> TraceBuilder:
     """A module returns inf in a corner that the loss does not look at."""
     trace = TraceBuilder().sample("range", 1.0, inf=2)
     return trace.sample("", 2.0, kind="loss").sample("lin.weight", 0.5, kind="grad", phase="backward")
-
-
-def guarded(*, epsilon: str = "1e-12", program_finite: bool = True) -> TraceBuilder:
-    """A division by a sum to which an epsilon was added that its dtype does not have."""
-    trace = TraceBuilder()
-    guard = trace.op("aten.add.Tensor", "scale", [tensor(1, 0.0)], [tensor(2, 0.0)], scalars=[epsilon])
-    birth = trace.op("aten.div.Tensor", "scale", [tensor(3), tensor(2, 0.0)], [tensor(4, nan=8)])
-    replayed(trace, birth.n, 0.0, finite=False)
-    replayed(trace, birth.n, 5.0, finite=program_finite, how="float32-program")
-    if program_finite:
-        rounding(trace, guard, birth)
-    return trace.sample("scale", 0.0, nan=8).sample("", 0.0, nan=8)
 
 
 def diverging(
@@ -88,16 +70,6 @@ def scores(
     return trace.sample("look", 0.0, nan=4, cls="Look").sample("", 0.0, nan=4, cls="Model")
 
 
-def squares(root: str = "aten.rsqrt.default") -> TraceBuilder:
-    """A square that leaves the range, its mean, and what is done with it."""
-    trace = TraceBuilder()
-    birth = trace.op("aten.mul.Tensor", "norm", [tensor(1, 300.0), tensor(1, 300.0)], [tensor(2, inf=3)])
-    replayed(trace, birth.n, 90000.0)
-    trace.op("aten.mean.dim", "norm", [tensor(2, inf=3)], [tensor(3, inf=1)])
-    trace.op(root, "norm", [tensor(3, inf=1)], [tensor(4, nan=1)])
-    return trace.sample("norm", 0.0, nan=1, cls="RootMean")
-
-
 def masked(*, posinf: int = 0) -> TraceBuilder:
     """A softmax over scores that a mask has filled."""
     trace = TraceBuilder()
@@ -105,14 +77,6 @@ def masked(*, posinf: int = 0) -> TraceBuilder:
     trace.op("aten.masked_fill.Scalar", "pool", [tensor(1)], [fill], scalars=["-inf"])
     trace.op("aten._softmax.default", "pool", [fill], [tensor(3, nan=4)])
     return trace.sample("pool", 0.0, nan=4, cls="Pool")
-
-
-def some_masked() -> TraceBuilder:
-    """A mask that leaves each row something: softmax is finite, and -inf reaches nothing."""
-    trace = TraceBuilder()
-    trace.op("aten.masked_fill.Scalar", "pool", [tensor(1)], [tensor(2, num_neginf=4)], scalars=["-inf"])
-    trace.op("aten._softmax.default", "pool", [tensor(2, num_neginf=4)], [tensor(3, 0.5)])
-    return trace.sample("pool", 0.5)
 
 
 def gradient(*, scale: float | None = None, later_taken: bool = False, float32: float = 2.0**20) -> TraceBuilder:
@@ -147,13 +111,6 @@ def optimizer_step(*, dtype: str = "float16", epsilon: str = "1e-08") -> TraceBu
                      [tensor(5, nan=2, dtype=dtype)], phase="optimizer", root=-1)  # fmt: skip
     replayed(trace, birth.n, None, finite=False)
     return trace.sample("emb.weight", 1.0, nan=2, kind="param", phase="optimizer", dtype=dtype)
-
-
-def compiled(*, eager_finite: bool = True) -> TraceBuilder:
-    """A compiled model returned NaN, and the same call was made in eager mode."""
-    trace = TraceBuilder().sample("_orig_mod", 0.0, nan=1, dtype="bfloat16", cls="OptimizedModule")
-    values = {"finite": False, "absmax": 0.0, "eager_finite": eager_finite, "eager_absmax": 1.5, "fqn": ""}
-    return trace.add(Observation(n=trace.n(), step=1, call=1, phase="forward", kind="eager-replay", values=values))
 
 
 def refused_sampling() -> TraceBuilder:

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from traces import TraceBuilder, tensor
+from traces import TraceBuilder
 
-from dtypedoctor.trace.events import Correction, Observation, ScalerState, TensorNote
+from dtypedoctor.trace.events import Correction, Observation, ScalerState
 
 BORN = {
     "op": "aten.mul.Tensor",
@@ -42,12 +42,6 @@ def updates(wanted: int = 64, lost: int = 64, *, moving: int = 0) -> TraceBuilde
                 wanted=wanted + moving, lost=lost)  # fmt: skip
 
 
-def lost_writes() -> TraceBuilder:
-    """A moving average whose updates are rounded away at one line."""
-    return seen("lost-writes", source="train.py:9", dtype="bfloat16", tensors=2, compared=2, checks=3, wanted=384, lost=384,
-                absmax=1.0, change=1e-5)  # fmt: skip
-
-
 def indices() -> TraceBuilder:
     """Labels that were cast to bfloat16 with the batch."""
     return seen(
@@ -59,23 +53,6 @@ def indices() -> TraceBuilder:
         changed=5,
         before=999,
         after=1000,
-    )
-
-
-def rounded_use(changed: int) -> TraceBuilder:
-    """A schedule in bfloat16 that chooses other steps for some of 100."""
-    return seen(
-        "rounded-use",
-        use="decision",
-        op="aten.argmin.default",
-        source="train.py:12",
-        made_by="aten.linspace.default",
-        made_at="train.py:9",
-        dtype="bfloat16",
-        value="0",
-        exact="1",
-        changed=changed,
-        of=100,
     )
 
 
@@ -110,35 +87,10 @@ def scaled(zeros_scaled: int, *, scaler: bool = False, name: str = "enc.weight")
     return trace
 
 
-def stale(relative_error: float = 0.2) -> TraceBuilder:
-    """A layer that computes with an old copy of its weight."""
-    return seen("autocast-cache", "net.0", weight="net.0.weight", dtype="bfloat16", relative_error=relative_error,
-                region="train.py:12", calls=2)  # fmt: skip
-
-
 def rotary(dtype: str = "bfloat16", name: str = "rope.freqs", angle_error: float = 1.16) -> TraceBuilder:
     """A rounded table of frequencies."""
     return seen("rotary-table", "rope", name=name, dtype=dtype, rounded_to="bfloat16", length=16, first=1.0,
                 last=1.8e-4, deviation=0.0046, angle_error=angle_error, read=True)  # fmt: skip
-
-
-def positions() -> TraceBuilder:
-    """Positions that bfloat16 has rounded together."""
-    return seen("rounded-positions", "clock", op="aten._to_copy.default", source="clock.py:4", dtype="bfloat16", length=400,
-                distinct=329, largest_error=1.0, used_by="aten.mul.Tensor", used_at="clock.py:5")  # fmt: skip
-
-
-def angles(**fields: object) -> TraceBuilder:
-    """Timesteps that were cast to bfloat16 before their sine is taken, or what ``fields`` say instead."""
-    told = {
-        "op": "aten._to_copy.default",
-        "source": "unet.py:4",
-        "dtype": "bfloat16",
-        "largest": 996.0,
-        "error": 2.0,
-        "apart": 2.0,
-    }
-    return seen("rounded-angles", "clock", **{**told, **fields})
 
 
 def router(flipped: int) -> TraceBuilder:
@@ -166,22 +118,6 @@ def unpatched() -> TraceBuilder:
     return seen(
         "unpatched", "mlp", attribute="_original_forward", method="forward", source="m.py:3", **{"class": "MLP"}
     )
-
-
-def float8(**changed: object) -> TraceBuilder:
-    """A cast of small values to float8 that makes zeros of half of them."""
-    values = {
-        "elements": 64,
-        "clipped": 0,
-        "vanished": 32,
-        "absmax": 0.001,
-        "relative_error": 0.5,
-        "scaled_error": 0.02,
-    }
-    return seen(
-        "float8-cast", "mlp", op="aten._to_copy.default", source="m.py:3", to="float8_e4m3fn",
-        **{"from": "bfloat16"}, **(values | changed),
-    )  # fmt: skip
 
 
 def refused(by: str = "") -> TraceBuilder:
@@ -229,22 +165,3 @@ def moments(*, became_zero: int = 0, became_inf: int = 0) -> TraceBuilder:
     """Second moments that were stored in float16."""
     return seen("moments-stored-in-half", optimizer="Adam", keys=["exp_avg_sq"], parameters=2, became_zero=became_zero,
                 became_inf=became_inf, compared=4096)  # fmt: skip
-
-
-def erased(*, rewards_finite: bool = False) -> TraceBuilder:
-    """Eight rewards minus their mean are NaN and are replaced: because one reward is -inf, or because all are divided by 0."""
-    made = TraceBuilder()
-
-    def runs(op: str, given: TensorNote, *, neginf: int = 0, nan: int = 0, scalars: tuple[str, ...] = ()) -> TensorNote:
-        result = TensorNote(id=made.n(), dtype="float32", shape=[8], absmax=1.0, num_nan=nan, num_neginf=neginf)
-        made.op(
-            op, "", [given], [result], sentinel=True, root=-1, source=f"train.py:{result.id}", scalars=list(scalars)
-        )
-        return result
-
-    rewards = tensor(made.n(), dtype="float32")
-    if not rewards_finite:
-        rewards = runs("aten.masked_fill.Scalar", rewards, neginf=1, scalars=("-inf",))
-    advantages = runs("aten.div.Tensor" if rewards_finite else "aten.sub.Tensor", rewards, nan=8)
-    runs("aten.nan_to_num.default", advantages)
-    return made

@@ -1,64 +1,43 @@
-"""Each detector fires where it should and is silent on what looks like it."""
+"""Each finding is shown by a recorded run, or, where the corpus has no program with it, by a trace built by hand beside one that looks like it."""
+
+import json
+from collections.abc import Callable
 
 import pytest
-from detector_examples import DETECTOR_EXAMPLES, Example
+from compilation_examples import launches
+from recorded import CONCLUDED, assert_says_what_it_rests_on
+from scaling_examples import scaled_use, unscaling
+from silent_examples import correction, indices, overshoots, rounded_sum, unpatched, updates
+from traces import TraceBuilder
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.registry import finding_ids, rules
-from dtypedoctor.diagnosis.rule import Confidence
+from dtypedoctor.diagnosis.registry import finding_ids
 
-RULES = {rule.name: rule for rule in rules() if rule.detect}
-EXAMPLES = [
-    pytest.param(detector, finding, example, id=f"{detector}: {finding}")
-    for detector, findings in DETECTOR_EXAMPLES.items()
-    for finding, example in findings.items()
-]
-
-
-def test_every_detector_and_every_finding_has_an_example() -> None:
-    """A detector without one could fire on anything."""
-    assert set(DETECTOR_EXAMPLES) == set(RULES)
-    assert {finding for findings in DETECTOR_EXAMPLES.values() for finding in findings} == set(finding_ids())
+Built = Callable[[], TraceBuilder]
+BY_HAND: dict[str, tuple[Built, Built]] = {
+    "stale-cuda-stream": (lambda: launches((0, 0x7F10, 42)), lambda: launches((0, 0, 5), (16, 16, 5))),
+    "patch-not-applied": (unpatched, lambda: correction(hits=3)),
+    "rounded-indices": (indices, TraceBuilder),
+    "rounded-sum": (rounded_sum, lambda: updates(lost=32)),
+    "scaled-gradients": (scaled_use, unscaling),
+    "optimizer-epsilon-underflow": (overshoots, lambda: updates(lost=32)),
+}
+"""By finding: a trace that has it, and one that has not. The last is also recorded, but not where a step goes too far."""
 
 
-@pytest.mark.parametrize(("detector", "finding", "example"), EXAMPLES)
-def test_a_finding_comes_from_its_detector_and_first_of_all(detector: str, finding: str, example: Example) -> None:
-    """No other detector explains the same trace better."""
-    trace = example.fires()
-    assert finding in {found.id for found in RULES[detector].detect(trace)}
-    assert diagnose(trace)[0].id == finding
+def test_every_finding_has_a_recording_or_an_example() -> None:
+    """A rule without one could fire on anything."""
+    runs = json.loads(CONCLUDED.read_text(encoding="utf-8")).values()
+    recorded = {finding["id"] for run in runs for finding in run["findings"]}
+    assert recorded | set(BY_HAND) == set(finding_ids())
 
 
-@pytest.mark.parametrize(("detector", "finding", "example"), EXAMPLES)
-def test_no_detector_makes_the_finding_in_the_silent_example(detector: str, finding: str, example: Example) -> None:
-    """It differs from the other in one thing that matters."""
-    assert finding not in {found.id for found in diagnose(example.silent())}
-
-
-@pytest.mark.parametrize(("detector", "finding", "example"), EXAMPLES)
-def test_a_finding_says_what_happened_why_and_on_what_grounds(detector: str, finding: str, example: Example) -> None:
-    """One sentence as headline, a cause, measurements, a phase, and public references."""
-    found = next(one for one in RULES[detector].detect(example.fires()) if one.id == finding)
-    assert found.summary.endswith(".")
-    assert found.cause.endswith(".")
-    assert found.evidence
-    assert found.phase
-    assert found.references
-    assert all(reference.startswith("https://") for reference in found.references)
-
-
-@pytest.mark.parametrize(("detector", "finding", "example"), EXAMPLES)
-def test_a_proven_finding_names_its_counterfactual_and_no_other_does(
-    detector: str, finding: str, example: Example
+@pytest.mark.parametrize(("finding", "traces"), BY_HAND.items(), ids=list(BY_HAND))
+def test_a_finding_is_made_of_what_it_rests_on_and_of_nothing_that_looks_like_it(
+    finding: str, traces: tuple[Built, Built]
 ) -> None:
-    """``proven_by`` is a clause that a sentence can end with."""
-    for found in RULES[detector].detect(example.fires()):
-        assert (found.confidence is Confidence.PROVEN) == bool(found.proven_by)
-        assert not (found.proven_by or "").endswith(".")
-
-
-@pytest.mark.parametrize(("detector", "finding", "example"), EXAMPLES)
-def test_a_rule_has_the_spec_of_each_finding_that_it_makes(detector: str, finding: str, example: Example) -> None:
-    """Remedies and references come from there."""
-    specs = {spec.id for spec in RULES[detector].specs}
-    assert {found.id for found in RULES[detector].detect(example.fires())} <= specs
+    """It comes first of all, and the other trace differs in the one thing that matters."""
+    fires, silent = (diagnose(build().build()) for build in traces)
+    assert fires[0].id == finding
+    assert_says_what_it_rests_on(fires[0])
+    assert finding not in {found.id for found in silent}

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from recorded import CONCLUDED, NAMES, concluded, play, rendered
+from recorded import CONCLUDED, NAMES, assert_says_what_it_rests_on, concluded, play, rendered
 from snapshot import entry, read_snapshot
 
 from dtypedoctor.cli.reported import exit_code
@@ -22,7 +22,11 @@ def test_a_recorded_run_is_diagnosed_as_before(name: str, tmp_path: Path, rewrit
         CONCLUDED.write_text(rendered(document | {name: now}), encoding="utf-8")
         return
     assert now == json.loads(CONCLUDED.read_text(encoding="utf-8"))[name]
+    for finding in treatment.findings:
+        assert_says_what_it_rests_on(finding)
     report = build_report(treatment, command="", files={}, next_command="")
+    if any(not sample.finite for sample in treatment.before.trace.samples):
+        assert "is finite" not in report.headline
     known = read_snapshot()
     expected = (known["scripts"] | known["scenarios"])[name]
     assert entry(json.loads(render_json(report)), exit_code(report)) == expected, "the recording is of another run"
