@@ -219,13 +219,14 @@ def noted(run: Run, findings: Sequence[Finding]) -> Iterator[str]:
         findings: those of the run.
     """
     failed = run.trace.last(Raised)
-    ended = [caught for caught in run.trace.all(Caught) if caught.thread]
-    explained = failed is None or not failed.caught or any(one.severity is Severity.ERROR for one in findings)
-    for caught in run.trace.all(Caught):
-        same = failed is not None and (failed.type, failed.message) == (caught.type, caught.message)
-        nobody_caught_it = caught.ending or any(_is_same(caught, one) for one in ended)
-        if _is_complaint(caught) and not nobody_caught_it and not (same and explained):
-            yield _said_of(caught, run.trace, _NOT_EXPLAINED if same else _WENT_ON)
+    ended = [caught for caught in run.trace.all(Caught) if caught.ending or caught.thread]
+    for caught in filter(_is_complaint, run.trace.all(Caught)):
+        if caught.ending or any(one.thread and _is_same(caught, one) for one in ended):  # nobody has caught it
+            continue
+        if failed is None or not _is_same(caught, failed):
+            yield _said_of(caught, run.trace, _WENT_ON)
+        elif failed.caught and all(finding.severity is not Severity.ERROR for finding in findings):
+            yield _said_of(caught, run.trace, _NOT_EXPLAINED)
 
 
 def _said_of(caught: Caught, trace: Trace, how: str) -> str:

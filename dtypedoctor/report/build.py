@@ -5,9 +5,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from dtypedoctor.analysis import ending_of, noted
+from dtypedoctor.analysis import analysis_of, ending_of, noted
 from dtypedoctor.diagnosis.distributed import coverage_of
-from dtypedoctor.diagnosis.wording import named_in, own_frame, shown_line
+from dtypedoctor.diagnosis.incidents import same_call
+from dtypedoctor.diagnosis.registry import spec_of
+from dtypedoctor.diagnosis.rule import Confidence, Finding
+from dtypedoctor.diagnosis.wording import class_of, named_in, own_frame, shown_line
+from dtypedoctor.dtypes import headroom
 from dtypedoctor.errors import UsageError
 from dtypedoctor.examination.capsules import is_replay, same_verdict
 from dtypedoctor.examination.processes import ranks_of
@@ -17,15 +21,23 @@ from dtypedoctor.plugins import left_out
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.replay.capsule import MODEL, Capsule, NoCapsule, read_capsule
 from dtypedoctor.replay.script import TENSORS, CannotBeWrittenError, capsule_script
-from dtypedoctor.report.advice import PATCH, diff_of
-from dtypedoctor.report.magnitude_table import origin_strip
-from dtypedoctor.report.model import Report, Status
+from dtypedoctor.report.model import Report, Status, StripRow
 from dtypedoctor.report.run_document import run_document
+from dtypedoctor.report.run_facts import PATCH, diff_of
 from dtypedoctor.report.to_json import render_json
 from dtypedoctor.report.to_md import render_markdown
 from dtypedoctor.report.verdict import measured_in, missing_end, verdict
 from dtypedoctor.text import one_line
-from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE, Metric, NotWatched, Raised, Sample, ScalerState
+from dtypedoctor.trace.events import (
+    NOT_HERE,
+    WORKED_ELSEWHERE,
+    Metric,
+    NotWatched,
+    Op,
+    Sample,
+    ScalerState,
+    Site,
+)
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import HeldInput, NonfiniteReached
 
@@ -125,23 +137,19 @@ def _replay_facts(treatment: Treatment) -> dict[str, Any] | None:
     }
 
 
-def _of_others(treatment: Treatment) -> Iterator[str]:
-    """What was not covered of the other processes of a script that has spawned some."""
-    for run in treatment.before.others:
-        if not run.trace.usable:
-            yield "a spawned process: it left no trace"
-        for note in run.trace.all(NotWatched):
-            if run.trace.samples or note.why in (NOT_HERE, WORKED_ELSEWHERE):
-                yield f"{note.what}: {note.why}"
-        yield from (f"trace: {damage}" for damage in run.trace.damage if run.trace.usable)
-
-
 def _coverage(treatment: Treatment) -> Iterator[str]:
     trace = treatment.before.trace
     yield from coverage_of(ranks_of(treatment.before))
     for note in trace.all(NotWatched):
         yield f"{note.what}: {note.why}"
-    yield from _of_others(treatment)
+    for run in treatment.before.others:  # the other processes of a script that has spawned some
+        if not run.trace.usable:
+            yield "a spawned process: it left no trace"
+            continue
+        for note in run.trace.all(NotWatched):
+            if run.trace.samples or note.why in (NOT_HERE, WORKED_ELSEWHERE):
+                yield f"{note.what}: {note.why}"
+        yield from (f"trace: {damage}" for damage in run.trace.damage)
     yield from (one.gap for one in left_out())
     yield from noted(treatment.before, treatment.findings)
     yield from (f"trace: {damage}" for damage in trace.damage)
@@ -169,6 +177,85 @@ def _held_inputs(treatment: Treatment) -> Iterator[str]:
         )
 
 
+BEFORE, AFTER = 6, 4
+"""How many modules are shown before and after the first one that is not finite."""
+
+
+def origin_strip(trace: Trace, finding: Finding | None) -> tuple[StripRow, ...]:
+    """The modules that returned just before and after the failure; empty where all is finite.
+
+    The failure is the first non-finite value: where dtypes disagree, magnitudes mean nothing, and there is no strip. An
+    origin that is not itself among the modules shown (the op lies between two children of it) has a row of its own before
+    the first bad one.
+    """
+    first = analysis_of(trace).first_nonfinite
+    if first is None:
+        return ()
+    if (
+        finding is not None
+    ):  # one about something else, or where it was only seen first, does not say where the value comes from
+        only_seen = finding.op is None and finding.confidence is Confidence.POSSIBLE
+        finding = finding if spec_of(finding.id).nonfinite and not only_seen else None
+    anchor = first[0]
+    around = _distinct(same_call(trace, anchor), anchor)
+    place = next(i for i, (s, _) in enumerate(around) if s is anchor)
+    shown = around[max(0, place - BEFORE) : place + AFTER + 1]
+    rows = [_row(s, site, finding) for s, site in shown]
+    if finding is not None and finding.fqn and not any(row.is_origin for row in rows):
+        at = next(i for i, (s, _) in enumerate(shown) if s is anchor)
+        rows.insert(at, _origin_row(trace, finding))
+    return tuple(rows)
+
+
+def _distinct(measured: list[tuple[Sample, Site]], keep: Sample) -> list[tuple[Sample, Site]]:
+    """Leaves out containers that return what their last child has returned, unless it is the one to keep."""
+    distinct: list[tuple[Sample, Site]] = []
+    last_name, last_values = "", tuple[object, ...]()
+    for sample, site in measured:
+        values = (sample.absmax, sample.num_nan, sample.num_inf, site.dtype, site.shape)
+        if sample is keep or not last_name.startswith(site.fqn) or values != last_values:
+            distinct.append((sample, site))
+            last_name, last_values = site.fqn, values
+    return distinct
+
+
+def _row(sample: Sample, site: Site, finding: Finding | None) -> StripRow:
+    return StripRow(
+        fqn=site.fqn,
+        cls=site.cls,
+        dtype=site.dtype,
+        absmax=sample.absmax,
+        num_nan=sample.num_nan,
+        num_inf=sample.num_inf,
+        headroom=headroom(sample.absmax, site.dtype),
+        is_origin=finding is not None and site.fqn == finding.fqn,
+    )
+
+
+def _origin_row(trace: Trace, finding: Finding) -> StripRow:
+    """The origin as its op left it, where the op was traced."""
+    fqn = finding.fqn or ""
+    made = [
+        t
+        for op in trace.all(Op)
+        if op.fqn == fqn and op.op == finding.op and op.step == finding.step
+        for t in op.outputs
+    ]
+    result = next((tensor for tensor in made if not tensor.finite), made[-1] if made else None)
+    absmax = result.absmax if result else None
+    dtype = (result.dtype if result else None) or finding.dtype or ""
+    return StripRow(
+        fqn=fqn,
+        cls=class_of(trace, fqn),
+        dtype=dtype,
+        absmax=absmax,
+        num_nan=result.num_nan if result else 0,
+        num_inf=result.num_posinf + result.num_neginf if result else 0,
+        headroom=headroom(absmax, dtype) if absmax is not None else None,
+        is_origin=True,
+    )
+
+
 def write_report(directory: Path, report: Report) -> None:
     """Writes ``report.json`` and ``report.md`` into ``directory``, and ``do-this.patch`` where there is an edit for the first finding.
 
@@ -193,7 +280,10 @@ def noticed_in(treatment: Treatment) -> str:
     ending = ending_of(run)
     if ending.raised is None:
         return loss
-    line = _own_line(ending.raised)
+    own = own_frame(ending.raised)
+    line = (
+        shown_line(own.rpartition(" ")[0]) if own is not None else ""
+    )  # as train.py:31, of the program's innermost frame
     words = ending.words.replace(ending.raised.type, f"{ending.raised.type} at {line}", 1) if line else ending.words
     return one_line(f"{loss}; then {words}" if loss else words, 400)
 
@@ -222,9 +312,3 @@ def _line_of(trace: Trace, loss: Sample) -> str:
         return ""
     read = [one.source for one in seen if one.id == began.id and one.what in ("item", "guard")]
     return next(filter(None, [began.source, *read]), "")
-
-
-def _own_line(raised: Raised) -> str:
-    """``train.py:31`` of the program's innermost frame; empty where no frame is the program's."""
-    own = own_frame(raised)
-    return shown_line(own.rpartition(" ")[0]) if own is not None else ""

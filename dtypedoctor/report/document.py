@@ -26,15 +26,10 @@ class Look(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A text with a look.
-
-    Attributes:
-        anchor: a name under which a page can be opened at this text; formats without links ignore it.
-    """
+    """A text with a look."""
 
     text: str
     look: Look = Look.PLAIN
-    anchor: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +205,6 @@ class Document:
 def named(text: str) -> Words:
     """A text that is shown letter by letter."""
     return Words(text, Look.NAME)
-
-
-def anchored(name: str) -> Words:
-    """Nothing to read: the end of a line that can be linked to by ``name``."""
-    return Words("", anchor=name)
 
 
 def parts_of(line: Line) -> tuple[Inline, ...]:

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.wording import THE_RUN_ENDED
-from dtypedoctor.report.advice import PATCH, do_this, where_it_shows
 from dtypedoctor.report.document import (
     Block,
     Document,
@@ -27,7 +26,15 @@ from dtypedoctor.report.document import (
 )
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.run_document import expectation_line, run_document
-from dtypedoctor.report.run_facts import measured_sentence, observer_sentence, proven_means, ranked_facts
+from dtypedoctor.report.run_facts import (
+    PATCH,
+    do_this,
+    measured_sentence,
+    observer_sentence,
+    proven_means,
+    ranked_facts,
+    where_it_shows,
+)
 from dtypedoctor.report.to_terminal import print_document
 from dtypedoctor.text import clipped, one_line
 

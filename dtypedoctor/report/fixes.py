@@ -1,4 +1,5 @@
-"""Fixes in words: what each changes, what came of it on the run and on the failing call, and which to prefer."""
+"""Fixes in words: what each changes, what came of it on the run and on the failing call, and which to prefer; and the runs with them beside the baseline,
+one column per run, one row per quantity."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,11 +7,12 @@ from typing import Any
 
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.examination.fixes import remedies, remedy_named
-from dtypedoctor.examination.results import Bearing
+from dtypedoctor.examination.results import WRONG_OUTPUT, Bearing
 from dtypedoctor.plugins import KEEP_FLOAT32, Correction, registered
 from dtypedoctor.report.document import (
     Block,
     Check,
+    Fold,
     Heading,
     Items,
     Line,
@@ -19,12 +21,11 @@ from dtypedoctor.report.document import (
     Section,
     Table,
     Words,
-    anchored,
     named,
 )
 from dtypedoctor.report.document import Outcome as Gate
-from dtypedoctor.report.model import Outcome, Report, RunSummary, Trial
-from dtypedoctor.text import counted
+from dtypedoctor.report.model import Outcome, Parity, Report, RunSummary, Status, Trial
+from dtypedoctor.text import ABSENT, count, counted, duration, memory, number, one_line, ratio, span
 
 _WORDS = {Outcome.FIXED: "fixed", Outcome.NOT_FIXED: "not fixed", Outcome.NOT_TRIED: "not tried"}
 _WORDS_HERE = {outcome.value: words for outcome, words in _WORDS.items()} | {"fixed": "fixed on this call"}
@@ -80,7 +81,7 @@ def fixes_part(report: Report) -> Section:
     passing = {str(fix["fix"]) for fix in call_fixes(report) if fix["outcome"] != Outcome.NOT_TRIED.value}
     lines = [line for line in remedy_lines(report) if line.outcome != "not tried" or line.id not in passing]
     tried = any(trial.outcome is not Outcome.NOT_TRIED for trial in report.trials)
-    blocks = list(_table(lines, "fix"))
+    blocks = list(_table(lines))
     if any(line.change.endswith(_MARK) for line in lines):
         blocks.append(Paragraph(_UNSAFE, Look.DIM))
     if inside := _inside(report):
@@ -88,7 +89,7 @@ def fixes_part(report: Report) -> Section:
     if report.replay is not None and cures(report):
         blocks.append(Paragraph(_FIXED_HERE, Look.DIM))
     if on_the_call:
-        blocks += [Heading("on the failing call alone"), *_table(on_the_call, "fix-on-the-call")]
+        blocks += [Heading("on the failing call alone"), *_table(on_the_call)]
         blocks += [Paragraph(_FIXED_HERE, Look.DIM)] if any(line.cures for line in on_the_call) else []
     elif blocks and not tried and report.capsule and "directory" in report.capsule:
         blocks.append(Paragraph(f"Try them on the failing call, without running the script: {replay_command(report)}"))
@@ -97,13 +98,11 @@ def fixes_part(report: Report) -> Section:
     return Section("Fixes tried" if tried or on_the_call else "Suggested fixes", tuple(blocks), "remedies", "Fixes")
 
 
-def _table(lines: Sequence[RemedyLine], anchor: str) -> Iterator[Block]:
-    """Lay out fixes, each under an anchor of its own."""
+def _table(lines: Sequence[RemedyLine]) -> Iterator[Block]:
     rows: list[tuple[Line, ...]] = []
     for line in lines:
         outcome = Words(line.outcome, outcome_look(line.outcome))
-        name = (named(line.id), anchored(f"{anchor}-{line.id}"))
-        rows.append((name, line.change, (outcome, f": {line.reason}") if line.reason else outcome))
+        rows.append((named(line.id), line.change, (outcome, f": {line.reason}") if line.reason else outcome))
     if rows:
         yield Table(("fix", "what it changes", "outcome"), tuple(rows))
 
@@ -223,11 +222,8 @@ def cured_sentence(trials: Sequence[Trial], *, here: bool = False) -> str:
         here: on the call of a capsule.
     """
     fixed = [trial for trial in trials if _is_fix(trial)]
-    safe = [trial.remedy for trial in fixed if trial.safe]
-    if safe:
-        more = len(safe) - _MOST_NAMED
-        names = " or ".join(safe[:_MOST_NAMED]) + (f" (and {more} more)" if more > 0 else "")
-        return f" On this call, fixed by {names}." if here else f" Fixed by {names}."
+    if safe := [trial.remedy for trial in fixed if trial.safe]:
+        return f" {'On this call, fixed by' if here else 'Fixed by'} {_some(safe)}."
     if fixed:
         return f" It disappears with {fixed[0].remedy}, which may only hide it."
     for trial in trials:
@@ -236,10 +232,21 @@ def cured_sentence(trials: Sequence[Trial], *, here: bool = False) -> str:
     return ""
 
 
+def _some(names: Sequence[str]) -> str:
+    more = f" (and {len(names) - _MOST_NAMED} more)" if len(names) > _MOST_NAMED else ""
+    return " or ".join(names[:_MOST_NAMED]) + more
+
+
 def remedy_lines(report: Report) -> list[RemedyLine]:
     """All fixes: those that work, those that do not, those that were not tried, those that are only proposed."""
     ordered = sorted(report.trials, key=lambda trial: _ORDER.index(trial.outcome))
-    return [*(_of_trial(trial, report) for trial in ordered), *_only_proposed(report)]
+    lines = [_of_trial(trial, report) for trial in ordered]
+    tried = {trial.remedy for trial in report.trials}
+    for name in dict.fromkeys(name for finding in report.findings for name in finding.remedies if name not in tried):
+        known = remedies().get(name)
+        change = _sentence(known.summary) if known is not None else ""
+        lines.append(RemedyLine(id=name, change=change, outcome="not tried", reason="no fix was tried in this run"))
+    return lines
 
 
 def _of_trial(trial: Trial, report: Report) -> RemedyLine:
@@ -269,17 +276,187 @@ def _result(trial: Trial, report: Report) -> str:
     return f"{done}; {before.steps_completed}/{planned} without it"
 
 
-def _only_proposed(report: Report) -> Iterator[RemedyLine]:
-    tried = {trial.remedy for trial in report.trials}
-    for name in dict.fromkeys(name for finding in report.findings for name in finding.remedies):
-        if name not in tried:
-            known = remedies().get(name)
-            change = _sentence(known.summary) if known is not None else ""
-            yield RemedyLine(id=name, change=change, outcome="not tried", reason="no fix was tried in this run")
-
-
 def _sentence(text: str) -> str:
     """``text`` with a full stop behind, and a capital letter in front unless it begins with the id of a fix."""
     text = text.strip().rstrip(".")
     first = text.partition(" ")[0]
     return f"{text if '-' in first else text[:1].upper() + text[1:]}." if text else ""
+
+
+def ended_with(report: Report) -> str:
+    """What the baseline raised, when and where; empty where it did not raise, or the headline says it already."""
+    ended = report.before.ended if report.before is not None else "completed"
+    return one_line(ended, 400) if report.status is Status.FINDINGS and ended != "completed" else ""
+
+
+_MOST_BESIDE, _MOST_RUNS = 4, 12
+"""Runs in one table, and in all."""
+
+_UNEXPLAINED = "operand-dtype-mismatch"
+"""What a dtype mismatch is called without an op trace that tells where its dtypes come from."""
+_CORRECTED = ("elements replaced", "elements clamped")
+"""Rows that say something only where a correction had something to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One run beside the others: the baseline, that of a fix, or the reference."""
+
+    label: str
+    run: RunSummary
+    findings: tuple[str, ...]
+    ended: str = "completed"
+    trial: Trial | None = None
+    here: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is the run of a fix that does not work."""
+        return self.trial is not None and self.trial.outcome is not Outcome.FIXED
+
+
+def before_after(report: Report) -> Section:
+    """Show the runs side by side, those of fixes that do not work folded away."""
+    runs = columns(report)
+    if not runs:
+        return Section("The run", ())
+    failed = [run for run in runs if run.failed]
+    blocks: list[Block] = [*side_by_side([run for run in runs if not run.failed])]
+    blocks += [Paragraph(note, Look.DIM) for note in _notes(report, runs)]
+    if failed:
+        blocks.append(Fold(_failed_title(failed), side_by_side(failed)))
+    return Section("Baseline and fixes" if len(runs) > 1 else "The run", tuple(blocks), "compare", "Runs")
+
+
+def _failed_title(failed: Sequence[Column]) -> str:
+    """Name what does not work: fixes, and checks, which are there to raise."""
+    checks = sum(run.trial is not None and run.trial.as_intended for run in failed)
+    fixes = len(failed) - checks
+    parts = [counted(fixes, "fix that does", "fixes that do") + " not work"] if fixes else []
+    parts += [counted(checks, "check that raises", "checks that raise") + ", as intended"] if checks else []
+    return ", ".join(parts)
+
+
+def columns(report: Report) -> list[Column]:
+    """List the baseline, the fixes that work, the reference, and the fixes that do not work."""
+    baseline, reference, here = report.before, report.reference, report.replay is not None
+    runs, failed = list[Column](), list[Column]()
+    if baseline is not None:  # the message that it ended with stands above already
+        ids = tuple(dict.fromkeys(finding.id for finding in report.findings))
+        ended = baseline.ended.partition(": ")[0] if ended_with(report) else baseline.ended
+        runs.append(Column(label="baseline", run=baseline, findings=ids, ended=ended))
+    for trial in report.trials:
+        if trial.run is not None:
+            run = Column(label=trial.remedy, run=trial.run, findings=trial.run.finding_ids, trial=trial, here=here)
+            (failed if run.failed else runs).append(run)
+    if reference is not None:
+        ended = reference.ended
+        runs.append(Column(label=reference.label, run=reference, findings=reference.finding_ids, ended=ended))
+    return runs + failed
+
+
+def side_by_side(runs: Sequence[Column]) -> tuple[Block, ...]:
+    """Lay out runs in as many tables as it takes."""
+    kept = runs[:_MOST_RUNS]
+    blocks: list[Block] = [_together(kept[i : i + _MOST_BESIDE]) for i in range(0, len(kept), _MOST_BESIDE)]
+    if len(kept) < len(runs):
+        blocks.append(Paragraph(f"{len(runs) - len(kept)} more runs left out; report.json has them.", Look.DIM))
+    return tuple(blocks)
+
+
+def _together(runs: Sequence[Column]) -> Table:
+    """Lay out a few runs; rows in which none has anything to say are left out."""
+    columns, rows = list(map(_rows, runs)), list[tuple[Line, ...]]()
+    for label in columns[0]:
+        cells = [column[label] for column in columns]
+        silent = {ABSENT, "0"} if label in _CORRECTED else {ABSENT}
+        if not silent.issuperset(cells):
+            rows.append((label, *(Words(text, outcome_look(text)) for text in cells)))
+    return Table(("", *(run.label for run in runs)), tuple(rows))
+
+
+def _reference(report: Report) -> str:
+    """What the reference is, in a sentence; empty where there is none, or the report does not tell."""
+    if report.reference is None:
+        return ""
+    known = report.scenario.get("reference")
+    if not isinstance(known, Mapping):
+        return ""
+    changes = [
+        f"every model in {known.get('dtype', 'bfloat16')}",
+        "" if known.get("autocast") else "no autocast",
+        "" if known.get("compile", True) else "nothing compiled",
+    ]
+    return f"The reference is the baseline with {' and '.join(filter(None, changes))}."
+
+
+def _notes(report: Report, runs: Sequence[Column]) -> list[str]:
+    notes = list(filter(None, [_reference(report)]))
+    bases = sorted({t.ratio_base for t in report.trials if t.ratio_base and t.run})
+    if bases:
+        notes.append(f"× is the ratio to the {', '.join('baseline' if base == 'before' else base for base in bases)}.")
+    if any(t.parity for t in report.trials):
+        notes.append("KL: policy against reference, on the token log-probabilities of the same inputs, per step.")
+    if any(run.run.output_error is not None for run in runs):
+        notes.append(
+            "Output error: relative difference between the outputs before the first step and those of the same weights in "
+            f"float32. Below 0.03 is rounding; above {WRONG_OUTPUT:g} is wrong."
+        )
+
+    # A mismatch that the baseline explains has the fallback's name in runs with fixes
+    explained = all(finding.id != _UNEXPLAINED for finding in report.findings)
+    unexplained_elsewhere = any(trial.run and _UNEXPLAINED in trial.run.finding_ids for trial in report.trials)
+    if explained and unexplained_elsewhere:
+        notes.append(
+            f"Only the baseline has an op trace, so in the other runs any dtype mismatch is reported as {_UNEXPLAINED}."
+        )
+
+    # The program's own log may show other losses than were computed
+    run = report.before
+    if run is not None and run.log_filter and run.nonfinite.get("loss"):
+        count_of = f"{len(run.nonfinite['loss'])} of {counted(len(run.loss), 'loss', 'losses')}"
+        notes.append(
+            f"{run.log_filter} logs 0 in place of NaN or inf (logging_nan_inf_filter=True): {count_of} here, which the table shows as computed. "
+            "TrainingArguments(logging_nan_inf_filter=False) logs them as they are."
+        )
+    return notes
+
+
+def _rows(column: Column) -> dict[str, str]:
+    """What one run has to say, by the labels of the table's rows."""
+    run, trial = column.run, column.trial
+    return {
+        "outcome": outcome_words(trial, here=column.here) if trial else column.ended,
+        # nobody but a script itself knows what it plans
+        "steps completed": f"{run.steps_completed}{f'/{run.steps_planned}' if run.steps_planned else ''}",
+        "findings": ", ".join(column.findings) or "none",
+        "loss": span(run.numbers("loss")),
+        "grad_norm": span(run.numbers("grad_norm")),
+        "reward": span(run.numbers("reward")),
+        "step time": _with_ratio(duration(run.step_time), trial.step_time_ratio if trial else None),
+        "peak memory": _with_ratio(memory(run.peak_memory), trial.peak_memory_ratio if trial else None),
+        "elements replaced": count(trial.rescued_elements if trial else None),
+        "elements clamped": count(trial.clamped_elements if trial else None),
+        **_parity(trial.parity if trial else None),
+        "output error": number(run.output_error),
+        # where nothing was fixed there is nothing to hide
+        "side effects": ("none known" if trial.safe else "may hide a failure")
+        if trial is not None and trial.outcome is Outcome.FIXED
+        else ABSENT,
+    }
+
+
+def _with_ratio(text: str, factor: float | None) -> str:
+    return f"{text} ({ratio(factor)})" if factor is not None else text
+
+
+def _parity(parity: Parity | None) -> dict[str, str]:
+    """How far the policy is from the reference's."""
+    if parity is None:
+        return dict.fromkeys(("KL p50, p95, max", "KL total", "equal rewards"), ABSENT)
+    equal = parity.reward_equal_steps
+    return {
+        "KL p50, p95, max": " / ".join(map(number, (parity.median_kl, parity.p95_kl, parity.max_kl))),
+        "KL total": f"{number(parity.total_kl)} in {counted(parity.steps_compared, 'step')}",
+        "equal rewards": f"{equal}/{parity.steps_compared} steps" if equal is not None else ABSENT,
+    }

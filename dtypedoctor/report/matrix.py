@@ -205,7 +205,7 @@ def matrix_document(rows: Sequence[MatrixRow], reports: Sequence[Report], *, exi
         sections=(
             Section("", (Table(_HEADER, tuple(map(_cells, rows))),)),
             *(
-                _details(row, report)
+                Section(row.scenario, _details(row, report), anchor=f"scenario-{row.scenario}")
                 for row, report in attention
                 if row.finding is not None or (not row.as_expected and row in ran)
             ),
@@ -242,11 +242,11 @@ def _before(row: MatrixRow) -> str:
     return "completes"
 
 
-def _details(row: MatrixRow, report: Report) -> Section:
-    blocks: list[Block] = [Paragraph(row.cause)]
-    if report.findings:
-        blocks.append(Facts(tuple((fact.label, fact.line) for fact in ranked_facts(report) if fact.on_screen)))
-    return Section(row.scenario, tuple(blocks), anchor=f"scenario-{row.scenario}")
+def _details(row: MatrixRow, report: Report) -> tuple[Block, ...]:
+    cause = Paragraph(row.cause)
+    if not report.findings:
+        return (cause,)
+    return (cause, Facts(tuple((fact.label, fact.line) for fact in ranked_facts(report) if fact.on_screen)))
 
 
 def _data(rows: Sequence[MatrixRow], exit_code: int) -> dict[str, Any]:

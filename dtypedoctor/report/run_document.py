@@ -6,10 +6,10 @@ from typing import Any
 
 from dtypedoctor.diagnosis.rule import Finding, Link, Severity
 from dtypedoctor.diagnosis.wording import indexed, module_name
+from dtypedoctor.dtypes import short_name
 from dtypedoctor.redaction.redact import redact
-from dtypedoctor.report.advice import do_this, where_it_shows
-from dtypedoctor.report.before_after import before_after
 from dtypedoctor.report.document import (
+    Bar,
     Beside,
     Block,
     Check,
@@ -28,13 +28,12 @@ from dtypedoctor.report.document import (
     Words,
     named,
 )
-from dtypedoctor.report.fixes import cures, fix_checks, fixes_part, replay_command, seconds_of
-from dtypedoctor.report.magnitude_table import magnitude_section
-from dtypedoctor.report.model import Report, Status
+from dtypedoctor.report.fixes import before_after, cures, fix_checks, fixes_part, replay_command, seconds_of
+from dtypedoctor.report.model import Report, Status, StripRow
 from dtypedoctor.report.run_facts import (
     CONFIDENCE,
     chains,
-    finding_anchor,
+    do_this,
     link_dtypes,
     measured_sentence,
     observer_sentence,
@@ -47,10 +46,11 @@ from dtypedoctor.report.run_facts import (
     status_word,
     title,
     what,
+    where_it_shows,
 )
 from dtypedoctor.report.surveys import environment_rows, environment_table
 from dtypedoctor.report.to_json import report_data
-from dtypedoctor.text import ABSENT, counted, duration, memory, number, one_line, ratio
+from dtypedoctor.text import ABSENT, count, counted, duration, fill, limit, memory, number, one_line, ratio
 
 _AS_EXPECTED = {True: "As expected: ", False: "UNEXPECTED: ", None: "Expectation not judged: "}
 _MOST_IN_FULL = 12
@@ -69,13 +69,17 @@ def run_document(report: Report) -> Document:
         _reproduce(report),
     )
     runs_again = "dtypedoctor exec " in report.next_command
+    # How sure the most important finding is, and how many safe fixes it has
+    labels = tuple(Words(finding.confidence.upper()) for finding in report.findings[:1])
+    if labels and (cured := sum(line.safe for line in cures(report))):
+        labels += (Words(counted(cured, "SAFE FIX", "SAFE FIXES"), Look.GOOD),)
     return Document(
         name=report.name,
         headline=report.headline,
         status=status_word(report),
         good=report.status is Status.HEALTHY,
         about=_about(report) if report.replay is None else replay_title(report),
-        labels=tuple(_labels(report)),
+        labels=labels,
         sections=tuple(part for part in parts if part.blocks),
         checks=tuple(_checks(report)),
         next_command=report.next_command,
@@ -113,15 +117,6 @@ def bisection_document(report: Report) -> Document:
     )
 
 
-def _labels(report: Report) -> Iterator[Words]:
-    """How sure the most important finding is, and how many safe fixes it has."""
-    if report.findings:
-        yield Words(report.findings[0].confidence.upper())
-        cured = sum(line.safe for line in cures(report))
-        if cured:
-            yield Words(counted(cured, "SAFE FIX", "SAFE FIXES"), Look.GOOD)
-
-
 def _verdict(report: Report) -> Section:
     """The facts of the most important finding beside its story, then the other findings."""
     if not report.findings:
@@ -157,10 +152,7 @@ def _folded(finding: Finding, position: str, advice: tuple[Block, ...]) -> Fold:
 
 
 def _briefly(findings: Sequence[Finding]) -> Iterator[Fold]:
-    rows = tuple(
-        ((named(f.id), finding_anchor(f)), str(f.severity), named(f.module or f.fqn or ABSENT), f.summary)
-        for f in findings
-    )
+    rows = tuple((named(f.id), str(f.severity), named(f.module or f.fqn or ABSENT), f.summary) for f in findings)
     if rows:
         table = Table(("id", "severity", "module", "summary"), rows)
         yield Fold(f"{len(rows)} more findings: less severe, or consequences", (table,))
@@ -189,6 +181,53 @@ def _link(link: Link) -> Line:
         named(module_name(link.fqn or "") or "(no module)"),
         *source,
     )
+
+
+def magnitude_section(report: Report) -> Section:
+    """Lay out the strip, which needs no trace."""
+    rows = report.strip
+    near = "origin" if any(row.is_origin for row in rows) else "first inf or NaN"  # the origin only where one is known
+    title = f"Activation magnitudes near the {near} (execution order, log scale)"
+    if not rows:
+        return Section(title, ())
+    names = {row.fqn for row in rows}
+    cells = tuple(_cells(row, names) for row in rows)
+    table = Table(("", "module", "dtype", "absmax", "in its range", ""), cells)
+    limits = {short_name(row.dtype): number(limit(row.dtype)) for row in rows if limit(row.dtype) is not None}
+    ends = ", ".join(f"{dtype} {largest}" for dtype, largest in limits.items())
+    scale = f"Bars: log scale, from the dtype's smallest normal value to its max ({ends or ABSENT})."
+    return Section(title, (table, Paragraph(scale, Look.DIM)), "strip", "Magnitudes")
+
+
+def _cells(row: StripRow, names: set[str]) -> tuple[Line, ...]:
+    look = Look.BAD if row.is_origin else Look.PLAIN
+    note = _note(row)
+    absmax = number(row.absmax)
+    if row.absmax == 0 and (row.num_nan or row.num_inf):  # none is finite
+        absmax = "NaN" if row.num_nan else "inf"
+    filled = 1.0 if row.num_inf and row.absmax is not None else fill(row.absmax, row.dtype)
+    return (
+        Words("▶" if row.is_origin else "", look),
+        _module_of(row, names),
+        short_name(row.dtype),
+        absmax,
+        Bar(filled, bad=bool(note)),
+        Words(note, look),
+    )
+
+
+def _note(row: StripRow) -> str:
+    notes = ["ORIGIN"] if row.is_origin else []
+    notes += [f"{count(row.num_inf)} inf"] if row.num_inf else []
+    notes += [f"{count(row.num_nan)} NaN"] if row.num_nan else []
+    return ", ".join(notes) or ("" if row.absmax is not None else ABSENT)
+
+
+def _module_of(row: StripRow, names: set[str]) -> Line:
+    """Name a module, with its class only where the name is a number or the failure originates there: that keeps the table narrow."""
+    name = named(module_name(row.fqn, names) or row.cls or "(model)")
+    tells_class = row.fqn and row.cls and (row.is_origin or row.fqn.replace(".", "").isdigit())
+    return (name, Words(f" ({row.cls})", Look.DIM)) if tells_class else name
 
 
 def _trust(report: Report) -> Section:
@@ -261,7 +300,15 @@ def _checks(report: Report) -> Iterator[Check]:
             outcome=Outcome.PASSED if harmless else Outcome.FAILED,
             kind=finding.id,
             message=finding.summary,
-            text="\n".join(_in_lines(finding)),
+            text="\n".join(
+                (
+                    finding.summary,
+                    f"{finding.severity}, {CONFIDENCE[finding.confidence]}",
+                    *(f"{label}: {value}" for label, value in place(finding)),
+                    f"cause: {finding.cause}",
+                    *(f"- {item}" for item in finding.evidence),
+                )
+            ),
         )
     yield from fix_checks(report)
     if report.expectation_met is not None:
@@ -272,13 +319,6 @@ def _checks(report: Report) -> Iterator[Check]:
             message=report.expectation,
             text=report.expectation if as_expected else "",
         )
-
-
-def _in_lines(finding: Finding) -> Iterator[str]:
-    yield from (finding.summary, f"{finding.severity}, {CONFIDENCE[finding.confidence]}")
-    yield from (f"{label}: {value}" for label, value in place(finding))
-    yield f"cause: {finding.cause}"
-    yield from (f"- {item}" for item in finding.evidence)
 
 
 _VERDICT_HEADER = ("mode", "outcome", "phase", "module", "absmax")

@@ -4,15 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dtypedoctor.diagnosis.rule import Confidence, Finding, Link
+from dtypedoctor.diagnosis.rule import Advice, Confidence, Edit, Excerpt, Finding, Link
 from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, indexed, module_name
-from dtypedoctor.report.document import (
-    Line,
-    Words,
-    anchored,
-    named,
-)
-from dtypedoctor.report.fixes import RemedyLine, call_fixes, cures, outcome_words, remedy_lines
+from dtypedoctor.report.document import Block, Code, Heading, Line, Paragraph, named
+from dtypedoctor.report.fixes import RemedyLine, call_fixes, cures, ended_with, outcome_words, remedy_lines
 from dtypedoctor.report.model import Observer, Outcome, Report, Status
 from dtypedoctor.report.to_json import plain
 from dtypedoctor.text import ABSENT, counted, one_line
@@ -137,11 +132,6 @@ def _set_by(link: Link) -> str:
     return f"{link.dtype_out or link.dtype_in}: {link.op}{where} at {link.source}"
 
 
-def finding_anchor(finding: Finding) -> Words:
-    """What a page can be opened at to show this finding."""
-    return anchored(f"finding-{finding.id}")
-
-
 def title(finding: Finding) -> str:
     """The sentence at the head of a finding; of one that another finding leads to, that it is where that one surfaces."""
     return f"Where it surfaces: {finding.summary}" if finding.consequence_of else finding.summary
@@ -150,19 +140,15 @@ def title(finding: Finding) -> str:
 def chains(finding: Finding) -> Iterator[tuple[str, tuple[Link, ...]]]:
     """The provenance chains of a finding that has any: what each is about, and its links in a reader's words."""
     if finding.provenance:
-        yield (
-            "dtype provenance, from the failing operator back to the origin",
-            tuple(map(_worded, _joined(finding.provenance))),
-        )
+        links = finding.provenance
+        first, last = links[0], links[-1]
+        if len(links) > 1 and (first.fqn, first.source) == (last.fqn, last.source):
+            # A last link that goes back to the failing op itself is told with that op
+            op = f"{first.op} ({last.op.replace(f'{first.op} is ', '')})"
+            links = (replace(first, op=op), *links[1:-1])
+        yield "dtype provenance, from the failing operator back to the origin", tuple(map(_worded, links))
     if finding.met:
         yield "dtype provenance of the other operand", tuple(map(_worded, finding.met))
-
-
-def _joined(links: tuple[Link, ...]) -> tuple[Link, ...]:
-    """A last link that goes back to the failing op itself is told with that op."""
-    if len(links) < 2 or (links[0].fqn, links[0].source) != (links[-1].fqn, links[-1].source):
-        return links
-    return (replace(links[0], op=f"{links[0].op} ({links[-1].op.replace(f'{links[0].op} is ', '')})"), *links[1:-1])
 
 
 def _worded(link: Link) -> Link:
@@ -176,12 +162,6 @@ def watched_and_not(observer: Observer) -> str:
     if observer.bitwise_equal is None:
         return "raises the same error" if observer.same_error else ""
     return "same failure, bitwise identical" if observer.bitwise_equal else "NOT the same, see below"
-
-
-def ended_with(report: Report) -> str:
-    """What the baseline raised, when and where; empty where it did not raise, or the headline says it already."""
-    ended = report.before.ended if report.before is not None else "completed"
-    return one_line(ended, 400) if report.status is Status.FINDINGS and ended != "completed" else ""
 
 
 def link_dtypes(link: Link) -> str:
@@ -297,8 +277,8 @@ def ranked_facts(report: Report) -> Iterator[Fact]:
 
 
 def what(finding: Finding) -> Line:
-    """Name a finding, with how severe and how sure it is, under an anchor."""
-    return (named(finding.id), f": {finding.severity}, {CONFIDENCE[finding.confidence]}", finding_anchor(finding))
+    """Name a finding, with how severe and how sure it is."""
+    return (named(finding.id), f": {finding.severity}, {CONFIDENCE[finding.confidence]}")
 
 
 def _what_fixes(report: Report) -> Iterator[Fact]:
@@ -331,3 +311,62 @@ def _labelled(first: str, others: str, lines: Sequence[RemedyLine], *, on_screen
     for position, line in enumerate(lines):
         told = " ".join(filter(None, (line.change.rstrip("."), f"({line.result})" if line.result else "")))
         yield Fact(others if position else first, (named(line.id), f": {told}") if told else named(line.id), on_screen)
+
+
+MOST_CHANGED = 12
+"""Changed lines that the first screen always shows; where there are more it names the patch that has all."""
+PATCH = "do-this.patch"
+"""The edits for the first finding, in the run directory."""
+
+
+def where_it_shows(excerpts: tuple[Excerpt, ...]) -> tuple[Block, ...]:
+    """The excerpts with a caret under what failed, as compilers show it."""
+    return (
+        (Heading("where"), Code("\n".join(line for one in excerpts for line in _excerpt_lines(one)), "text"))
+        if excerpts
+        else ()
+    )
+
+
+def _excerpt_lines(one: Excerpt) -> Iterator[str]:
+    margin = " " * len(str(one.line))
+    if one.skipped:
+        yield f"{margin} … {counted(one.skipped, 'frame')}"
+    yield f"{margin}--> {one.file}:{one.line}" + (f" in {one.function}" if one.function else "")
+    yield f"{margin} |"
+    yield f"{one.line} | {one.text}"
+    if one.end > one.begin:
+        yield f"{margin} | {' ' * one.begin}{'^' * (one.end - one.begin)}"
+
+
+def do_this(advice: Advice, most: int | None = None, patch: str = "") -> tuple[Block, ...]:
+    """The advice: the sentence, then the change as a unified diff.
+
+    Args:
+        advice: what to do.
+        most: changed lines that are shown where there are more than :data:`MOST_CHANGED`; None for all.
+        patch: the file that holds all of them, as it is typed.
+    """
+    if not advice.text:
+        return ()
+    cut = most is not None and len(advice.edits) > MOST_CHANGED
+    diff = [Code(diff_of(advice.edits[:most] if cut else advice.edits), "diff")] if advice.edits else []
+    rest = counted(len(advice.edits) - (most or 0), "more changed line")
+    left = [Paragraph(f"… and {rest}. Apply all: patch -p0 < {patch}")] if cut else []
+    code = [Code(advice.code, "python")] if advice.code else []
+    return (Heading("do this"), Paragraph(advice.text), *diff, *left, *code)
+
+
+def diff_of(edits: tuple[Edit, ...]) -> str:
+    """The edits as a unified diff, which `patch -p0` takes."""
+    lines, moved, file = [], 0, ""
+    for edit in edits:
+        if edit.file != file:
+            lines += [f"--- {edit.file}", f"+++ {edit.file}"]
+            moved, file = 0, edit.file
+        new = edit.new.split("\n") if edit.new else []
+        begin = edit.line + moved if new else edit.line + moved - 1
+        count = "" if len(new) == 1 else f",{len(new)}"
+        lines += [f"@@ -{edit.line} +{begin}{count} @@", f"-{edit.old}", *(f"+{line}" for line in new)]
+        moved += len(new) - 1
+    return "\n".join(lines)

@@ -27,7 +27,6 @@ from dtypedoctor.report.document import (
     Table,
     named,
 )
-from dtypedoctor.report.run_facts import finding_anchor
 from dtypedoctor.report.to_json import plain
 
 
@@ -104,7 +103,7 @@ def inspection_document(inspection: Inspection) -> Document:
     findings, gaps = inspection.findings, inspection.gaps
     sections = [Section("Dtypes", tuple(_census(inspection.subject)), anchor="dtypes")]
     for number, finding in enumerate(findings, 1):
-        blocks: list[Block] = [Paragraph((finding.summary, finding_anchor(finding)))]
+        blocks: list[Block] = [Paragraph(finding.summary)]
         blocks += [Heading("cause"), Paragraph(finding.cause)]
         blocks += [Heading("evidence"), Items(finding.evidence)] if finding.evidence else []
         sections.append(Section(f"{finding.severity.upper()} {finding.id}", tuple(blocks), anchor=f"finding-{number}"))

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
-from urllib.parse import quote
 
 from dtypedoctor.plugins import Format
 from dtypedoctor.report.document import (
@@ -187,16 +186,10 @@ class _Blocks:
                 right = el("div", self.blocks(block.right), class_="story")
                 return el("div", el("div", self.blocks(block.left)), right, class_="finding")
 
-    def _label(self, name: str, join: str = " ") -> str:
-        """A name that no other part of the page has, of tables for screen readers and of anchors: numbered from the second on."""
+    def _label(self, name: str) -> str:
+        """A name that no other table of the page has, for screen readers: numbered from the second on."""
         self._labels[name] += 1
-        return f"{name}{join}{self._labels[name]}" if self._labels[name] > 1 else name
-
-    def _anchor(self, name: str) -> Html:
-        """A link to the line that it ends, to be copied."""
-        anchor = self._label("-".join(one_line(name).split()), "-")
-        link = el("a", "#", href=f"#{quote(anchor)}", class_="anchor", aria_label=f"Link to {anchor}")
-        return el("span", " ", link, id=anchor)
+        return f"{name} {self._labels[name]}" if self._labels[name] > 1 else name
 
     def _line(self, line: Line, limit: int | None = _CELL) -> Html:
         return join(self._inline(part, limit) for part in parts_of(line))
@@ -206,8 +199,6 @@ class _Blocks:
             return _bar(part)
         if isinstance(part, str):
             return _with_code(_cut(part, limit))
-        if part.anchor:
-            return self._anchor(part.anchor)
         shown = _cut(part.text, limit)
         match part.look:
             case Look.PLAIN:

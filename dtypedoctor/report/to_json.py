@@ -46,7 +46,9 @@ def from_json(text: str) -> Report:
     try:
         return TypeAdapter(Report).validate_json(text, strict=True)
     except ValidationError as error:
-        raise UsageError(f"not a report: {_first_problem(error)}", _HINT) from error
+        problem = error.errors(include_url=False)[0]
+        place = ".".join(map(str, problem["loc"])) or "the document"
+        raise UsageError(f"not a report: {place}: {problem['msg']}", _HINT) from error
 
 
 def report_data(report: Report) -> dict[str, Any]:
@@ -100,12 +102,6 @@ def _plain_scalar(value: Any) -> str | float | None:
 def _unicode(text: str) -> str:
     # File names that are not UTF-8 reach Python as lone surrogates, which JSON readers refuse.
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _first_problem(error: ValidationError) -> str:
-    problem = error.errors(include_url=False)[0]
-    place = ".".join(map(str, problem["loc"])) or "the document"
-    return f"{place}: {problem['msg']}"
 
 
 def json_schema() -> dict[str, Any]:

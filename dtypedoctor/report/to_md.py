@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, metadata
 from itertools import chain
@@ -57,12 +56,11 @@ def render_markdown(document: Document, limit: int = LIMIT) -> str:
     """
     head = f"## {prose(document.title, 600)}" if document.headline else ""
     if document.about:
-        first = document.sections[0].blocks if document.sections else ()
-        signed = "dtypedoctor" in document.about or any(isinstance(block, (Facts, Beside)) for block in first)
-        head += f"\n\n{prose(document.about, 600)}" + ("" if signed else f" (report by {_reporter()})")
-    last = prose(document.last_line, 600)
+        head += f"\n\n{prose(document.about, 600)}"
+    # readers of a ticket may not know what reports there
+    last = "\n\n".join(filter(None, (prose(document.last_line, 600), f"Reported by {_reporter()}.")))
     room = limit - size(head) - size(last) - 200
-    page = "\n\n".join(filter(None, (head, _fitted(_section, _signed(document.sections), room), last)))
+    page = "\n\n".join(filter(None, (head, _fitted(_section, document.sections, room), last)))
     return page.rstrip("\n") + "\n"
 
 
@@ -74,20 +72,6 @@ def _reporter() -> str:
         known = []
     addresses = [one.partition(", ")[2] for one in known]
     return ", ".join([f"dtypedoctor {__version__}", *addresses[:1]])
-
-
-def _signed(sections: Sequence[Section]) -> tuple[Section, ...]:
-    """The sections; the first table of facts begins with the program that reports them, since readers of a ticket may not know it."""
-    row: tuple[str, Line] = ("reported by", _reporter())
-    blocks: list[Block] = []
-    for block in sections[0].blocks if sections else ():
-        if isinstance(block, Facts):
-            blocks.append(Facts((row, *block.rows)))
-        elif isinstance(block, Beside) and block.left and isinstance(block.left[0], Facts):
-            blocks.append(replace(block, left=(Facts((row, *block.left[0].rows)), *block.left[1:])))
-        else:
-            blocks.append(block)
-    return (replace(sections[0], blocks=tuple(blocks)), *sections[1:]) if sections else ()
 
 
 def _fitted(draw: Callable[[_Thing, int], str], things: Sequence[_Thing], room: int) -> str:

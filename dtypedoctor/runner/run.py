@@ -237,17 +237,22 @@ def _died_at_once(directory: Path) -> EmptyTraceError:
 
 
 def _trace_directory(place: Path) -> Path:
-    for directory in map(leading_directory, (place, *([place / BEFORE] if is_real_directory(place / BEFORE) else []))):
+    for directory in map(leading_directory, [place, *filter(is_real_directory, [place / BEFORE])]):
         if (directory / EVENTS).is_file():
             return directory
         if (directory / REQUEST).is_file() and not (directory / EVENTS).exists():
             raise _died_at_once(directory)
+    raise _without_trace(place)
+
+
+def _without_trace(place: Path) -> UsageError:
+    """What to say of a place without a trace: which of its parts are runs."""
     if not place.exists():
-        raise UsageError(f"{place}: no such directory", "Give a directory that a run has left.")
+        return UsageError(f"{place}: no such directory", "Give a directory that a run has left.")
     deep = ("*", "*/*") if place.is_dir() else ()
     parts = [str(path.parent) for pattern in deep for path in sorted(place.glob(f"{pattern}/{EVENTS}"))]
     hint = f"It holds these runs: {', '.join(parts[:_MOST_NAMED])}" + (", …" if len(parts) > _MOST_NAMED else "")
-    raise UsageError(f"{place}: no trace here", hint if parts else "Give a directory that a run has left.")
+    return UsageError(f"{place}: no trace here", hint if parts else "Give a directory that a run has left.")
 
 
 def _exit(directory: Path) -> WorkerExit:

@@ -251,20 +251,25 @@ _KINDS = {
 def _fits(role: str, thing: Any, member: str) -> bool:
     """Whether something is of the kind that its role says."""
     if role == "function":
-        if isinstance(thing, type):  # a class would be made by whoever calls it
-            held = vars(thing).get(member)
-            return isinstance(held, staticmethod) or (issubclass(thing, Enum) and member in thing.__members__)
-        return isinstance(thing, types.FunctionType) and not member
+        return _is_function(thing, member)
     if not isinstance(thing, type):
         return False
-    if role in ("class", "forward"):
-        own = isinstance(vars(thing).get("forward"), types.FunctionType) if role == "forward" else True
-        return issubclass(thing, nn.Module) and own
+    is_module = issubclass(thing, nn.Module)
+    if role == "class":
+        return is_module
+    if role == "forward":
+        return is_module and isinstance(vars(thing).get("forward"), types.FunctionType)
     if role == "config":
-        return callable(getattr(thing, "from_dict", None)) and not issubclass(thing, nn.Module)
-    if role == "mapping":
-        return issubclass(thing, dict)
-    return not issubclass(thing, (nn.Module, BaseException))
+        return not is_module and callable(getattr(thing, "from_dict", None))
+    return issubclass(thing, dict) if role == "mapping" else not (is_module or issubclass(thing, BaseException))
+
+
+def _is_function(thing: Any, member: str) -> bool:
+    """Whether it is a function, or what is called in a class: the class would be made by whoever calls it."""
+    if not isinstance(thing, type):
+        return isinstance(thing, types.FunctionType) and not member
+    is_value = issubclass(thing, Enum) and member in thing.__members__
+    return is_value or isinstance(vars(thing).get(member), staticmethod)
 
 
 def _replaces(cls: Any, attribute: str) -> bool:

@@ -99,9 +99,7 @@ class Elsewhere:
         if event == "ctypes.dlopen" and details[0] is not None:
             self._libraries[os.fsdecode(details[0])] = None
         if event == "os.exec" and os.getpid() == self._owner:
-            program, arguments = details[:2]
-            scripts = [_base(word) for word in arguments if os.fsencode(word).endswith(b".py")]
-            self._becomes(" ".join([_base(program), *scripts[:1]]))
+            self._becomes(_with_script(*details[:2]))
 
     @property
     def libraries(self) -> list[str]:
@@ -118,6 +116,12 @@ class Elsewhere:
             yield f"other programs that were started ({', '.join(programs)})", NOT_HERE
         if self._pythons and JOB not in os.environ:
             yield f"Python programs that were started ({', '.join(self._pythons)})", NOT_HERE
+
+
+def _with_script(program: Any, arguments: Any) -> str:
+    """A program by its name, and that of the script that it is given."""
+    scripts = [_base(word) for word in arguments if os.fsencode(word).endswith(b".py")]
+    return " ".join([_base(program), *scripts[:1]])
 
 
 def _may_work(program: str, arguments: Any) -> bool:

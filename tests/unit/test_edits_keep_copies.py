@@ -10,7 +10,7 @@ from test_edits import first_edits
 from test_edits_of_classes import edited, lines, parameter, program
 
 from dtypedoctor.diagnosis.value_edits import _masks
-from dtypedoctor.report.advice import diff_of
+from dtypedoctor.report.run_facts import diff_of
 
 HEAD = "model = torch.nn.Linear(2, 2)\n"
 

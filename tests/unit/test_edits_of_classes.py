@@ -16,7 +16,7 @@ from dtypedoctor.diagnosis.edits import INSTEAD, edits_for
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Link, Severity
 from dtypedoctor.diagnosis.scene import Scene
-from dtypedoctor.report.advice import diff_of
+from dtypedoctor.report.run_facts import diff_of
 from dtypedoctor.trace.events import Observed, ParameterNote, Raised
 from dtypedoctor.trace.records.execution import Unscaled
 

@@ -1,8 +1,8 @@
 """Excerpts of source: how they are drawn, with a caret under what failed."""
 
 from dtypedoctor.diagnosis.rule import Excerpt
-from dtypedoctor.report.advice import where_it_shows
 from dtypedoctor.report.document import Code
+from dtypedoctor.report.run_facts import where_it_shows
 
 OWN = Excerpt(file="train.py", line=9, function="forward", text="    return self.head(x)", begin=11, end=23)
 INSIDE = Excerpt(

@@ -5,7 +5,7 @@ from dataclasses import replace
 from report_builders import overflow
 from traces import TraceBuilder, tensor
 
-from dtypedoctor.report.magnitude_table import origin_strip
+from dtypedoctor.report.build import origin_strip
 from dtypedoctor.trace.events import Raised, Replay
 
 

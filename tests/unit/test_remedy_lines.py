@@ -9,9 +9,8 @@ from report_builders import facts_of, mismatch, overflow, plain_text
 from dtypedoctor.cli.reported import _next_of_script
 from dtypedoctor.diagnosis.rule import Advice, Edit
 from dtypedoctor.examination.fixes import remedies
-from dtypedoctor.report.before_after import before_after
 from dtypedoctor.report.document import Fold, Paragraph, Table, parts_of
-from dtypedoctor.report.fixes import cured_sentence, cures, remedy_lines, which_one
+from dtypedoctor.report.fixes import before_after, cured_sentence, cures, remedy_lines, which_one
 from dtypedoctor.report.model import Outcome, Report, Trial
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.run_facts import ranked_facts, raw_sentence
