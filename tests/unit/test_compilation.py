@@ -1,7 +1,5 @@
 """Findings about what torch.compile gave up on."""
 
-from typing import Any
-
 import pytest
 from compilation_examples import BREAK, COUNTS, LIMIT, PRINT, RECOMPILE, UNSUPPORTED, trace
 from traces import TraceBuilder
@@ -104,9 +102,3 @@ def test_a_refused_break_is_an_error_told_from_the_exception() -> None:
     assert (finding.severity, finding.source) == (Severity.ERROR, "model.py:130")
     assert "cannot compile the model at model.py:130: Unsupported method call" in finding.summary
     assert finding.remedies == ("nf4-custom-op",)
-
-
-@pytest.mark.parametrize("kinds", [(), (COUNTS,), (COUNTS, ("recompile", RECOMPILE))])
-def test_whole_graphs_and_a_few_recompilations_are_healthy(kinds: tuple[Any, ...]) -> None:
-    """Other sizes and a change from training to evaluation compile again."""
-    assert found(trace(*kinds)) == []

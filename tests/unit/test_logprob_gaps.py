@@ -36,18 +36,6 @@ def changed(what: Any, **fields: Any) -> Any:
     return replace(what, **fields)
 
 
-def test_two_models_of_two_dtypes_explain_the_gap_and_are_proven_by_a_call_in_one() -> None:
-    """The finding has the dtype of the narrower; a call that was not made again proves nothing."""
-    (one,) = found(TWINS)
-    assert (one.dtype, one.confidence, one.severity, one.step) == ("bfloat16", Confidence.PROVEN, Severity.WARNING, 3)
-    assert "(float32)" in one.summary
-    assert "64 log-probabilities of the same tokens" in one.evidence[0]
-    (unsure,) = found(changed(TWINS, moved=None, apart=None))
-    assert (unsure.confidence, unsure.proven_by) == (Confidence.LIKELY, None)
-    (many,) = found(changed(TWINS, choices=32_000))
-    assert "32,000 choices" in many.evidence[0]
-
-
 def test_weights_of_one_dtype_have_the_dtype_of_the_region_that_one_is_called_in() -> None:
     """The generator's before the trainer's."""
     regions = {"trainer_dtype": "float32", "generator_dtype": "float32"}

@@ -7,8 +7,8 @@ from refusals import BIASED, HALF, IN_PLACE, PRODUCT, Story
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.registry import spec_of
-from dtypedoctor.diagnosis.rule import Confidence, Severity
-from dtypedoctor.diagnosis.wording import complaint_of, dtype_named, is_dtype_error
+from dtypedoctor.diagnosis.rule import Confidence
+from dtypedoctor.diagnosis.wording import complaint_of, is_dtype_error
 from dtypedoctor.rules.mismatch.census import Census
 from dtypedoctor.rules.mismatch.rule import detect_mismatch
 from dtypedoctor.trace.events import Flow, Op, Raised, Replay
@@ -50,59 +50,11 @@ def adapter(*, cast: bool) -> Trace:
     return story.ended()
 
 
-def bypass(*, inside: str | None) -> Trace:
-    """A product and a sum in place of float32 operands, inside a region or outside of any."""
-    story = Story().body(F32)
-    x, a = story.given(F32), story.parameter("side.a", F32)
-    if inside is None:
-        product = story.run("aten.mm.default", "side", [x, a], F32)
-        story.run("aten.addmm_.default", "side", [x, product, a], F32, like=x, inplace=True)
-        return story.build()
-    casts = [story.run("aten._to_copy.default", "side", [t], inside, autocast=inside) for t in (x, a)]
-    product = story.run("aten.mm.default", "side", casts, inside, autocast=inside)
-    story.refuse("aten.addmm_.default", "side", [x, product, a], IN_PLACE, inplace=True, autocast=inside)
-    return story.ended()
-
-
 def packed(story: Story, name: str, dtype: str, *, state: str) -> tuple:
     stored = story.parameter(
         name, "uint8", shape=[8, 1], quant={"kind": "nf4", "dtype": state, "compute_dtype": None, "shape": [4, 4]}
     )
     return stored, story.run("bitsandbytes.dequantize_4bit.default", "fused", [stored, story.tensor(F32)], dtype)
-
-
-def quant_state(*, state: str) -> Trace:
-    """Activations in bfloat16 and a packed weight whose state says something."""
-    story = Story().body()
-    _, dense = packed(story, "wide.weight", state, state=state)
-    operands = [story.given(HALF), dense]
-    if state == HALF:
-        story.run("aten.mm.default", "fused", operands, HALF)
-        return story.build()
-    story.refuse("aten.mm.default", "fused", operands, PRODUCT)
-    return story.ended()
-
-
-def stale_buffer(*, memory: str) -> Trace:
-    """A float16 weight that is dequantised into memory from before the call, typed as ``memory``."""
-    story = Story().body("float16")
-    _, dense = packed(story, "wide.weight", "float16", state="float16")
-    scratch = story.tensor(memory)
-    seen = story.run("aten.view.dtype", "fused", [scratch], "float16", like=scratch)
-    story.op("aten.copy_.default", "fused", [seen, dense], [story.tensor("float16", like=scratch)], inplace=True)
-    operands = [story.given("float16"), story.tensor(memory, like=scratch)]
-    if memory == "float16":
-        story.run("aten.mm.default", "fused", operands, "float16")
-        return story.build()
-    refused = story.refuse("aten.mm.default", "fused", operands, PRODUCT)
-    story.saw("packed-weight", "wide", of=refused.n, operand=1, weight="wide.weight", dtype=memory, quant_dtype="float16",
-              relative_error=1.0)  # fmt: skip
-    return story.ended()
-
-
-def test_float32_weights_in_any_region_are_ordinary_mixed_precision() -> None:
-    """A bypass with float32 weights has no contradicting region behind it."""
-    assert [finding.id for finding in detect_mismatch(bypass(inside="float16"))] == ["autocast-bypass"]
 
 
 def test_a_region_re_entered_by_the_backward_is_told_from_one_that_was_lost() -> None:
@@ -118,29 +70,6 @@ def test_a_region_re_entered_by_the_backward_is_told_from_one_that_was_lost() ->
     (finding,) = detect_mismatch(story.ended())
     assert finding.id == "custom-function-autocast"
     assert "re-enters" in finding.cause
-
-
-def unnoticed(*, state: str, memory: str, error: float) -> list[tuple[str, str | None]]:
-    """Findings about a product that ran with a weight from memory typed as ``memory``."""
-    story = Story().body(HALF)
-    _, dense = packed(story, "wide.weight", "float16", state=state)
-    scratch = story.tensor(memory)
-    seen = story.run("aten.view.dtype", "fused", [scratch], "float16", like=scratch)
-    story.op("aten.copy_.default", "fused", [seen, dense], [story.tensor("float16", like=scratch)], inplace=True)
-    cast = story.run(
-        "aten._to_copy.default", "fused", [story.tensor(memory, like=scratch)], "float16", autocast="float16"
-    )
-    product = story.op(
-        "aten.mm.default", "fused", [story.tensor("float16"), cast], [story.tensor("float16")], autocast="float16"
-    )
-    story.saw("packed-weight", "wide", of=product.n, operand=1, weight="wide.weight", dtype="float16", quant_dtype=state,
-              relative_error=error)  # fmt: skip
-    return [(finding.id, finding.fqn) for finding in detect_mismatch(story.build())]
-
-
-def test_a_weight_that_is_right_within_rounding_is_silent() -> None:
-    """Rounding to bfloat16 costs 0.002."""
-    assert unnoticed(state="float16", memory="float16", error=0.002) == []
 
 
 def test_an_activation_of_the_weights_shape_is_no_wrong_weight() -> None:
@@ -171,12 +100,6 @@ def test_a_weight_filled_by_a_kernel_that_nobody_sees_is_known_by_its_values() -
     story.saw("packed-weight", "wide", of=refused.n, operand=1, weight="wide.weight", dtype="float16", quant_dtype="float16",
               relative_error=0.0002)  # fmt: skip
     assert next(detect_mismatch(story.ended())).id == "quant-state-dtype"
-
-
-def test_a_stale_buffer_is_not_taken_for_a_wrong_state_and_the_other_way_round() -> None:
-    """Both refuse in a product, and only in one are the values wrong."""
-    assert [f.id for f in detect_mismatch(stale_buffer(memory=HALF))] == ["stale-dequant-buffer"]
-    assert [f.id for f in detect_mismatch(quant_state(state="float16"))] == ["quant-state-dtype"]
 
 
 def test_without_an_op_trace_the_message_alone_makes_it_possible_and_no_more() -> None:
@@ -216,16 +139,6 @@ def test_a_region_for_the_operands_own_device_is_not_for_another_one() -> None:
     ]
     trace = story.saw("autocast-regions", of=refused.n, device="cpu", regions=regions).ended()
     assert "autocast-wrong-device" not in {found.id for found in detect_mismatch(trace)}
-
-
-def test_a_region_for_a_device_that_nothing_runs_on_is_information_only() -> None:
-    """Nothing failed: float32 throughout, as without the region."""
-    story = (
-        Story().body(F32).saw("autocast-region", device="cuda", wanted="float16", enabled=False, source="train.py:3")
-    )
-    story.sample("body", 1.0, dtype=F32, device="cpu")
-    (finding,) = detect_mismatch(story.build())
-    assert (finding.id, finding.severity) == ("autocast-wrong-device", Severity.INFO)
 
 
 def test_a_region_that_switches_autocast_off_says_nothing_of_a_device() -> None:
@@ -316,14 +229,6 @@ def test_a_recurrent_layer_that_rejects_its_input_complains_about_dtypes_in_each
         assert is_dtype_error(Raised(type="ValueError", message=message, **place))
 
 
-@pytest.mark.parametrize(
-    ("word", "name"), [("Half", "float16"), ("c10::Half", "float16"), ("torch.float32", "float32"), ("Byte", "uint8")]
-)
-def test_a_dtype_has_one_name(word: str, name: str) -> None:
-    """As in C++, as in Python, as in messages."""
-    assert dtype_named(word) == name
-
-
 def test_what_is_frozen_decides_the_dtype_of_a_model_and_packed_weights_do_not() -> None:
     """Adapters may outnumber the rest; packed storage says nothing about activations."""
     story = Story()
@@ -331,14 +236,6 @@ def test_what_is_frozen_decides_the_dtype_of_a_model_and_packed_weights_do_not()
     story.parameter("adapter.weight", F32, shape=[64, 64], requires_grad=True)
     packed(story, "wide.weight", "float16", state="float16")
     assert Census(story.build()).dtype_of(0) == HALF
-
-
-def test_an_adapter_is_known_by_its_shape_and_not_by_its_name() -> None:
-    """Trainable, of low rank, beside a larger frozen matrix with which it shares a dimension."""
-    census = Census(adapter(cast=True))
-    assert census.is_adapter(0, "wrapped.down.weight")
-    assert not census.is_adapter(0, "wrapped.base.weight")
-    assert not census.is_adapter(0, "body.weight")
 
 
 @pytest.mark.parametrize(("again", "found"), [("the same", False), ("another device too", True)])

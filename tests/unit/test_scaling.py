@@ -20,11 +20,6 @@ def found_unscaling(message: str = "", **values: Any) -> list[Finding]:
     return list(detect_scaling(unscaling(message, **values).ended()))
 
 
-def test_float32_trainables_with_a_scaler_are_silent() -> None:
-    """That is what scalers are for."""
-    assert found_unscaling() == []
-
-
 @pytest.mark.parametrize(
     ("values", "word"),
     [
@@ -55,20 +50,9 @@ def test_bfloat16_trainables_are_a_warning_and_an_error_once_the_kernel_is_missi
     assert (error.severity, error.phase) == (Severity.ERROR, "optimizer")
 
 
-def test_the_first_skipped_steps_of_a_healthy_run_are_silent() -> None:
-    """The scale comes down from 65536 to where the gradients fit, and stays."""
-    healthy = scales(*[(2.0 ** (16 - i), True) for i in range(9)], *[(128.0, False)] * 3)
-    assert list(detect_exhausted_scale(healthy.build())) == []
-
-
 def test_a_run_that_ends_while_the_scale_still_comes_down_is_silent() -> None:
     """Ten halvings are no failure yet."""
     assert list(detect_exhausted_scale(scales(*[(2.0 ** (16 - i), True) for i in range(10)]).build())) == []
-
-
-def test_one_skipped_step_now_and_then_is_silent() -> None:
-    """A scaler tries a larger scale every so often."""
-    assert list(detect_exhausted_scale(scales((1024.0, False), (2048.0, True), (1024.0, False)).build())) == []
 
 
 EXHAUSTED = {
@@ -77,13 +61,6 @@ EXHAUSTED = {
     "scale one": [(2.0 ** (4 - i), True) for i in range(5)],
     "endless": [(2.0 ** (30 - i), True) for i in range(21)],
 }
-
-
-@pytest.mark.parametrize("steps", EXHAUSTED.values(), ids=list(EXHAUSTED))
-def test_a_scale_that_never_fits_is_exhausted(steps: list[tuple[float, bool]]) -> None:
-    """Held up, coming down too slowly, at its end, or too often skipped; the first skipped step is given."""
-    (finding,) = detect_exhausted_scale(scales((8.0, False), *steps).build())
-    assert (finding.id, finding.step, finding.severity) == ("loss-scale-exhausted", 2, Severity.ERROR)
 
 
 def test_an_optimizer_whose_steps_are_all_skipped_is_told_apart_from_one_that_trains() -> None:
@@ -123,10 +100,3 @@ def test_deepspeeds_message_says_the_same() -> None:
         "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.", phase="optimizer"
     )
     assert [finding.id for finding in detect_exhausted_scale(story.ended())] == ["loss-scale-exhausted"]
-
-
-def test_a_gradient_that_overflows_at_every_scale_comes_before_the_scale() -> None:
-    """It is why the scale never fits."""
-    trace = gradient(scale=1.0, float32=2.0**40)
-    trace.add(*scales(*[(1.0, True)] * 8).build().all(ScalerState))
-    assert [finding.id for finding in diagnose(trace.build())] == ["backward-overflow", "loss-scale-exhausted"]

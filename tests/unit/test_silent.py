@@ -48,11 +48,6 @@ def test_parameters_that_stall_are_counted_and_named(names: str, said: str) -> N
     assert summary.endswith(f"({', '.join(f'{name}.weight' for name in names)}).")
 
 
-def test_a_router_that_flips_is_told_with_the_share_of_its_tokens() -> None:
-    """18 of 512 are 3.5%."""
-    assert "moe.gate routes 3.5% of the tokens to other experts" in only(router(18)).summary
-
-
 def test_a_few_weights_that_stall_do_not_speak_before_a_router_that_flips() -> None:
     """Where most of what is trained stands still, that comes first."""
     for moving, order in ((0, ["update-stall", "router-flip"]), (640, ["router-flip", "update-stall"])):
