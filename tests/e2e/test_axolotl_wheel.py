@@ -47,38 +47,6 @@ def test_the_corrected_release_computes_what_the_next_one_does(tmp_path: Path) -
     assert losses(corrected.out) == losses(done.out)
 
 
-def test_the_last_release_is_quiet(tmp_path: Path) -> None:
-    """0.19.0 has an operator of its own; the correction, asked for all the same, says how its source differs."""
-    done = run("exec", "0.19.0", "--try", CORRECTION, "--out", tmp_path / "run")
-    report = report_of(tmp_path / "run")
-    assert (done.code, report["findings"]) == (0, [])
-    [trial] = report["trials"]
-    assert trial["outcome"] == "not-tried"
-    assert "dequantize takes (W, quant_state), this correction was written for (W, quant_state, out)" in trial["reason"]
-
-
-@pytest.mark.parametrize(
-    ("version", "difference"),
-    [
-        ("0.16.1", ""),
-        ("0.16.0", ""),
-        ("0.15.0", "dequantize has no `if quant_state.offset is None"),
-        ("0.9.2", "dequantize has no `if quant_state.offset is None"),
-    ],
-)
-def test_releases_that_nobody_had_tried_are_corrected_or_refused_with_the_difference(
-    version: str, difference: str, tmp_path: Path
-) -> None:
-    """All of them break the graph at each dequantization; they are fetched as source."""
-    run("exec", version, "--try", CORRECTION, "--out", tmp_path / "run")
-    report = report_of(tmp_path / "run")
-    [trial] = [one for one in report["trials"] if one["remedy"] == CORRECTION]
-    assert report["findings"][0]["id"] == "compile-graph-break"
-    assert report["findings"][0]["source"].startswith("axolotl/kernels/quantize.py:")
-    assert trial["outcome"] == ("not-tried" if difference else "fixed")
-    assert difference in trial["reason"]
-
-
 @pytest.mark.parametrize("version", ["0.17.0", "0.18.0", "0.19.0"])
 def test_a_release_is_corrected_or_refused_with_the_difference(version: str) -> None:
     """The last two have their own fix for compiled code, in functions of other lines."""

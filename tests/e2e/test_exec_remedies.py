@@ -83,32 +83,3 @@ def test_a_correction_that_fits_no_model_of_the_script_is_not_called_tried(tmp_p
     assert trial.outcome is Outcome.NOT_TRIED
     assert "it does not apply here" in trial.reason
     assert (tmp_path / f"remedy-{CORRECTION}").exists()
-
-
-GEMMA = """
-    import torch
-    from transformers import Gemma4TextConfig
-    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextMLP
-    torch.manual_seed(0)
-    config = Gemma4TextConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, vocab_size=32)
-    net = torch.nn.Sequential(Gemma4TextMLP(config, 0))
-    with torch.no_grad():
-        net[0].gate_proj.weight.mul_(500)
-        net[0].up_proj.weight.mul_(500)
-        net[0].down_proj.weight.mul_(1e-3)
-    net.half()
-    for step in range(2):
-        net(torch.randn(4, 16).half())
-"""
-
-
-@pytest.mark.release
-def test_a_correction_cures_the_librarys_own_module_in_a_script(tmp_path: Path) -> None:
-    """It was called in the run that it cured, and held what would have overflowed."""
-    path = tmp_path / "work.py"
-    path.write_text(textwrap.dedent(GEMMA))
-    treatment = treat_forked(path, tmp_path, Plan(certify=False, only=frozenset({CORRECTION})), (CORRECTION,))
-    assert treatment.findings[0].id == "float16-overflow"
-    (trial,) = (trial for trial in treatment.trials if trial.remedy == CORRECTION)
-    assert (trial.outcome, trial.never_reached) == (Outcome.FIXED, False)
-    assert trial.clamped_elements

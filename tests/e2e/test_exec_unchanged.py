@@ -180,27 +180,6 @@ def test_a_failure_that_vanishes_when_it_is_watched_is_reported_so(tmp_path: Pat
 
 
 @pytest.mark.release
-def test_a_failure_that_a_second_run_would_not_have_is_proven_from_one(tmp_path: Path) -> None:
-    """The script is not started again; nor does the report claim a certificate that it has not."""
-    source = """
-        import pathlib, torch
-        net = torch.nn.Linear(4, 4).half()
-        first = not pathlib.Path("seen").exists()
-        pathlib.Path("seen").touch()
-        with torch.no_grad():
-            net.weight.fill_(6e4 if first else 1.0)
-        net(torch.ones(2, 4).half())
-    """
-    finished = execute(tmp_path, script(tmp_path, source))
-    report = report_of(tmp_path / "run")
-    assert finished.code == 10
-    assert report["findings"][0]["id"] == "float16-overflow"
-    assert (report["findings"][0]["op"], report["findings"][0]["confidence"]) == ("aten.addmm.default", "proven")
-    assert report["observer"]["bitwise_equal"] is None
-    assert "--rerun" in report["observer"]["reason"]
-
-
-@pytest.mark.release
 def test_a_script_may_watch_itself(tmp_path: Path) -> None:
     """`watch()` inside of exec: both reports are written, and both name the module."""
     source = """

@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import pytest
-import torch
-from command import Finished, forked, in_this_process, report_of
+from command import forked, in_this_process, report_of
 from released_wheels import released
-from torch.distributed.pipelining import microbatch
 
 pytestmark = pytest.mark.release
 
@@ -48,48 +46,6 @@ def test_the_release_with_its_own_fix_is_quiet(tmp_path: Path) -> None:
     """0.5.0 takes the values before the cast."""
     path = {"PYTHONPATH": str(released("nemo_automodel", "0.5.0")), "OMP_NUM_THREADS": "1"}
     done = forked("exec", "--out", tmp_path / "run", PROGRAM, "rotary", "half", **path)
-    assert (done.code, report_of(tmp_path / "run")["findings"]) == (0, [])
-
-
-LORA = "nemo-lora-input-dtype"
-OF_NEWER_TORCH = () if hasattr(microbatch, "BlockMask") else ("0.6.0", "0.7.0")
-"""Releases that import this name, which torch 2.9 does not have there, although they say that 2.8 will do."""
-
-
-def on(version: str, verb: str, *options: str | Path) -> Finished:
-    if version in OF_NEWER_TORCH:
-        pytest.skip(f"nemo_automodel {version} cannot be imported with torch {torch.__version__}")
-    path = {"PYTHONPATH": str(released("nemo_automodel", version)), "OMP_NUM_THREADS": "1"}
-    return forked(verb, *options, **path)
-
-
-@pytest.mark.parametrize("version", ["0.3.0", "0.5.0", "0.6.0", "0.7.0"])
-def test_releases_that_the_lora_correction_was_not_written_on_are_found_and_corrected(
-    version: str, tmp_path: Path
-) -> None:
-    """With LoRA on the head too, so that no layer after a norm is without the cast. From 0.5.0 on the MLP is one autograd function."""
-    done = on(version, "exec", "--try", LORA, "--out", tmp_path / "run", PROGRAM, "norms", "half", "head")
-    report = report_of(tmp_path / "run")
-    found = report["findings"][0]
-    assert done.code == 10
-    assert (found["id"], found["fqn"]) == ("norm-promotes-to-float32", "model.layers.0.input_layernorm")
-    assert found["source"].startswith("nemo_automodel/")
-    assert {trial["remedy"]: trial["outcome"] for trial in report["trials"]}[LORA] == "fixed"
-
-
-@pytest.mark.parametrize("version", ["0.1.2", "0.2.0"])
-def test_a_release_that_gives_the_head_no_lora_is_fixed_by_the_norms_alone(version: str, tmp_path: Path) -> None:
-    """They leave the head of a causal model out, whatever the settings say."""
-    options = "--try", LORA, "--try", "norm-output-cast", "--out", tmp_path / "run"
-    on(version, "exec", *options, PROGRAM, "norms", "half", "head")
-    outcomes = {trial["remedy"]: trial["outcome"] for trial in report_of(tmp_path / "run")["trials"]}
-    assert (outcomes[LORA], outcomes["norm-output-cast"]) == ("not-fixed", "fixed")
-
-
-@pytest.mark.parametrize("version", ["0.1.2", "0.2.0", "0.3.0", "0.6.0", "0.7.0"])
-def test_releases_that_keep_float32_values_are_quiet(version: str, tmp_path: Path) -> None:
-    """Before 0.4.0 there is no cast that could round them."""
-    done = on(version, "exec", "--out", tmp_path / "run", PROGRAM, "rotary", "half")
     assert (done.code, report_of(tmp_path / "run")["findings"]) == (0, [])
 
 
