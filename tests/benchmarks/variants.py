@@ -1,6 +1,5 @@
 """Ways of watching a training step."""
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
-    register_module_forward_pre_hook,
-    register_module_full_backward_hook,
 )
 from torch.utils._debug_mode import DebugMode
 from transformers.debug_utils import DebugUnderflowOverflow
@@ -140,54 +137,8 @@ def _hooks(look: Callable[[Tensor], Any]) -> Callable[[Workload], AbstractContex
     return active
 
 
-_IN_C: Any = os.scandir(os.curdir).__exit__
-"""A function of C that takes any positional arguments and, on a scan that is closed, does nothing."""
-
-
-@contextmanager
-def _hooks_in_c(workload: Workload) -> Iterator[None]:
-    """The hooks that a watch has on module calls, as a compiled extension would bring them: no way of hooking modules costs less."""
-    _IN_C()
-    handles = [
-        register_module_forward_pre_hook(_IN_C),
-        register_module_forward_hook(_IN_C, with_kwargs=True, always_call=True),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _is_finite(tensor: Tensor) -> bool:
     return bool(tensor.isfinite().all().item())
-
-
-class _Norms:
-    """Maximum norms of tensors, so many at a time."""
-
-    def __init__(self, together: int) -> None:
-        self._together = together
-        self._held: list[Tensor] = []
-
-    def __call__(self, tensor: Tensor) -> None:
-        self._held.append(tensor.detach())
-        if len(self._held) == self._together:
-            torch._foreach_norm(self._held, float("inf"))
-            self._held.clear()
-
-
-@contextmanager
-def _full_backward_hooks(workload: Workload) -> Iterator[None]:
-    handles = [
-        register_module_forward_hook(lambda module, args, output: None),
-        register_module_full_backward_hook(lambda module, given, returned: None),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -208,10 +159,7 @@ VARIANTS: dict[str, Callable[[Workload], Variant]] = {
     "dtypedoctor watch": lambda w: Doctor("dtypedoctor watch", w),
     "dtypedoctor sentinel": lambda w: Doctor("dtypedoctor sentinel", w, Budget(every=0)),
     "hooks without statistics": lambda w: _Inside("hooks without statistics", w, _hooks(lambda tensor: None)),
-    "module hooks in C": lambda w: _Inside("module hooks in C", w, _hooks_in_c),
-    "full backward hooks": lambda w: _Inside("full backward hooks", w, _full_backward_hooks),
     "aminmax, not read": lambda w: _Inside("aminmax, not read", w, _hooks(lambda t: torch.aminmax(t.detach()))),
-    "foreach_norm, not read": lambda w: _Inside("foreach_norm, not read", w, _hooks(_Norms(64))),
     "DebugUnderflowOverflow": lambda w: _Inside("DebugUnderflowOverflow", w, _own_hooks, slow=True),
     "isfinite hooks": lambda w: _Inside("isfinite hooks", w, _hooks(_is_finite), slow=True),
     "DebugMode modules": lambda w: _Inside("DebugMode modules", w, _debug_mode, slow=True),

@@ -28,7 +28,6 @@ def label_of(program: Callable[[], None]) -> tuple[int, list[str]]:
     return first + place, lines[place].partition(MARK)[2].split()
 
 
-@pytest.mark.release(all_but=13)
 @pytest.mark.parametrize("program", FAULTY, ids=lambda program: program.__name__)
 def test_the_operator_that_makes_inf_or_nan_is_found_in_one_run(program: Callable[[], None], tmp_path: Path) -> None:
     """A plain program in which a value stops being finite is no healthy one; operator and line are those that made it."""
