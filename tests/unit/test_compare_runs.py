@@ -47,16 +47,6 @@ def test_what_only_one_run_has_lies_after_the_end_only_where_all_of_it_does() ->
     assert [(one.fqn, one.only_in, one.after_the_end) for one in compared(b, after).missing] == [("more", "B", True)]
 
 
-def test_the_first_inf_is_named_beside_an_earlier_drift() -> None:
-    """A drift comes first, and the inf that only one run has is not hidden behind it."""
-    a = TraceBuilder().sample("one", 1.0).sample("two", 2.0, inf=1).build()
-    b = TraceBuilder().sample("one", 3.0).sample("two", 2.0).build()
-    found = compared(a, b)
-    assert found.first is not None
-    assert found.first_nonfinite is not None
-    assert (found.first.fqn, found.first_nonfinite.fqn) == ("one", "two")
-
-
 def test_the_default_tolerance_follows_the_coarsest_dtype() -> None:
     """Sixteen roundings of bfloat16 where one run computes in it, of float16 where both do."""
     mixed = compared(three_modules().build(), three_modules(dtype="bfloat16").build(), None)

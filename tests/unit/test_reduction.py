@@ -159,24 +159,6 @@ def test_a_contradiction_of_monotony_is_said() -> None:
     assert not result.monotone
 
 
-@settings(max_examples=200)
-@given(shape=shapes, culprits=plantings, seed=st.integers(0, 2**32), share=st.floats(0, 0.6))
-def test_unresolved_outcomes_at_random_leave_the_answer_one_minimal(
-    shape: str, culprits: set[str], seed: int, share: float
-) -> None:
-    """Probes that fail otherwise cost probes, but the answer passes, holds all culprits and nothing can be left out."""
-    roots = SHAPES[shape]
-
-    def oracle(treated: frozenset[str]) -> Outcome:
-        if treated and treated != leaves_of(roots) and draw_of(seed, treated) < share:
-            return Outcome.UNRESOLVED
-        return needs(culprits)(treated)
-
-    result = reduce(oracle, roots)
-    assert set(result.culprits) >= culprits
-    assert_one_minimal(result, oracle)
-
-
 def forests(names: list[str]) -> st.SearchStrategy[list[Node]]:
     """Forests of any shape and weights over these leaves."""
 

@@ -31,20 +31,6 @@ def test_the_document_reads_as_expected() -> None:
     assert_golden("junit.xml", merged(everything()[:4]))
 
 
-def test_counts_are_those_of_the_cases() -> None:
-    """CI servers add up the attributes without looking at the cases."""
-    root = ET.fromstring(merged(everything()))
-    assert len(root) == 5
-    for element in [root, *root]:
-        for attribute, tag in (
-            ("tests", "testcase"),
-            ("failures", "failure"),
-            ("errors", "error"),
-            ("skipped", "skipped"),
-        ):
-            assert int(element.get(attribute, "-1")) == len(list(element.iter(tag)))
-
-
 def test_findings_fail_unless_they_are_expected() -> None:
     """A scenario that fails as it says and is cured as it says passes the gate."""
     assert cases(mismatch()) == {"run": "pass", "finding norm-promotes-to-float32": "failure"}
