@@ -965,10 +965,26 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any] | None:
     return disable(function, recursive=True) if disable is not None else None
 
 
-norm_of_each: Callable[[Sequence[Tensor], float], Sequence[Tensor]] = _optional(
+_norm_of_each: Callable[[Sequence[Tensor], float], Sequence[Tensor]] = _optional(
     "_foreach_norm", None, lambda tensors, order: [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
 )
-"""The norm of each of some tensors, in a given order; without the name by an operator for each."""
+
+
+def norms_of(tensors: Sequence[Tensor], order: float) -> Tensor:
+    """The norms of some tensors of one device in a vector; without ``_foreach_norm`` by an operator for each.
+
+    The fused operator of CUDA returns the elements of one vector, side by side: that is taken, where it is so, and they need not be copied.
+    """
+    norms = list(_norm_of_each(tensors, order))
+    first, last = norms[0], norms[-1]
+    memory, begin = first.untyped_storage(), first.storage_offset()
+    are_side_by_side = (
+        memory.data_ptr() == last.untyped_storage().data_ptr()
+        and memory.nbytes() == len(norms) * first.itemsize
+        and (begin, last.storage_offset()) == (0, len(norms) - 1)
+    )
+    return first.as_strided((len(norms),), (1,)) if are_side_by_side else torch.stack(norms)
+
 
 set_frame_callback: Callable[[Any], Any] = _optional("_C._dynamo.eval_frame.set_eval_frame", None, lambda _: None)
 """Sets what Dynamo does with each frame, None for nothing, and returns what it was. Without it Dynamo may compile the doctor's own functions."""

@@ -184,20 +184,16 @@ def leading_rank(ranks: Sequence[Rank]) -> int:
 def carrier(ranks: Sequence[Rank], source: int) -> Carried | None:
     """The first collective or message after the failure began that brought it from rank ``source`` to others."""
     origin = next(rank for rank in ranks if rank.number == source)
-    others = [rank for rank in ranks if rank.number != source]
-    for key, sample in _sent_since_the_failure(origin):
-        victims = tuple(rank.number for rank in others if _is_victim(rank, key))
+    groups = {seen.what.name: tuple(seen.what.ranks) for seen in origin.trace.observed(ProcessGroup)}
+    for key, sample in origin.collectives[SENT].items():
+        if sample.finite or sample.n < origin.began:
+            continue
+        victims = tuple(rank.number for rank in ranks if rank is not origin and _is_victim(rank, key))
         if victims:
             site = origin.trace.sites[sample.site]
-            return Carried(sent=sample, site=site, victims=victims, group=_members(origin.trace, site))
+            group = groups.get(site.index.partition(":")[0], ())
+            return Carried(sent=sample, site=site, victims=victims, group=group)
     return None
-
-
-def _sent_since_the_failure(origin: Rank) -> Iterator[tuple[Key, Sample]]:
-    """What the rank has sent that is not finite, from where its failure began; nothing where it had none."""
-    for key, sample in origin.collectives[SENT].items():
-        if not sample.finite and sample.n >= origin.began:
-            yield key, sample
 
 
 def across_ranks(findings: Sequence[Finding], ranks: Sequence[Rank], source: int) -> tuple[Finding, ...]:
@@ -206,7 +202,15 @@ def across_ranks(findings: Sequence[Finding], ranks: Sequence[Rank], source: int
         return tuple(findings)
     own = [replace(finding, rank=source) for finding in findings]
     own[:1] = [replace(first, evidence=(*_told(ranks, source), *first.evidence)) for first in own[:1]]
-    return with_compared([_begun_elsewhere(finding, ranks, source) for finding in own], ranks)
+    origin, others = next(rank for rank in ranks if rank.number == source), not_recorded(ranks)
+    if others and origin.first is not None and _was_carried(origin):
+        # What is found only shows what came in from a rank that nobody has recorded
+        by = next(key[2] for key, sample in origin.collectives[RECEIVED].items() if not sample.finite)
+        said = f"Rank {source} received it through {by}: it began on another rank; not recorded here: {others}."
+        own = [
+            replace(one, summary=f"{one.summary} {said}", confidence=Confidence.POSSIBLE, proven_by=None) for one in own
+        ]
+    return with_compared(own, ranks)
 
 
 def size_of(ranks: Sequence[Rank]) -> int:
@@ -226,17 +230,6 @@ def not_recorded(ranks: Sequence[Rank]) -> str:
     return f"rank{'s' if several else ''} {', '.join(parts)}" if parts else ""
 
 
-def _begun_elsewhere(finding: Finding, ranks: Sequence[Rank], source: int) -> Finding:
-    """The finding; where it only shows what came in through a collective from a rank that nobody has recorded, it says so and is no more than possible."""
-    origin = next(rank for rank in ranks if rank.number == source)
-    others = not_recorded(ranks)
-    if not others or origin.first is None or not _was_carried(origin):
-        return finding
-    by = next(key[2] for key, sample in origin.collectives[RECEIVED].items() if not sample.finite)
-    said = f"Rank {source} received it through {by}: it began on another rank; not recorded here: {others}."
-    return replace(finding, summary=f"{finding.summary} {said}", confidence=Confidence.POSSIBLE, proven_by=None)
-
-
 def with_compared(own: Sequence[Finding], ranks: Sequence[Rank]) -> tuple[Finding, ...]:
     """The findings with what only several ranks show together. That comes first, unless something was found in an earlier step."""
     shared = [finding for rule in rules() if rule.compare for finding in rule.compare(ranks)]
@@ -249,36 +242,33 @@ def coverage_of(ranks: Sequence[Rank]) -> Iterator[str]:
     """A line for each rank, how it ended and how far it came, unless all of several completed; and one for those that were not recorded."""
     if others := not_recorded(ranks):
         yield f"{others}: not recorded here, so nothing is known of it; {_JOIN}"
-    if size_of(ranks) > 1 and not all(rank.completed for rank in ranks):
-        yield from _progress(ranks)
+    if size_of(ranks) < 2 or all(rank.completed for rank in ranks):
+        return
+    furthest = max((rank.entered() for rank in ranks), default=0)
+    for rank in ranks:
+        count, sent, received = rank.entered(), rank.messages(SENT), rank.messages(RECEIVED)
+        behind = " and never entered the next one, in which others wait" if rank.stopped and count < furthest else ""
+        where = "" if rank.completed else f", {rank.last_module}"
+        messages = f"; it sent {sent} message(s) and received {received}" if sent or received else ""
+        yield f"rank {rank.number}: {rank.ended}{where}; it entered {count} collective(s){behind}{messages}"
 
 
 _JOIN = "`dtypedoctor report DIR DIR` joins what several machines have recorded"
 
 
-def _progress(ranks: Sequence[Rank]) -> Iterator[str]:
-    furthest = max((rank.entered() for rank in ranks), default=0)
-    for rank in ranks:
-        count = rank.entered()
-        behind = " and never entered the next one, in which others wait" if rank.stopped and count < furthest else ""
-        where = "" if rank.completed else f", {rank.last_module}"
-        yield f"rank {rank.number}: {rank.ended}{where}; it entered {count} collective(s){behind}{_messages(rank)}"
-
-
-def _messages(rank: Rank) -> str:
-    sent, received = rank.messages(SENT), rank.messages(RECEIVED)
-    return f"; it sent {sent} message(s) and received {received}" if sent or received else ""
-
-
 def _told(ranks: Sequence[Rank], source: int) -> Iterator[str]:
     origin = next(rank for rank in ranks if rank.number == source)
-    if origin.first is None:
+    first = origin.first
+    if first is None:
         yield f"Seen on rank {source} of {size_of(ranks)}."
         return
     of_these = " recorded here" if not_recorded(ranks) else ""
+    place = "the loss" if first.kind == "loss" else short(first.site.fqn if first.site is not None else None)
+    if origin.began < first.n:
+        place = "in what it put into a collective"
     yield (
-        f"Rank {source} of {len(ranks)}{of_these} was the first with something that is not finite: {origin.trace.moment(origin.first.step)}, "
-        f"{origin.first.phase}, {_first_place(origin, origin.first)}."
+        f"Rank {source} of {len(ranks)}{of_these} was the first with something that is not finite: {origin.trace.moment(first.step)}, "
+        f"{first.phase}, {place}."
     )
     carried = carrier(ranks, source)
     if carried is not None:
@@ -287,35 +277,20 @@ def _told(ranks: Sequence[Rank], source: int) -> Iterator[str]:
         yield "No recorded collective or message propagated it to another rank."
 
 
-def _first_place(origin: Rank, first: Incident) -> str:
-    if origin.began < first.n:
-        return "in what it put into a collective"
-    if first.kind == "loss":
-        return "the loss"
-    return short(first.site.fqn if first.site is not None else None)
-
-
 def _in_words(carried: Carried, source: int) -> str:
     site, sent = carried.site, carried.sent
+    victims, bad = ", ".join(map(str, carried.victims)), f"{sent.num_nan} NaN and {sent.num_inf} inf"
+    when = f"in the {site.phase} pass of step {sent.step} ({site.dtype}, {site.shape}"
     if site.cls == SEND:
-        return _message_in_words(carried, source)
-    victims = ", ".join(map(str, carried.victims))
+        inside = f" inside of {short(site.fqn)}" if site.fqn else ""
+        return (
+            f"The send from rank {source} to rank {victims}{inside} {when}) carried it: rank {source} sent {bad}, and what rank {victims} received "
+            "is not finite."
+        )
     unit = f" of {short(site.fqn)}" if site.fqn else ""
     return (
-        f"The {site.cls}{unit} in the {site.phase} pass of step {sent.step} ({site.dtype}, {site.shape}, among ranks "
-        f"{', '.join(map(str, carried.group)) or 'unknown'}) carried it to rank {victims}: rank {source} put in {sent.num_nan} NaN "
-        f"and {sent.num_inf} inf; what rank {victims} put in was finite, and what came back is not."
-    )
-
-
-def _message_in_words(carried: Carried, source: int) -> str:
-    site, sent = carried.site, carried.sent
-    (victim,) = carried.victims
-    inside = f" inside of {short(site.fqn)}" if site.fqn else ""
-    return (
-        f"The send from rank {source} to rank {victim}{inside} in the {site.phase} pass of step {sent.step} ({site.dtype}, "
-        f"{site.shape}) carried it: rank {source} sent {sent.num_nan} NaN and {sent.num_inf} inf, and what rank {victim} received "
-        "is not finite."
+        f"The {site.cls}{unit} {when}, among ranks {', '.join(map(str, carried.group)) or 'unknown'}) carried it to rank {victims}: "
+        f"rank {source} put in {bad}; what rank {victims} put in was finite, and what came back is not."
     )
 
 
@@ -355,9 +330,3 @@ def _blame(rank: Rank) -> int:
     if rank.lost:
         return 2
     return 6 if not rank.code else 5 if rank.code == -signal.SIGTERM else 4
-
-
-def _members(trace: Trace, site: Site) -> tuple[int, ...]:
-    name = site.index.partition(":")[0]
-    groups = (seen.what for seen in trace.observed(ProcessGroup))
-    return next((tuple(group.ranks) for group in groups if group.name == name), ())

@@ -129,6 +129,11 @@ class Batches:
         flying = self._flying
         return len(flying) > MOST_UNREAD or (len(flying) > AHEAD and self._rows.arrived(flying[-AHEAD][0], 1) is None)
 
+    @property
+    def holds_any(self) -> bool:
+        """Whether any rows have been handed over whose results are not read."""
+        return bool(self._open or self._gated or self._changed or self._flying)
+
     def newest(self) -> int:
         """Number of the newest batch that is on its way; -1 where there is none."""
         return self._flying[-1][0] if self._flying else -1

@@ -7,10 +7,10 @@ torch's takes the gradients, they are measured where a backward pass leaves them
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import norm_of_each, scale_where_it_lies, version_now, version_of
+from dtypedoctor._torch_private import norms_of, scale_where_it_lies, version_now, version_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.phases import ScalerStep
 from dtypedoctor.instrument.places import When
@@ -33,7 +33,7 @@ BYTES_A_STEP = 64 << 20
 """Parameters measured after an ordinary step; what a CPU reads in a few milliseconds and a GPU in 20 microseconds."""
 
 Sample = Callable[[str, list[Rooted], str, When | None], None]
-Known = Callable[[str, Rooted, float, str, When], None]
+Known = Callable[[Rooted, float, When], None]
 
 
 @dataclass(slots=True)
@@ -58,6 +58,12 @@ class _Kept:
     """Of each parameter how often it had been written to by the end of the last step."""
     told: bool = False
     """Whether it is written down which optimizer this is."""
+    alike: bool = field(init=False)
+    """Whether all parameters lie on one device and hold something."""
+
+    def __post_init__(self) -> None:
+        parameters = [parameter for *_, parameter in self.named]
+        self.alike = all(p.numel() for p in parameters) and len({p.device for p in parameters}) == 1
 
 
 class OptimizerSamples:
@@ -67,7 +73,7 @@ class OptimizerSamples:
         session: knows the parameters' names; counts the gradients, and those that were measured.
         sample: measures named tensors as a kind of site in a phase.
         arrivals: brings numbers from a device.
-        known: takes note of a named tensor of which only the magnitude is known.
+        known: takes note of a named gradient of which only the magnitude is known.
     """
 
     def __init__(self, session: Session, sample: Sample, arrivals: Arrivals, known: Known) -> None:
@@ -96,36 +102,34 @@ class OptimizerSamples:
         """Asks of all gradients by one operator whether they are finite, and measures those that are not."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
-        of_device: dict[torch.device, list[tuple[Rooted, Tensor]]] = {}
-        for named in self._of(optimizer).named:
-            gradient = named[2].grad
-            if gradient is None:
-                continue
-            is_plain = type(gradient) is Tensor and gradient.layout is torch.strided
-            values = gradient if is_plain else held_values(gradient)
-            if values is not None and values.numel():
-                of_device.setdefault(values.device, []).append((named, values))
-        for gradients in of_device.values():
-            self._glance_at(gradients)
+        kept = self._of(optimizer)
+        gradients = [named[2].grad for named in kept.named]
+        if kept.alike and _are_plain(gradients):
+            self._glance_at(kept.named, gradients)
+            return
+        for parameters, held in _by_device(kept.named, gradients):
+            self._glance_at(parameters, held)
 
-    def _glance_at(self, gradients: list[tuple[Rooted, Tensor]]) -> None:
+    def _glance_at(self, parameters: list[Rooted], gradients: list[Tensor]) -> None:
+        """Asks the gradients of parameters, which lie on one device and hold something."""
         self._coverage.gradients_skipped += len(gradients)
-        on_cpu = gradients[0][1].device.type == "cpu"
+        on_cpu = gradients[0].device.type == "cpu"
         with self._position.mute(), out_of_their_sight(), torch.no_grad():
             # A maximum, which overflows no dtype, takes a CPU twenty times as long as a sum of squares.
-            norms = torch.stack(list(norm_of_each([values for _, values in gradients], 2.0 if on_cpu else inf)))
+            norms = norms_of(gradients, 2.0 if on_cpu else inf)
         if on_cpu:
-            with_norms = zip(gradients, norms.tolist(), strict=True)
-            bad = [(root, name, values) for ((root, name, _), values), norm in with_norms if not isfinite(norm)]
+            found = zip(parameters, gradients, norms.tolist(), strict=True)
+            bad = [(root, name, values) for (root, name, _), values, norm in found if not isfinite(norm)]
             self._sample("grad", bad, "backward", None)
             return
-        parameters = [named for named, _ in gradients]  # the gradients themselves may be gone when their norms arrive
         when = When(self._writer.next_n(len(gradients)), self._position.step, self._position.call)
 
-        def tell(magnitudes: list[float]) -> None:
+        def tell(magnitudes: list[float]) -> None:  # the gradients themselves may be gone by then
+            if all(map(isfinite, magnitudes)):
+                return
             for number, (named, magnitude) in enumerate(zip(parameters, magnitudes, strict=True)):
                 if not isfinite(magnitude):
-                    self._known("grad", named, magnitude, "backward", when._replace(n=when.n + number))
+                    self._known(named, magnitude, when._replace(n=when.n + number))
 
         self._arrivals.ask_each(norms, tell)
 
@@ -226,6 +230,30 @@ class OptimizerSamples:
                     where = found if held_values(parameter) is not None else unread
                     where.append((*known.get(id(parameter), unknown), parameter))
         return found, unread
+
+
+def _by_device(
+    parameters: list[Rooted], gradients: list[Tensor | None]
+) -> Collection[tuple[list[Rooted], list[Tensor]]]:
+    """The parameters of each device that have a gradient which holds something, and what it holds."""
+    found: dict[torch.device, tuple[list[Rooted], list[Tensor]]] = {}
+    for named, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None:
+            continue
+        is_plain = type(gradient) is Tensor and gradient.layout is torch.strided
+        values = gradient if is_plain else held_values(gradient)
+        if values is not None and values.numel():
+            of_device = found.setdefault(values.device, ([], []))
+            of_device[0].append(named)
+            of_device[1].append(values)
+    return found.values()
+
+
+def _are_plain(gradients: list[Tensor | None]) -> TypeGuard[list[Tensor]]:
+    """Whether there is a gradient of each parameter, and all are plain dense tensors."""
+    if set(map(type, gradients)) != {Tensor}:
+        return False
+    return {gradient.layout for gradient in gradients if gradient is not None} == {torch.strided}
 
 
 def _gradients(named: Sequence[Rooted]) -> tuple[list[Rooted], int]:

@@ -31,7 +31,7 @@ from dtypedoctor._torch_private import (
 )
 from dtypedoctor.instrument.failing_statement import show_operands
 from dtypedoctor.instrument.float32_program import Originals
-from dtypedoctor.instrument.frames import source_of
+from dtypedoctor.instrument.frames import line_of, source_of
 from dtypedoctor.instrument.live_call import LiveCall, as_leaf, tensors_of
 from dtypedoctor.instrument.module_tree import ByModule, mapped, modules_in, named_tensors, owner_of, parameters_in
 from dtypedoctor.instrument.naming import dtype_name
@@ -115,7 +115,7 @@ ZEROS = "zeros"
 """Why a call is replayed whose gradients are zero for the most part."""
 UPSTREAM = "the gradient of what the model returns"
 
-VERSIONS = 8
+VERSIONS = 4
 """Parameters of a module whose versions are compared."""
 MAX_WAITING = 4
 """Failed calls that wait until their parameters are unsharded again."""
@@ -172,6 +172,8 @@ class InPlaceReplays:
         self._late = False
         self._some: ByModule[tuple[tuple[ref[nn.Module], str], ...]] = ByModule()
         self._alone: ByModule[tuple[type, frozenset[int], bool]] = ByModule()
+        self._draws_on_host: ByModule[bool] = ByModule()
+        """Whether a call of the module has drawn from Python's generator or NumPy's while it was looked at."""
         self._sharded = False
         self._asked = False
         self._failed: tuple[str, str] | None = None
@@ -291,6 +293,8 @@ class InPlaceReplays:
             found[1] if found is not None else "",
             mapped(tuple(args), _without_graph, memo),
             mapped(dict(kwargs), _without_graph, memo),
+            settings=self._modules.looks,
+            host=self._modules.looks or self._draws_on_host.get(module) is not False,
         )
         size = bytes_of(tensor for _, tensor in live.inputs())
         if size > MAX_HELD:
@@ -303,7 +307,7 @@ class InPlaceReplays:
             call=position.call,
             overrides=tuple(position.overrides),
             regions=self._session.autocast.open_regions,
-            source=source_of(sys._getframe()),
+            line=line_of(sys._getframe()),
             versions=tuple(Version.of(owner, name) for owner, name in self._some_parameters(module)),
             depth=position.backward_depth,
         )
@@ -353,6 +357,7 @@ class InPlaceReplays:
         if kept is None or kept.live.module is not module or kept.call != self._session.position.call:
             return
         kept.error = None  # the program has caught what was raised inside
+        self._note_draws(kept.live)
         tensors = list(tensors_of(output))
         with torch.no_grad(), out_of_their_sight():
             kept.made = list(map(Made, tensors))
@@ -362,6 +367,11 @@ class InPlaceReplays:
         for tensor in filter(_comes_back, tensors_of((args, kwargs)) if self._sharded else ()):
             # a tensor that holds what holds it would stay until Python's collector comes
             hook_gradient(tensor, _GradientHook(partial(self._went_back, ref(kept))))
+
+    def _note_draws(self, call: LiveCall) -> None:
+        if self._modules.looks and call.random is not None:
+            drew_before = bool(self._draws_on_host.get(call.module))
+            self._draws_on_host[call.module] = drew_before or call.random.host_has_moved()
 
     def _left(self, module: nn.Module) -> None:
         """A call that may be replayed is over, and its module's name is off the stack; the parameters of a unit are there."""
@@ -697,7 +707,7 @@ class InPlaceReplays:
         self.count += 1
         began = perf_counter()
         ops = self._new_trace()
-        ops.lines = {source_of(sys._getframe()): kept.source}
+        ops.lines = {source_of(sys._getframe()): kept.line and kept.line.source}
         inner = (
             InnerCalls(
                 self._session, _KINDS[why], min(self._capsule_limit, self._capsule_room), self._silent, kept.depth
@@ -776,32 +786,28 @@ class HeldInputs:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._rooms: list[Tensor] = []
+        self._rooms: list[_Room] = []
         self._calls: list[tuple[int, nn.Module, dict[str, Tensor]]] = []
 
     def keep(self, call: int, live: LiveCall) -> None:
         """Queues the copies for a call; does not wait."""
         found = [(n, t) for n, t in live.inputs() if t.is_cuda and t.dtype in (torch.int64, torch.int32)]
-        if not found or bytes_of(tensor for _, tensor in found) > HELD_BYTES:
-            return
-        if self._calls and self._calls[-1][0] == call:  # units of FSDP2 get positions, and would push out the token ids
-            return
-        room = self._next_room()
-        copies: dict[str, Tensor] = {}
-        begin = 0
-        with self._session.position.mute(), out_of_their_sight(), torch.no_grad():
-            for name, tensor in found:
-                end = begin + bytes_of([tensor])
-                copies[name] = room[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
-                begin = end
-        self._calls = [*self._calls[1 - HELD_CALLS :], (call, live.module, copies)]
+        # units of FSDP2 get positions, and would push out the token ids
+        is_unit = bool(self._calls) and self._calls[-1][0] == call
+        if found and not is_unit and bytes_of(tensor for _, tensor in found) <= HELD_BYTES:
+            self._queue(call, live.module, found)
 
-    def _next_room(self) -> Tensor:
-        """Page-locked memory for one more call: that of the oldest one where there are enough."""
-        if len(self._rooms) < HELD_CALLS:
-            self._rooms.append(torch.empty(HELD_BYTES, dtype=torch.uint8, pin_memory=True))
-        else:
-            self._rooms.append(self._rooms.pop(0))
+    def _queue(self, call: int, module: nn.Module, found: list[tuple[str, Tensor]]) -> None:
+        with self._session.position.mute(), out_of_their_sight(), torch.no_grad():
+            places = self._next_room().places([(tensor.dtype, tensor.shape) for _, tensor in found])
+            for place, (_, tensor) in zip(places, found, strict=True):
+                place.copy_(tensor, non_blocking=True)
+        copies = {name: place for place, (name, _) in zip(places, found, strict=True)}
+        self._calls = [*self._calls[1 - HELD_CALLS :], (call, module, copies)]
+
+    def _next_room(self) -> "_Room":
+        """Memory for one more call: that of the oldest one where there are enough."""
+        self._rooms.append(_Room() if len(self._rooms) < HELD_CALLS else self._rooms.pop(0))
         return self._rooms[-1]
 
     def write(self) -> None:
@@ -832,6 +838,25 @@ class HeldInputs:
             file=HELD_FILE,
         )
         self._session.emit(record)
+
+
+class _Room:
+    """Page-locked memory of the host for the inputs of one call."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(HELD_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._looks: list[tuple[torch.dtype, torch.Size]] = []
+        self._places: list[Tensor] = []
+
+    def places(self, looks: list[tuple[torch.dtype, torch.Size]]) -> list[Tensor]:
+        """Tensors of these dtypes and shapes in the memory, one behind the other. Batches of one size get the same ones again."""
+        if looks != self._looks:
+            self._looks, self._places, begin = looks, [], 0
+            for dtype, shape in looks:
+                end = begin + dtype.itemsize * shape.numel()
+                self._places.append(self._memory[begin:end].view(dtype).view(shape))
+                begin = end
+        return self._places
 
 
 class _GradientHook:

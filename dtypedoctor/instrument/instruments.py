@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ class Instruments:
         self.arrivals = Arrivals()
         self._unscale = UnscaleLog(session, self.arrivals)
         self._scaler = ScalerLog(session, self.arrivals, self._fused_step_skipped)
-        self._samples = OptimizerSamples(session, self._sample_of_step, self.arrivals, self.modules.note_known)
+        self._samples = OptimizerSamples(session, self._sample_of_step, self.arrivals, self._gradient_known)
         self._leaves = LeafGradients(session)
         self._gradients = 0
         self.collectives = Collectives(session, self._sample_collective, lambda: self.modules.looks)
@@ -105,6 +106,8 @@ class Instruments:
             session, self.modules, self.phases, originals, self._operators_unseen, self._samples.look_closer
         )
         """Replays calls that fail; begins only where it is asked to."""
+        self.hears_loss: Callable[[Tensor], Callable[[float], None]] = lambda loss: _unheard
+        """Says what is to be told the number of a loss that a backward pass begins from, where it is asked for anyway."""
         self._bad = BadValues(session)
         self._operators_kept: KeptOperators | None = None
         self._exports = Exports(session.guard, self._values_leave)
@@ -139,7 +142,7 @@ class Instruments:
         learn = self.code_places.learn
         modules.before_root = [self._before_call, learn, *hearing("before_call", look.before_call)]
         modules.on_error = [self._note_left]
-        modules.on_return = [*hearing("returned"), self._note_returned]
+        modules.on_return = hearing("returned", self._note_returned)
         modules.after_root = [look.after_call, *hearing("after_call"), self._after_call]
         modules.after_any = [self._leaves_modules]
         modules.hear_gradients(self._note_gradient, self._bad.known, checks[Shadows].gradients)
@@ -269,9 +272,26 @@ class Instruments:
                 self._leaves.before(tensors)
             found = [(0, str(i), t) for i, t in enumerate(map(values_of, tensors)) if t is not None]
             self.coverage.losses += len(tensors)
-            self._measure_outside("loss", found, "forward")
             self.coverage.losses_measured += len(found)
+            if len(found) == 1 and found[0][2].numel() == 1 and not (self.modules.looks or self._bad.any):
+                self._glance_at_loss(found[0], tensors[0])
+            else:
+                self._measure_outside("loss", found, "forward")
             self._look_closer()
+
+    def _glance_at_loss(self, named: Rooted, loss: Tensor) -> None:
+        """Asks for the number of a loss alone, which is as good as measuring it: between looks this is all that is done."""
+        site, heard = self.modules.site_of("loss", named, "forward"), self.hears_loss(loss)
+        when = When(self.writer.next_n(), self.position.step, self.position.call)
+
+        def tell(number: float) -> None:
+            if isfinite(number):
+                self.writer.write_finite(*when, site, abs(number))
+            else:
+                self.modules.note_known(site, number, when)
+            heard(number)
+
+        self.arrivals.ask(named[2], tell)
 
     def _inside_backward(self, tensors: list[Tensor]) -> None:
         if self.modules.looks:
@@ -324,6 +344,9 @@ class Instruments:
             self._measure_outside(kind, found, phase)
         else:
             self.modules.sample_now(kind, found, phase, when)
+
+    def _gradient_known(self, named: Rooted, magnitude: float, when: When) -> None:
+        self.modules.note_known(self.modules.site_of("grad", named, "backward"), magnitude, when)
 
     def _sample_operator(self, name: str, tensor: Tensor) -> None:
         self.modules.sample_now("operator", [(0, name, tensor)], self.position.phase)
@@ -536,3 +559,7 @@ class Instruments:
         """The phase in which an exception was raised; what was being done has been left by now."""
         identity, phase = self.phases.failure
         return phase if identity == id(error) else self.position.phase
+
+
+def _unheard(number: float) -> None:
+    """Stands for a listener that nobody has named."""

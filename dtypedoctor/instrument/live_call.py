@@ -149,16 +149,30 @@ class RandomState:
     numpy: Any = None
 
     @staticmethod
-    def now() -> "RandomState":
-        """The present state; does not initialise CUDA and does not wait for it."""
+    def now(*, host: bool = True) -> "RandomState":
+        """The present state; does not initialise CUDA and does not wait for it.
+
+        Args:
+            host: also that of Python's generator and NumPy's, whose form takes longer to make than all the rest.
+        """
         devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-        generator = sys.modules.get("numpy.random")  # an attribute of numpy would import it
+        generator = sys.modules.get("numpy.random") if host else None  # an attribute of numpy would import it
         return RandomState(
             cpu=torch.get_rng_state(),
             cuda=tuple(one.get_state() for one in devices),
-            python=random.getstate(),
+            python=random.getstate() if host else None,
             numpy=generator.get_state() if generator is not None else None,
         )
+
+    def host_has_moved(self) -> bool:
+        """Whether Python's generator or NumPy's has been drawn from since."""
+        generator = sys.modules.get("numpy.random")
+        if self.numpy is not None and generator is not None:
+            now = generator.get_state()
+            is_usual = isinstance(now, tuple) and isinstance(self.numpy, tuple)  # another generator has a dictionary
+            if not is_usual or now[2:] != self.numpy[2:] or (now[1] != self.numpy[1]).any():
+                return True
+        return self.python is not None and random.getstate() != self.python
 
     def restore(self) -> None:
         """Puts the generators into this state."""
@@ -227,7 +241,7 @@ class LiveCall:
         grad: whether gradients were enabled.
         inference: whether inference mode was on.
         autocast: what was on.
-        settings: what torch was set to.
+        known_settings: what torch was set to; None for what it is set to when the call is made again.
         training: whether the module was in training mode.
         random: the generators at entry; None where they were not asked for.
         gradients: by index among :func:`tensors_of` the output, the gradient that came back for that tensor, also by way of other
@@ -241,15 +255,21 @@ class LiveCall:
     grad: bool
     inference: bool
     autocast: tuple[AutocastState, ...]
-    settings: Settings
+    known_settings: Settings | None
     training: bool
     random: RandomState | None
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
+    @property
+    def settings(self) -> Settings:
+        """What torch was set to."""
+        return self.known_settings or Settings.now()
+
     @staticmethod
     def entered(
-        module: nn.Module, fqn: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, random: bool = True
-    ) -> "LiveCall":
+        module: nn.Module, fqn: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, random: bool = True,
+        settings: bool = True, host: bool = True,
+    ) -> "LiveCall":  # fmt: skip
         """The record of a call that is being entered.
 
         Args:
@@ -258,6 +278,8 @@ class LiveCall:
             args: its positional arguments (:func:`dtypedoctor.instrument.whereabouts.call_arguments` reads them in a hook).
             kwargs: its keyword arguments.
             random: also keep the state of the generators (8 kB, 30 kB in Python's form).
+            settings: also read what torch is set to, which takes as long as all the rest.
+            host: of these generators also Python's and NumPy's.
         """
         return LiveCall(
             module=module,
@@ -267,9 +289,9 @@ class LiveCall:
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocast=AutocastState.now(),
-            settings=Settings.now(),
+            known_settings=Settings.now() if settings else None,
             training=module.training,
-            random=RandomState.now() if random else None,
+            random=RandomState.now(host=host) if random else None,
         )
 
     def inputs(self) -> Iterator[tuple[str, Tensor]]:

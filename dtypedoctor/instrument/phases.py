@@ -388,8 +388,7 @@ class Phases:
     def _tell(self, listeners: list[Any], what: str, *facts: Any) -> None:
         self.pause()
         try:
-            for listener in listeners:
-                self._guard.shield(listener, what)(*facts)
+            self._guard.tell_each(listeners, what, *facts)
         finally:
             self.resume()
 

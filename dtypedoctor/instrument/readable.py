@@ -138,12 +138,17 @@ def _dense(tensor: Tensor) -> Tensor | None:
 Then = Callable[[float], None]
 
 
+_Room = tuple[torch.device, torch.dtype, torch.Size]
+"""Where a number comes from, and what it looks like: what has been awaited once can be awaited again in the same memory."""
+
+
 class _Awaited(NamedTuple):
     """A number on its way into page-locked memory; without one, something that waits for those before it."""
 
     copy: Tensor | None
     event: Any
     then: Callable[..., None]
+    room: "_Room | None" = None
 
 
 class Arrivals:
@@ -155,6 +160,8 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._awaited: deque[_Awaited] = deque()
+        self._rooms: dict[_Room, list[tuple[Tensor, Any]]] = {}
+        """Page-locked memory and events that nothing is awaited in."""
 
     def ask(self, number: Tensor | float, then: Then) -> None:
         """Has ``then`` called with a number.
@@ -185,11 +192,16 @@ class Arrivals:
         self.settle()
 
     def _await(self, numbers: Tensor, then: Callable[[Tensor], None]) -> None:
-        copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        room = (numbers.device, numbers.dtype, numbers.shape)
+        rooms = self._rooms.setdefault(room, [])
+        copy, event = (
+            rooms.pop()
+            if rooms
+            else (torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True), torch.cuda.Event())
+        )
         copy.copy_(numbers.detach(), non_blocking=True)
-        event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(numbers.device))
-        self._awaited.append(_Awaited(copy, event, then))
+        self._awaited.append(_Awaited(copy, event, then, room))
 
     def afterwards(self, then: Callable[[], None]) -> None:
         """Has ``then`` called when everything that was asked for before has arrived."""
@@ -219,7 +231,8 @@ class Arrivals:
             self._call(awaited)
 
     def _call(self, awaited: _Awaited) -> None:
-        if awaited.copy is None:
+        if awaited.copy is None or awaited.room is None:
             awaited.then()
         else:
             awaited.then(awaited.copy)
+            self._rooms[awaited.room].append((awaited.copy, awaited.event))

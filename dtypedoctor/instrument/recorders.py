@@ -315,6 +315,9 @@ class StreamRecorder:
             while not self._ended.wait(READ_SECONDS):
                 with self._lock:
                     self._settle()
+                    if self._is_idle():  # another begins with the next tensor: a thread that wakes up takes the interpreter from the program
+                        self._reader = None
+                        return
 
         self._reader = threading.Thread(target=read, daemon=True, name="dtypedoctor-reader")
         self._reader.start()
@@ -327,13 +330,20 @@ class StreamRecorder:
 
     def end_call(self) -> None:
         """Launches everything; writes only if the device is busy, which is about to be given a backward pass."""
-        self._send_all()
+        if not self._is_idle():
+            self._send_all()
 
     def flush(self) -> None:
         """Launches everything, and writes what has arrived."""
+        if self._is_idle():
+            return
         self._send_all()
         with self._lock:
             self._settle()
+
+    def _is_idle(self) -> bool:
+        """Whether nothing waits here and nothing is on its way, as always between looks."""
+        return not (self._waiting or self._new or self._known or self._batches.holds_any)
 
     def _send_all(self) -> None:
         if modes_are_on():
@@ -351,9 +361,9 @@ class StreamRecorder:
 
     def finish(self) -> None:
         """Waits a little for what is on its way, and writes down how much is missing."""
-        if self._reader is not None:
+        if (reader := self._reader) is not None:
             self._ended.set()
-            self._reader.join()
+            reader.join()
             self._reader = None
         self.flush()
         self._write_settled(self._batches.wait(PATIENCE))
@@ -489,6 +499,7 @@ class Recorders:
         self.news = News(sites)
         self._immediate = ImmediateRecorder(session, sites, self.news)
         self._of: dict[torch.device, Recorder] = {}
+        self._all: tuple[Recorder, ...] = ()
 
     def record(
         self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()
@@ -515,14 +526,15 @@ class Recorders:
 
     def suspicious(self) -> bool:
         """Whether something that was not finite has become known since this was asked last."""
-        found = any(recorder.suspicious for recorder in self._all())
-        for recorder in self._all():
+        found = False
+        for recorder in self._all:
+            found |= recorder.suspicious
             recorder.suspicious = False
         return found
 
     def begin_call(self) -> None:
         """An outermost module call begins."""
-        for recorder in self._all():
+        for recorder in self._all:
             recorder.begin_call()
 
     def end_call(self, *, leads: bool = True) -> None:
@@ -531,25 +543,23 @@ class Recorders:
         Args:
             leads: whether it is the call of the thread that leads; what another one has put together goes with that.
         """
-        for recorder in self._all() if leads else (self._immediate,):
+        for recorder in self._all if leads else (self._immediate,):
             recorder.end_call()
 
     def flush(self) -> None:
         """A pass has ended: sends off what has been put together and writes down what is known. Never waits."""
-        for recorder in self._all():
+        for recorder in self._all:
             recorder.flush()
 
     def finish(self) -> None:
         """Everything measured gets into the trace as far as it can still be had."""
-        for recorder in self._all():
+        for recorder in self._all:
             recorder.finish()
-
-    def _all(self) -> set[Recorder]:
-        return set(self._of.values())
 
     def _begin(self, device: torch.device) -> Recorder:
         found: Recorder = self._immediate
         if device.type in BEHIND:
             found = StreamRecorder(self._writer, self._sites, device_rows(device), device, self.news)
         self._of[device] = found
+        self._all = tuple(set(self._of.values()))
         return found

@@ -6,6 +6,7 @@ Which calls are kept, and when one is made again, is decided in :mod:`dtypedocto
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import MemoryRef, Writes, parameters_of, version_of
+from dtypedoctor.instrument.frames import Line
 from dtypedoctor.instrument.live_call import LiveCall, tensors_of
 from dtypedoctor.instrument.module_tree import mapped, modules_in, parameters_in
 from dtypedoctor.instrument.operators import bytes_of
@@ -113,7 +115,13 @@ def share_of_device() -> int:
     """Bytes that may be kept of one kind: :data:`SHARE_HELD` of the device, at least :data:`MAX_HELD`."""
     if not torch.cuda.is_initialized():
         return MAX_HELD
-    return max(MAX_HELD, int(torch.cuda.get_device_properties().total_memory * SHARE_HELD))
+    return max(MAX_HELD, int(_memory_of(torch.cuda.current_device()) * SHARE_HELD))
+
+
+@cache
+def _memory_of(device: int) -> int:
+    """Bytes of a CUDA device."""
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 class ParameterCopies:
@@ -220,7 +228,7 @@ class KeptCall:
         number: the first of the numbers that are reserved for it.
         backward: the first of those that are reserved for it in the backward pass that began last.
         step, call, overrides, regions: the position and the autocast regions at entry.
-        source: the line of the program that makes the call.
+        line: that of the program which makes the call.
         made: what it has returned.
         error: type and message of what it has raised.
         replayed: what of it has been replayed, ``forward`` or ``backward``.
@@ -241,7 +249,7 @@ class KeptCall:
     call: int
     overrides: tuple[str, ...]
     regions: tuple[Any, ...]
-    source: str | None = None
+    line: Line | None = None
     made: list[Made] = field(default_factory=list)
     error: tuple[str, str] | None = None
     replayed: set[str] = field(default_factory=set)

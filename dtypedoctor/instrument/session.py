@@ -4,6 +4,7 @@ that hides the instruments' own errors from the program, and nothing else.
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -506,6 +507,19 @@ class Guard:
 
         hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch warns of other hooks when it pickles a tensor
         return hook
+
+    def tell_each(self, listeners: Sequence[Callable[..., Any]], what: str, *facts: Any) -> None:
+        """Calls ``listeners`` with ``facts`` behind one shield; one that fails leaves out none of those after it."""
+        waiting = deque(listeners)
+
+        def tell() -> None:
+            while waiting:
+                waiting.popleft()(*facts)
+
+        shielded, left = self.shield(tell, what), -1
+        while waiting and len(waiting) != left:  # the same where nobody is told, because all is muted
+            left = len(waiting)
+            shielded()
 
     def keeping(self, what: str) -> contained:
         """A context in which errors of ours are kept from the program: the same as :meth:`shield` for a few lines."""

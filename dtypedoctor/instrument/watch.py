@@ -644,17 +644,18 @@ class ModuleWatch:
         """
         if not found:
             return
-        self._measure([(self._site_of(kind, named, phase), named[2]) for named in found], when)
+        self._measure([(self.site_of(kind, named, phase), named[2]) for named in found], when)
 
-    def _site_of(self, kind: str, named: Rooted, phase: str) -> int:
+    def site_of(self, kind: str, named: Rooted, phase: str) -> int:
+        """Number of the site of a tensor that no module returned."""
         root, name, tensor = named
         place = self._places.by_name.get((root, name, "")) or self._places.named(root, name)
         looks = (phase, kind, "", tensor.dtype, tensor.shape, None, tensor.device)
         return place.sites.get(looks) or self._sites.id_of(place, Looks(*looks))
 
-    def note_known(self, kind: str, named: Rooted, magnitude: float, phase: str, when: When) -> None:
-        """Records a tensor like ``named`` that is not measured; its magnitude is known not to be finite."""
-        self._recorders.note_known(self._site_of(kind, named, phase), magnitude, when)
+    def note_known(self, site: int, magnitude: float, when: When) -> None:
+        """Records a tensor at a site that is not measured; its magnitude is known not to be finite."""
+        self._recorders.note_known(site, magnitude, when)
 
     def sample_rows(self, found: Sequence[tuple[Place, Looks, Tensor]]) -> None:
         """Measures tensors, each at a place and as what it looks like there."""

@@ -399,7 +399,7 @@ def _built(directory: Path, device: torch.device) -> LiveCall:
         autocast=tuple(
             AutocastState(device=name, dtype=getattr(torch, dtype)) for name, dtype in described["autocast"]
         ),
-        settings=call.settings,
+        known_settings=call.settings,
         training=described["training"],
         random=RandomState(cpu=call.random) if call.random is not None else None,
         gradients=call.gradients,

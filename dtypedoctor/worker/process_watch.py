@@ -76,6 +76,8 @@ class ProcessWatch:
         self._compiling = False
         self._loss: float | None = None
         self._scaled: MemoryRef | None = None
+        self._hears = False
+        """Whether the number of the loss from which a backward pass begins has been asked for."""
         self._trainer_known = False
         self._step_began = perf_counter()
         self._memory = resident()
@@ -94,6 +96,7 @@ class ProcessWatch:
             instruments.modules.before_root.append(self._changes.offer)
         instruments.modules.before_root.append(self._describe)
         instruments.modules.error_has_left = hide_own_frames
+        instruments.hears_loss = self._hears_loss
         instruments.phases.before_backward.append(self._note_loss)
         instruments.phases.on_scaled.append(self._note_scaled)
         instruments.phases.after_step.append(self._note_step)
@@ -211,8 +214,16 @@ class ProcessWatch:
             self._trainer_known = trainer is not None
             if getattr(getattr(trainer, "args", None), "logging_nan_inf_filter", False) is True:
                 self.instruments.session.emit(LogFilter(trainer=type(trainer).__name__))
-        if len(tensors) == 1 and not (self._scaled is not None and self._scaled.is_of(tensors[0])):
+        asked, self._hears = self._hears, False
+        if len(tensors) == 1 and not (asked or self._is_scaled(tensors[0])):
             self._ask_for(tensors[0])
+
+    def _hears_loss(self, loss: Tensor) -> Callable[[float], None]:
+        self._hears = True
+        return (lambda _: None) if self._is_scaled(loss) else self._take_loss
+
+    def _is_scaled(self, loss: Tensor) -> bool:
+        return self._scaled is not None and self._scaled.is_of(loss)
 
     def _note_scaled(self, scaled: Tensor, loss: Tensor) -> None:
         """A scaler multiplies the loss: the program's own is the one before, and a backward pass from the other tells no new one."""

@@ -1,8 +1,10 @@
 """A watch with a budget: what is measured in which step, when everything is measured again, and what is said about the rest. Never in real time."""
 
+import random
 from pathlib import Path
 from time import sleep
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,9 +13,10 @@ from watched import watched
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.budget import AFTER_SIGN, ENOUGH, FIRST, SIGNS, Budget, budget_of
 from dtypedoctor.instrument.instruments import Instruments
+from dtypedoctor.instrument.live_call import RandomState
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.execution import SteppedBy
+from dtypedoctor.trace.records.execution import ReplayedCall, SteppedBy
 
 LAYERS = 4
 
@@ -289,3 +292,49 @@ def test_a_parameter_that_a_step_spoils_is_told_with_that_step_though_it_is_meas
     trace = watched(tmp_path, train, budget=Budget(every=100))
     assert bad_parameters(trace)[0] == (4, "optimizer")
     assert [(seen.what.optimizer, seen.what.eps) for seen in trace.observed(SteppedBy)] == [("SGD", False)]
+
+
+class DrawsOnTheHost(nn.Module):
+    """Scales by a number of Python's generator, and overflows float16 in one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 1.0, dtype=torch.float16))
+        self.factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * (x * random.random()).half() * self.factor).float()
+
+
+def test_a_call_that_draws_from_pythons_generator_is_made_again_with_the_same_numbers_between_looks(
+    tmp_path: Path,
+) -> None:
+    """Its state is kept for a module that has drawn in a look, and for no other: to read it takes longer than the state of torch's."""
+    random.seed(0)
+    net = DrawsOnTheHost()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+
+    def train(instruments: Instruments) -> None:
+        instruments.in_place.begin()
+        for step in range(1, 7):
+            net.factor = 6e4 if step == 5 else 1.0
+            net(torch.full((2, 4), 8.0)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trace = watched(tmp_path, train, budget=Budget(every=50))
+    replays = trace.observed(ReplayedCall)
+    assert [(seen.step, seen.what.doubt) for seen in replays[:1]] == [(5, None)]
+
+
+def test_only_what_has_moved_on_the_host_is_told_of() -> None:
+    """Torch's own generators are none of the host's."""
+    before = RandomState.now()
+    torch.rand(3)
+    assert not before.host_has_moved()
+    random.random()
+    assert before.host_has_moved()
+    before = RandomState.now()
+    np.random.rand(1)
+    assert before.host_has_moved()
+    assert not RandomState.now(host=False).host_has_moved()

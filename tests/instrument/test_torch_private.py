@@ -5,6 +5,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from math import inf
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -253,3 +254,17 @@ def test_a_lost_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_torch_newer_than_any_that_was_tested_is_told_apart(version: str, release: str | None) -> None:
     """Only minor releases count: nightlies and release candidates of a tested one are not told."""
     assert private.untested_release(version) == release
+
+
+@pytest.mark.parametrize("side_by_side", [True, False])
+def test_norms_come_in_one_vector(monkeypatch: pytest.MonkeyPatch, side_by_side: bool) -> None:
+    """Those that the fused operator of CUDA leaves in one piece of memory are not copied, any others are."""
+    tensors = [torch.full((2,), float(number)) for number in range(3)]
+    norms = torch.tensor([0.0, 1.0, 2.0])
+    if side_by_side:
+        monkeypatch.setattr(private, "_norm_of_each", lambda tensors, order: norms.unbind())
+    found = private.norms_of(tensors, inf)
+    assert found.tolist() == [0.0, 1.0, 2.0]
+    assert (found.data_ptr() == norms.data_ptr()) is side_by_side
+    monkeypatch.undo()
+    assert private.norms_of(tensors[1:2], inf).tolist() == [1.0]
