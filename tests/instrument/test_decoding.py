@@ -1,10 +1,9 @@
-"""Tokens that a model has generated, and gets back all at once: rounding is no finding, a path of its own with other weights is."""
+"""Tokens that a model gets one at a time and all at once: rounding is no finding, a path of its own with other weights is."""
 
 import linecache
 import re
 from collections.abc import Callable
 from pathlib import Path
-from weakref import ref
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from watched import watched
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Finding
-from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.instrument.silent.decoding import DecodingCheck, _Generation
 from dtypedoctor.trace.model import Trace
 
 HALF = torch.bfloat16
@@ -92,7 +89,7 @@ def test_a_decode_path_that_keeps_a_copy_of_the_adapters_is_found_once_they_are_
     """In step 1 the copy is right; float32 says how much of the difference rounding makes, and decoding again with the copies made anew what they make."""
     model = llama(fresh=False)
     (found,) = gaps(watched(tmp_path, grpo(model)))
-    assert (found.phase, found.step in (2, 4), found.confidence) == ("generate", True, "proven")
+    assert (found.phase, found.step > 1, found.confidence) == ("generate", True, "proven")
     assert any("float32" in line for line in found.evidence)
     assert found.fqn == "model.layers.0.mlp.up_proj"
     assert re.fullmatch(r"(\w+/)*test_decoding.py:\d+", found.source)
@@ -155,33 +152,3 @@ def test_texts_of_another_policy_are_not_compared(tmp_path: Path) -> None:
             optimizer.step()
 
     assert gaps(watched(tmp_path, program)) == []
-
-
-@pytest.mark.parametrize("option", ["plain", "beams", "assistant"])
-def test_texts_that_are_not_sampled_row_by_row_are_not_followed(tmp_path: Path, option: str) -> None:
-    """Beams change places, and another model proposes tokens: the last call did not say them of this row."""
-    model = llama(torch.float32)
-    options: dict[str, dict[str, object]] = {
-        "beams": {"num_beams": 3},
-        "assistant": {"assistant_model": llama(torch.float32)},
-    }
-    followed: list[int] = []
-
-    def program(instruments: Instruments) -> None:
-        model.generate(PROMPTS[1:2], max_new_tokens=6, do_sample=False, **options.get(option, {}))
-        generations = instruments.checks[DecodingCheck]._generations
-        followed.extend(len(each.said) for each in generations if each.model() is model)
-
-    assert gaps(watched(tmp_path, program)) == []
-    assert bool(followed) is (option == "plain")
-
-
-def test_what_is_kept_of_a_call_is_small_and_its_tokens_need_no_score() -> None:
-    """Scores of all positions can be freed; on CUDA a token beyond them would end the program."""
-    scores = torch.randn(2, 500, 8)
-    generation = _Generation(ref(nn.Identity()), 0, (), None, 1.0, [torch.zeros(2, 3)], torch.ones(2, 3), scores[:, -1])
-    generation.add(torch.tensor([7, 8]), scores[:, -1])
-    plain, cooled = generation.said[0]
-    assert plain.isfinite().tolist() == cooled.isfinite().tolist() == [True, False]
-    assert generation.scores is not None
-    assert generation.scores.untyped_storage().nbytes() == 2 * 8 * 4

@@ -107,10 +107,10 @@ def cast() -> TraceBuilder:
                 **{"from": "float32"})  # fmt: skip
 
 
-def twins(gap: float = 0.2, *, dropout: bool = False) -> TraceBuilder:
+def twins(gap: float = 0.2, *, apart: float = 0.0) -> TraceBuilder:
     """A generator and a trainer with the same weights."""
     return seen("twins", trainer=1, generator=0, trainer_dtype="float32", generator_dtype="bfloat16", rows=56, choices=64,
-                largest_gap=gap, mean_gap=gap / 10, dropout=dropout)  # fmt: skip
+                largest_gap=gap, mean_gap=gap / 10, moved=gap, apart=apart)  # fmt: skip
 
 
 def unpatched() -> TraceBuilder:

@@ -13,11 +13,9 @@ from dtypedoctor.trace.records.silent import DecodedTokens, RoundedLogprobs, Twi
 
 TWINS = Twins(
     trainer=0, generator=1, trainer_dtype="float32", generator_dtype="bfloat16", rows=64, choices=1, largest_gap=0.05,
-    mean_gap=0.01, dropout=False, moved=0.05, apart=1e-5,
+    mean_gap=0.01, moved=0.05, apart=1e-5,
 )  # fmt: skip
-DECODED = DecodedTokens(
-    model=0, dtype="bfloat16", tokens=40, largest_gap=0.9, mean_gap=0.3, rounding=0.004, before=0.002, random=True
-)
+DECODED = DecodedTokens(model=0, dtype="bfloat16", tokens=40, largest_gap=0.9, mean_gap=0.3, rounding=0.004)
 ROUNDED = RoundedLogprobs(
     dtype="bfloat16", sides=["new"], how="cast", rounded_at="loss.py:3", used_at="loss.py:9", use="difference", elements=64,
     largest=4.0, largest_gap=0.02, error=0.01, mean_error=0.002, measured=True,
@@ -44,24 +42,19 @@ def test_weights_of_one_dtype_have_the_dtype_of_the_region_that_one_is_called_in
 
 
 def test_a_difference_that_stays_in_one_dtype_is_not_made_by_the_dtype() -> None:
-    """Nor is one that no dtype moves, or that was measured between equal dtypes and not called again."""
+    """Nor is one that no dtype moves."""
     assert not found(changed(TWINS, apart=0.04))
     assert not found(changed(TWINS, moved=0.0))
-    assert not found(changed(TWINS, moved=None, apart=None, generator_dtype="float32"))
 
 
-@pytest.mark.parametrize(
-    ("rounding", "before", "confidence"),
-    [(0.004, 0.002, Confidence.LIKELY), (None, 0.002, Confidence.LIKELY), (None, None, Confidence.POSSIBLE)],
-)
-def test_decoded_tokens_are_likely_wrong_where_something_was_there_to_compare_with(
-    rounding: float | None, before: float | None, confidence: Confidence
+@pytest.mark.parametrize(("rounding", "confidence"), [(0.004, Confidence.LIKELY), (None, Confidence.POSSIBLE)])
+def test_decoded_tokens_are_likely_wrong_where_float32_was_there_to_compare_with(
+    rounding: float | None, confidence: Confidence
 ) -> None:
-    """What the model said in float32, or in an earlier step."""
-    (one,) = found(changed(DECODED, rounding=rounding, before=before))
+    """A model of billions of parameters may not fit in float32 besides."""
+    (one,) = found(changed(DECODED, rounding=rounding))
     assert (one.phase, one.step, one.dtype, one.confidence) == ("generate", 3, "bfloat16", confidence)
     assert any(line.startswith("Rounding makes") for line in one.evidence) is (rounding is not None)
-    assert any(line.startswith("In an earlier step") for line in one.evidence) is (before is not None)
 
 
 @pytest.mark.parametrize("stored_at", ["library/kernels.py:7", None])
@@ -77,13 +70,6 @@ def test_stale_copies_that_make_the_difference_are_named_with_what_to_do(stored_
     (other,) = found(DECODED)
     assert "after each optimizer step" in SPEC.instead(other) != SPEC.instead(one)
     assert not SPEC.instead(found(TWINS)[0])
-
-
-def test_adapters_that_are_merged_in_one_dtype_are_no_finding() -> None:
-    """The rounding of the merge is not made by two dtypes."""
-    (one,) = found(changed(TWINS, merged=True))
-    assert "merged in float32" in " ".join(one.evidence)
-    assert not found(changed(TWINS, merged=True, generator_dtype="float32"))
 
 
 def test_two_models_in_two_dtypes_explain_decoded_tokens_too() -> None:

@@ -1,13 +1,16 @@
 """Does a model that generates one token at a time say of these tokens what it says of them all at once, when it is trained on them?
 
-Log-probabilities of generated tokens are kept, and compared with those of the next call outside of ``generate`` that gets the same tokens as long as no weight has
-changed. Rounding makes them differ a little; how much is measured by the same call in float32. What is further off comes from another way of computing: a
+Of texts that a model is trained on right after it has generated some, the last tokens are decoded again, one at a time, and compared with a call that gets them
+all. Rounding makes them differ a little; how much is measured by the same call in float32. What is further off comes from another way of computing: a
 kernel for single tokens with weights of its own, say.
 """
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import dis
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
@@ -16,12 +19,19 @@ from torch import Tensor, nn
 
 from dtypedoctor._torch_private import as_the_program
 from dtypedoctor.dtypes import HALF
-from dtypedoctor.instrument.module_tree import modules_in
+from dtypedoctor.instrument.contents import tensors_in
+from dtypedoctor.instrument.frames import Line, is_users
+from dtypedoctor.instrument.module_tree import named_modules, own_parameters
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.silent.observer import Observer
-from dtypedoctor.instrument.silent.policies import is_random
-from dtypedoctor.instrument.silent.stale_copies import StaleCopy, line_that_stores, stale_copies, updated
-from dtypedoctor.instrument.silent.twins import Asked, beside, in_dtype, made_again, main_parameter
+from dtypedoctor.instrument.silent.observer import Observer, is_checked
+from dtypedoctor.instrument.silent.twins import (
+    beside,
+    counted_among,
+    in_dtype,
+    main_parameter,
+    tokens_given,
+    versions_of,
+)
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.records.silent import DecodedTokens, UpdatedCopies
 
@@ -30,345 +40,232 @@ if TYPE_CHECKING:
 
 __all__ = ["DecodingCheck"]
 
-ROWS, TOKENS = 16, 64
-"""Generated texts, and tokens of each, that are kept."""
-GENERATIONS = 2
-"""Calls of ``generate`` that are followed in a step; the steps are 1, 2, 4, 8 and so on."""
-COMPARED = 16
-"""Calls that are compared with a generation; each waits for the device."""
+ROWS, TOKENS = 4, 16
+"""Texts, and tokens of each, that are decoded again."""
 ENOUGH = 4
-"""Tokens that are compared at least."""
+"""Tokens of a text that are compared at least."""
 SUSPICIOUS = {True: 0.02, False: 1e-3}
 """Mean difference from which on the rounding is measured; whether half precision is at work."""
 BEYOND_ROUNDING = 2.5
 """A difference is more than rounding if it is so many times what float32 changes: two paths that each are so far from float32 are at most 2 apart."""
-BEYOND_BEFORE = 8
-"""And where float32 cannot be had, so many times what it was in an earlier step."""
-_PROPOSED = "assistant_model", "prompt_lookup_num_tokens", "penalty_alpha"
-"""Options of ``generate`` with which a call gets tokens that are not what the one before has chosen."""
+UNMEASURED = 0.1
+"""Mean difference that rounding does not make, where float32 cannot be had."""
 _CACHES = "cache", "past_key_values"
 """What a model's answer calls the KV cache: the first since transformers 5.24, the second before."""
-_BESIDE_IMAGES = (
-    "whether texts about images (or other content) are generated as they are trained",
-    "log-probabilities of decoding and training are compared of text alone; run once without images to have them compared",
-)
-UNMEASURED = 0.05, 0.1
-"""Mean differences that rounding does not make where float32 cannot be had: with an earlier step to compare with, and without one."""
-
-
-@dataclass(slots=True, eq=False)
-class _Generation:
-    """Texts that a model generates, and what it said of each token.
-
-    Attributes:
-        model: whose ``forward`` generates.
-        versions, adapters, autocast: of its weights, which of its adapters are in use, and the region that it generates in.
-        temperature: of sampling.
-        tokens: prompt and generated tokens, a tensor (rows, 1 or more) for each call.
-        mask: which tokens of the prompt count.
-        scores: of the token that comes next, by the last call.
-        said: for each generated token its log-probability (rows), at temperature 1 and at the temperature of sampling; NaN where it has none.
-        left: calls that may still be compared with it.
-    """
-
-    model: ReferenceType[nn.Module]
-    versions: int
-    adapters: tuple[Any, ...]
-    autocast: str | None
-    temperature: float
-    tokens: list[Tensor]
-    mask: Tensor
-    scores: Tensor | None
-    said: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    left: int = COMPARED
-
-    def add(self, chosen: Tensor, scores: Tensor | None) -> None:
-        """The tokens ``chosen`` (rows) are what the last call was sampled for; ``scores`` are those of the next ones."""
-        if self.scores is not None and len(self.said) < TOKENS:
-            logits = self.scores.float()
-            both = (logits.log_softmax(-1), (logits / self.temperature).log_softmax(-1))
-            known = chosen.clamp(0, logits.shape[-1] - 1)  # on CUDA an index out of range ends the program
-            plain, cooled = (each.gather(-1, known[:, None])[:, 0].where(known == chosen, torch.nan) for each in both)
-            self.said.append((plain, cooled))
-            self.tokens.append(chosen[:, None].clone())
-        self.scores = (
-            scores.clone() if scores is not None and len(self.said) < TOKENS else None
-        )  # the rest can be freed
-
-    def texts(self) -> list[tuple[list[int], list[int]]]:
-        """Of each row the prompt and the generated tokens. Waits for the device."""
-        prompts = [
-            [token for token, counted in zip(tokens, counts, strict=True) if counted]
-            for tokens, counts in zip(self.tokens[0].tolist(), self.mask.tolist(), strict=True)
-        ]
-        generated = torch.cat(self.tokens[1:], 1).tolist() if self.said else [[] for _ in prompts]
-        return list(zip(prompts, generated, strict=True))
 
 
 class DecodingCheck(Observer):
-    """Writes a :class:`DecodedTokens` for a model whose log-probabilities of generated tokens are others when it gets them all at once."""
+    """Writes a :class:`DecodedTokens` for a model whose log-probabilities of tokens are others when it gets them all at once."""
 
     def __init__(self, checks: "Checks") -> None:
         super().__init__(checks)
-        self._temperature = 1.0
-        self._is_plain = True
-        self._step = self._followed = 0
-        self._generations: list[_Generation] = []
-        self._open: _Generation | None = None
-        self._before: float | None = None
+        self._step = self._steps = 0
+        self._generator: ReferenceType[nn.Module] | None = None
+        self._region: str | None = None
         self._over = False
 
     def before_generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``generate`` is called."""
-        self._open = None
-        if self._step != self.position.step:
-            self._step, self._followed = self.position.step, 0
-            self._generations.clear()
-        self._followed += 1
-        self._temperature = _temperature(args, kwargs)
-        self._is_plain = _is_plain_sampling(args, kwargs)
+        if self._over or self._step == self.position.step or not args or not isinstance(args[0], nn.Module):
+            return
+        self._step, self._steps = self.position.step, self._steps + 1
+        if is_checked(self._steps):
+            self._generator = ref(args[0])
+            self._region = self.session.autocast.dtype(main_parameter(args[0]).device.type)
 
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """An outermost call has returned."""
-        if self._over or self.position.backward_depth:
+        """An outermost call has returned: the first one after a generation that the same weights are trained by is looked at."""
+        generator = self._generator() if self._generator is not None else None
+        if generator is None or self.position.backward_depth or self.position.phase == "generate":
             return
-        generating = self.position.phase == "generate"
-        if not (self._may_follow() if generating else self._generations):
+        tokens = tokens_given(args, kwargs)
+        is_trained = any(tensor.requires_grad for _, tensor in tensors_in(output))
+        if tokens is None or not is_trained or versions_of(module) != versions_of(generator):
             return
+        self._generator = None
         with self.position.mute(), torch.no_grad():
-            call = Asked.of(self.session, module, args, kwargs, output)
-            if call is None or call.question.dim() != 2:
-                return
-            if call.content is not None:  # another image may stand beside the same tokens
-                self.session.guard.tell(*_BESIDE_IMAGES)
-                return
-            if generating:
-                self._follow(module, call)
-            else:
-                self._compare(module, call)
+            counted = counted_among(tokens, kwargs.get("attention_mask"))
+            # models that count positions from the padding on the left say something else there
+            rows = counted[:, 0].nonzero()[:ROWS, 0]
+            length = int(counted[rows].sum(1).min()) if len(rows) else 0
+            begin = max(1, length - TOKENS - 1)
+            if length - begin - 1 >= ENOUGH:
+                texts = tokens[rows, :length]
+                # a single text may have kernels of its own
+                self._judge(
+                    _Texts(self, module, texts.expand(min(2, len(tokens)), -1) if len(rows) == 1 else texts, begin)
+                )
 
-    def _may_follow(self) -> bool:
-        """Whether this step's generations are followed: those of steps 1, 2, 4, 8 …, as many as there may be."""
-        return self._is_plain and self._followed <= GENERATIONS and not self._step & (self._step - 1)
-
-    def _follow(self, module: nn.Module, call: Asked) -> None:
-        if call.output.dim() != 3:
-            self._open = None
+    def _judge(self, texts: "_Texts") -> None:
+        region = self.session.autocast.dtype(texts.tokens.device.type)
+        half = dtype_name(main_parameter(texts.module)) in HALF or region in HALF
+        at_once, decoded = texts.at_once(region), texts.decoded(self._region)
+        gap = _gap(at_once, decoded)
+        if gap is None or float(gap.mean()) <= SUSPICIOUS[half]:
             return
-        tokens, scores = call.question[:ROWS], call.output[:ROWS, -1].detach()
-        known = self._open
-        if known is not None and known.model() is not module:
-            return  # an encoder, or a smaller model that proposes tokens
-        if known is not None and len(tokens) == len(known.mask) and self._goes_on(known, call):
-            known.add(tokens[:, -1], scores)
-            return
-        self._open = None
-        if len(self._generations) >= GENERATIONS or any(map(is_random, modules_in(module))):
-            return
-        self._open = _Generation(
-            ref(module), call.versions, _adapters(module), call.autocast, self._temperature, [tokens.clone()], call.mask[:ROWS].clone(), scores.clone()
-        )  # fmt: skip
-        self._generations.append(self._open)
-
-    @staticmethod
-    def _goes_on(known: _Generation, call: Asked) -> bool:
-        """Whether a call gets one token more: alone where the others are in a cache, or with all of them."""
-        length = call.question.shape[1]
-        return length == 1 or length == known.mask.shape[1] + len(known.said) + 1
-
-    def _compare(self, module: nn.Module, call: Asked) -> None:
-        for generation in self._generations:
-            generator = generation.model()
-            if generator is None or generation.versions != call.versions or _adapters(module) != generation.adapters:
-                continue
-            if not generation.said or generation.left <= 0:
-                continue
-            generation.left -= 1
-            pairs = _pairs(generation, call)
-            if len(pairs) >= ENOUGH:
-                self._judge(module, generation, call, pairs)
-                return
-
-    def _judge(self, module: nn.Module, generation: _Generation, call: Asked, pairs: "list[_Pair]") -> None:
-        gap = _gap(generation, call, pairs)
-        if gap is None:
-            return
-        random = any(map(is_random, modules_in(module)))
-        half = dtype_name(main_parameter(module)) in HALF or call.autocast in HALF
-        if float(gap.mean()) <= SUSPICIOUS[half]:
-            self._before = float(gap.mean())
-            return
-        at_once, rounding = self._rounding(module, call, pairs)
-        if random and at_once is None:
-            return
-        if random and at_once is not None:
-            gap = _gap(generation, at_once, pairs)
-        at_most = max(SUSPICIOUS[half], self._at_most(rounding))
-        if gap is None or float(gap.mean()) <= at_most:
+        weights = in_dtype(texts.module, torch.float32)
+        rounding = _gap(at_once, texts.at_once(None, weights)) if weights is not None else None
+        at_most = UNMEASURED if rounding is None else max(SUSPICIOUS[half], BEYOND_ROUNDING * float(rounding.mean()))
+        if float(gap.mean()) <= at_most:
             return
         self._over = True
-        place = self.names.find(module)
+        place = self.names.find(texts.module)
         found = DecodedTokens(
             model=place[0] if place is not None else None,
-            dtype=dtype_name(main_parameter(module)),
+            dtype=dtype_name(main_parameter(texts.module)),
             tokens=len(gap),
             largest_gap=float(gap.max()),
             mean_gap=float(gap.mean()),
-            rounding=rounding,
-            before=self._before,
-            random=random,
-            copies=self._updated(module, at_once or call, pairs, generation, at_most),
+            rounding=float(rounding.mean()) if rounding is not None else None,
+            copies=self._updated(texts, at_once, float(gap.mean()), at_most),
         )
         self.session.once(found, found.model, fqn="")
 
-    def _updated(
-        self, module: nn.Module, call: Asked, pairs: "list[_Pair]", generation: _Generation, at_most: float
-    ) -> UpdatedCopies | None:
-        """Stale copies of weights that make the difference: tokens decoded again show it, and with the copies updated they do not."""
-        copies: list[StaleCopy] = []
+    def _updated(self, texts: "_Texts", at_once: Tensor | None, before: float, at_most: float) -> UpdatedCopies | None:
+        """Stale copies of weights that make the difference: with the copies updated, tokens decoded once more do not show it."""
+        copies: list[_StaleCopy] = []
         with contained():  # of classes of their own, some tensors cannot be compared
-            copies = stale_copies(module)
-        before = self._decoded_again(module, call, pairs, generation) if copies else None
-        if before is None or before <= at_most:
+            copies = list(_stale_copies(texts.module))
+        if not copies:
             return None
-        with updated(copies):
-            after = self._decoded_again(module, call, pairs, generation)
-        if after is None or after > at_most:
+        with _updated(copies):
+            after = _gap(at_once, texts.decoded(self._region))
+        if after is None or float(after.mean()) > at_most:
             return None
         first = copies[0]
         return UpdatedCopies(
             number=len(copies),
             module=first.module,
             attribute=first.attribute,
-            stored_at=line_that_stores(first),
+            stored_at=_line_that_stores(first),
             before=before,
-            after=after,
+            after=float(after.mean()),
         )
 
-    def _decoded_again(
-        self, module: nn.Module, call: Asked, pairs: "list[_Pair]", generation: _Generation
-    ) -> float | None:
-        """Mean difference between a call and the tokens of one of its rows, decoded one at a time; None where that cannot be had."""
-        [(row, _)] = Counter(row for _, _, row, _ in pairs).most_common(1)
-        chosen = [pair for pair in pairs if pair[2] == row]
-        columns = [column for *_, column in chosen]
-        several = min(len(generation.mask), 2)  # a single text may have kernels of its own
-        tokens = call.question[row].expand(several, -1)
-        said = []
-        with contained(), as_the_program(), beside(self.session, module, call, generation.autocast):
-            answer = module(input_ids=tokens[:, : columns[0]], use_cache=True)
-            for column in columns[:-1]:
-                cache = {name: answer[name] for name in _CACHES if name in answer}
-                answer = module(input_ids=tokens[:, column : column + 1], use_cache=True, **cache)
-                said.append(answer.logits[0, -1].float().log_softmax(-1)[tokens[0, column + 1]])
-        now = _of_call(call, chosen[1:])
-        return float((torch.stack(said) - now).abs().mean()) if now is not None and 0 < len(said) == len(now) else None
 
-    def _at_most(self, rounding: float | None) -> float:
-        """Mean difference of log-probabilities up to which rounding may be the reason."""
-        if rounding is not None:
-            return BEYOND_ROUNDING * rounding
-        if self._before is not None:
-            return max(BEYOND_BEFORE * self._before, UNMEASURED[0])
-        return UNMEASURED[1]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Texts:
+    """Rows of tokens of one length, without padding, and a model that says something of those from ``begin`` + 1 on."""
 
-    def _rounding(self, module: nn.Module, call: Asked, pairs: "list[_Pair]") -> tuple[Asked | None, float | None]:
-        """The call made again without dropout, and the mean difference between that and the same in float32; None for what cannot be had."""
-        weights = in_dtype(module, torch.float32)
-        again = made_again(self.session, module, call, {}, call.autocast) if call.repeatable else None
-        if again is None or weights is None:
-            return again, None
-        wide = made_again(self.session, module, call, weights, None)
-        return again, _between(again, wide, pairs) if wide is not None else None
+    check: DecodingCheck
+    module: nn.Module
+    tokens: Tensor
+    begin: int
 
+    def at_once(self, autocast: str | None, weights: Mapping[str, Tensor] | None = None) -> Tensor | None:
+        """The log-probabilities of the tokens (rows, tokens) in a call on all of them, with other ``weights`` where some are given."""
 
-_Pair = tuple[int, int, int, int]
-"""Row and number of a generated token, row and column of the same one in another call."""
+        def scores() -> Tensor:
+            answer = torch.func.functional_call(self.module, dict(weights or {}), (), {"input_ids": self.tokens})
+            logits: Tensor = answer.logits
+            return logits[:, self.begin : -1]
 
+        return self._said(scores, autocast)
 
-def _pairs(generation: _Generation, call: Asked) -> list[_Pair]:
-    """The generated tokens that a call got behind the same tokens. Waits for the device."""
-    texts = generation.texts()
-    found = []
-    for row, (tokens, counts) in enumerate(zip(call.question.tolist(), call.mask.tolist(), strict=True)):
-        if not counts[0]:
-            continue  # padded on the left: models that count positions from there say something else
-        text = tokens[: sum(counts)]
-        best: list[_Pair] = []
-        for number, (prompt, generated) in enumerate(texts):
-            shared = _shared(number, generated, row, text, len(prompt)) if text[: len(prompt)] == prompt else []
-            best = shared if len(shared) > len(best) else best
-        found += best
-    return found
+    def decoded(self, autocast: str | None) -> Tensor | None:
+        """The same where the model gets one token at a time."""
 
+        def scores() -> Tensor:
+            answer, said = self.module(input_ids=self.tokens[:, : self.begin], use_cache=True), []
+            for place in range(self.begin, self.tokens.shape[1] - 1):
+                cache = next(name for name in _CACHES if name in answer)
+                one = self.tokens[:, place : place + 1]
+                answer = self.module(input_ids=one, use_cache=True, **{cache: answer[cache]})
+                said.append(answer.logits[:, -1])
+            return torch.stack(said, 1)
 
-def _shared(number: int, generated: list[int], row: int, text: list[int], begin: int) -> list[_Pair]:
-    pairs = []
-    for place, (ours, theirs) in enumerate(zip(generated, text[begin:], strict=False)):
-        if ours != theirs:
-            break
-        pairs.append((number, place, row, begin + place))
-    return pairs
+        return self._said(scores, autocast)
 
-
-def _gap(generation: _Generation, call: Asked, pairs: list[_Pair]) -> Tensor | None:
-    """Differences of the log-probabilities, for the temperature at which they are smaller; None where there are too few."""
-    now = _of_call(call, pairs)
-    if now is None:
+    def _said(self, scores: Callable[[], Tensor], autocast: str | None) -> Tensor | None:
+        given: tuple[Any, dict[str, Any]] = ((self.tokens,), {})
+        with (
+            contained(),
+            as_the_program(),
+            beside(self.check.session, self.module, given, self.tokens.device.type, autocast),
+        ):
+            wanted = self.tokens[:, self.begin + 1 :, None]
+            return scores().float().log_softmax(-1).gather(-1, wanted)[..., 0]
         return None
-    gaps = []
-    for which in (0, 1):
-        said = torch.stack([generation.said[place][which][number] for number, place, _, _ in pairs]).to(now.device)
-        gaps.append((said - now).abs()[(now < 0) & now.isfinite() & said.isfinite()])
-    best = min(gaps, key=lambda each: float(each.mean()) if len(each) else 0.0)
-    return best if len(best) >= ENOUGH else None
 
 
-def _between(one: Asked, other: Asked, pairs: list[_Pair]) -> float | None:
-    """Mean difference of two calls on the same tokens."""
-    ours, theirs = _of_call(one, pairs), _of_call(other, pairs)
-    if ours is None or theirs is None:
+def _gap(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Differences of log-probabilities of the same tokens; None where they cannot be had."""
+    if one is None or other is None or one.shape != other.shape:
         return None
-    gap = (ours - theirs).abs()
-    gap = gap[gap.isfinite()]
-    return float(gap.mean()) if len(gap) else None
+    gap = (one - other).abs()
+    return gap[gap.isfinite()] if bool(gap.isfinite().any()) else None
 
 
-def _of_call(call: Asked, pairs: list[_Pair]) -> Tensor | None:
-    """What a call says of the tokens, as log-probabilities; 0 where it says nothing of one."""
-    length, places = call.question.shape[1], call.output.shape[1]
-    if call.output.dim() == 2 and places != length - 1:
+@dataclass(frozen=True, slots=True, eq=False)
+class _StaleCopy:
+    """A tensor of the shape of a weight, with other values than it.
+
+    Attributes:
+        module, owner: the module that has the weight, by its dotted name and itself.
+        attribute: of the weight or the module, by which the copy is kept.
+        kept, weight: the two.
+    """
+
+    module: str
+    owner: nn.Module
+    attribute: str
+    kept: Tensor
+    weight: Tensor
+
+
+_REGISTERED = frozenset(vars(nn.Module()))
+
+
+def _stale_copies(model: nn.Module) -> Iterator[_StaleCopy]:
+    """What may be stale copies, on parameters and on modules. Waits for the device."""
+    for name, module in named_modules(model):
+        weights = own_parameters(module)
+        for holder, of in [*((weight, [weight]) for weight in weights), (module, weights)]:
+            beside = {key: value for key, value in vars(holder).items() if key not in _REGISTERED}
+            for attribute, kept in [(key, each) for key, value in beside.items() for _, each in tensors_in(value)]:
+                weight = _other_weight(kept, of)
+                if weight is not None:
+                    yield _StaleCopy(name, module, attribute, kept, weight)
+
+
+def _other_weight(kept: Tensor, weights: Iterable[Tensor]) -> Tensor | None:
+    """The one weight of its shape, where it has other values."""
+    alike = [weight for weight in weights if weight.shape == kept.shape and weight is not kept]
+    is_other = len(alike) == 1 and kept.is_floating_point() and not torch.equal(alike[0].detach().to(kept), kept)
+    return alike[0] if is_other else None
+
+
+@contextmanager
+def _updated(copies: Iterable[_StaleCopy]) -> Iterator[None]:
+    """Inside, the copies are what their weights are now."""
+    before = [(copy.kept, copy.kept.data) for copy in copies]
+    try:
+        for copy in copies:
+            copy.kept.data = copy.weight.detach().to(copy.kept)
+        yield
+    finally:
+        for kept, data in before:
+            kept.data = data
+
+
+def _line_that_stores(copy: _StaleCopy) -> str | None:
+    """The first line of code that sets an attribute of its name: in the file of the module's class, else in the only file that does; None otherwise."""
+    lines = [line for each in gc.get_objects() for line in _storing(each, copy.attribute)]
+    classes = {cls.__module__ for cls in type(copy.owner).__mro__}
+    lines = [line for line in lines if line.module in classes] or lines
+    if len({line.code.co_filename for line in lines}) != 1:
         return None
-    found = []
-    for _, _, row, column in pairs:
-        place = column - 1 - (length - places if call.output.dim() == 3 else 0)
-        if place < 0:
-            found.append(call.output.new_zeros((), dtype=torch.float32))
-        elif call.output.dim() == 2:
-            found.append(call.output[row, place].float())
-        else:
-            found.append(call.output[row, place].float().log_softmax(-1)[call.question[row, column]])
-    return torch.stack(found)
+    return min(lines, key=lambda line: line.number).source
 
 
-def _temperature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-    """The temperature that ``generate`` samples with; 1 where it says none."""
-    model = args[0] if args else None
-    configured = kwargs.get("generation_config") or getattr(model, "generation_config", None)
-    for temperature in (kwargs.get("temperature"), getattr(configured, "temperature", None)):
-        if isinstance(temperature, int | float) and temperature > 0:
-            return float(temperature)
-    return 1.0
-
-
-def _is_plain_sampling(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether each row of a call goes on with the token that was chosen for it: not with beams, which change places, nor proposed tokens."""
-    configured = kwargs.get("generation_config") or getattr(args[0] if args else None, "generation_config", None)
-    options = {name: kwargs.get(name, getattr(configured, name, None)) for name in ("num_beams", *_PROPOSED)}
-    return options.pop("num_beams") in (None, 1) and not any(value is not None for value in options.values())
-
-
-def _adapters(model: nn.Module) -> tuple[Any, ...]:
-    """Which of peft's adapters are in use: a text that was generated without them is meant to be so."""
-    layers = (each for each in modules_in(model) if isinstance(getattr(type(each), "disable_adapters", None), property))
-    return tuple((bool(layer.disable_adapters), str(getattr(layer, "active_adapters", ""))) for layer in layers)
+def _storing(function: object, attribute: str) -> Iterator[Line]:
+    """The lines of a function of the program, or of a library, that set an attribute of this name; none of any other object."""
+    if type(function) is not FunctionType:
+        return
+    code, module = function.__code__, function.__globals__.get("__name__", "")
+    if attribute not in code.co_names or not is_users(module):
+        return
+    for step in dis.get_instructions(code):
+        number = step.positions.lineno if step.positions is not None else None
+        if step.opname == "STORE_ATTR" and step.argval == attribute and number is not None:
+            yield Line(code, module, number)

@@ -28,7 +28,7 @@ from dtypedoctor.instrument.operators import Arguments, fits, node_of_operator, 
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.silent.policies import nodes_behind
-from dtypedoctor.instrument.silent.twins import question_of
+from dtypedoctor.instrument.silent.twins import tokens_given
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.events import NOT_SEEN
 from dtypedoctor.trace.records.silent import RoundedLogprobs
@@ -209,7 +209,7 @@ class LogprobCheck(Observer):
 
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """An outermost module was called on tokens: what its output calls log-probabilities are some. One number for each may be a value or a reward."""
-        question = question_of(args, kwargs)
+        question = tokens_given(args, kwargs)
         if question is None or self.position.backward_depth or self.position.phase == "generate":
             return
         self._has_scores = True

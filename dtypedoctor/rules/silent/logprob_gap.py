@@ -8,7 +8,7 @@ from dtypedoctor.dtypes import HALF
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.trace.events import Flow, Metric, Observed
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.silent import DecodedTokens, FirstRatio, MovedTwin, RoundedLogprobs, Twins
+from dtypedoctor.trace.records.silent import DecodedTokens, FirstRatio, RoundedLogprobs, Twins
 
 
 def _of_decoding(finding: Finding) -> str:
@@ -69,75 +69,40 @@ def _of_rounded(trace: Trace, *, explained: bool) -> Iterator[Finding]:
 
 def _of_two_models(trace: Trace) -> Finding | None:
     """The policy and a model of the same weights in another dtype: its reference, or what generates for it."""
-    averages = {(seen.what.trainer, seen.what.generator) for seen in trace.observed(MovedTwin)}
     for seen in trace.observed(Twins):
         what = seen.what
-        is_average = (what.trainer, what.generator) in averages  # kept wider on purpose, as averages must be
-        ways = _ways_of_two(trace, what)
-        if not is_average and _is_made_by_the_dtype(what, ways):
-            return _twins(seen, ways)
+        if what.moved > SAME and what.apart <= max(WHAT_IS_LEFT * what.largest_gap, SAME):
+            return _twins(seen)
     return None
 
 
-def _is_made_by_the_dtype(what: Twins, ways: tuple[str, str]) -> bool:
-    if what.merged and ways[0] == ways[1]:  # what merging rounds
-        return False
-    if what.moved is None or what.apart is None:  # not called again
-        return not what.dropout and what.largest_gap > GAP and ways[0] != ways[1]
-    gone = what.dropout or what.apart <= max(WHAT_IS_LEFT * what.largest_gap, SAME)
-    return gone and what.moved > SAME
-
-
-def _ways_of_two(trace: Trace, what: Twins) -> tuple[str, str]:
-    """How the trained model and the other compute, in words."""
-    return (
-        _way(trace, what.trainer, what.trainer_dtype, what.trainer_autocast),
-        _way(trace, what.generator, what.generator_dtype, what.generator_autocast),
-    )
-
-
-def _way(trace: Trace, root: int | None, dtype: str, region: str | None) -> str:
-    """The dtype of the weights, and the region that the model is called in or that its own ``forward`` opens, as accelerate has it do."""
-    inside = (flow.autocast for flow in trace.all(Flow) if root is not None and flow.root == root and flow.autocast)
-    region = region or next(inside, None)
-    return f"{dtype} in {region} autocast" if region else dtype
-
-
-def _twins(seen: Observed[Twins], ways: tuple[str, str]) -> Finding:
+def _twins(seen: Observed[Twins]) -> Finding:
     what = seen.what
-    gap = what.largest_gap if what.moved is None or not what.dropout else what.moved
-    ours, theirs = ways
-    tokens = "tokens" if what.choices == 1 else f"{what.choices:,} choices, those above 0.1%"
-    random = "dropout is left out of the second figure" if what.dropout else "neither drops anything at random"
-    called_again: tuple[str, ...] = ()
-    proof = None
-    if what.moved is not None:
-        again = f"The wider of the two, called again in {_narrow(what)}"
-        if what.merged:
-            again = (
-                "The one with adapters, called again with these merged in float32 and everything in the other's dtype"
-            )
-        called_again = (f"{again}: its log-probabilities move by up to {what.moved:.3g}.",)
-        proof = (
-            None if what.dropout else f"called again in one dtype, the two are within {what.apart:.2g} of each other"
+    ours, theirs = (
+        f"{dtype} in {region} autocast" if region else dtype
+        for dtype, region in (
+            (what.trainer_dtype, what.trainer_autocast),
+            (what.generator_dtype, what.generator_autocast),
         )
+    )
+    tokens = "tokens" if what.choices == 1 else f"{what.choices:,} choices, those above 0.1%"
     statement = Statement(
         id="logprob-gap",
-        severity=Severity.WARNING if gap > GAP else Severity.INFO,
+        severity=Severity.WARNING if what.largest_gap > GAP else Severity.INFO,
         confidence=Confidence.LIKELY,
-        proven_by=proof,
+        proven_by=f"called again in one dtype, the two are within {what.apart:.2g} of each other",
         summary=(
             f"The trained model ({ours}) and its reference or generator ({theirs}) have the same weights, but their log-probabilities of the same "
-            f"tokens differ by up to {gap:.2g}."
+            f"tokens differ by up to {what.largest_gap:.2g}."
         ),
         cause=(
             "While the weights are equal, the ratio and the KL divergence of the two are meant to be 1 and 0. Here they also compare two dtypes, so the "
             "loss, its rewards and its clipping contain rounding errors, in every step."
         ),
         evidence=(
-            f"{what.rows:,} log-probabilities of the same {tokens}: largest difference {what.largest_gap:.3g}, mean {what.mean_gap:.3g}.",
-            *called_again,
-            f"The weights of one equal those of the other{', with its adapters merged' * what.merged}, rounded to the narrower dtype; {random}.",
+            f"{what.rows:,} log-probabilities of the same {tokens}: largest difference {what.largest_gap:.3g}, mean {what.mean_gap:.3g}, without dropout.",
+            f"The wider of the two, called again in {_narrow(what)}: its log-probabilities move by up to {what.moved:.3g}.",
+            "The weights of one equal those of the other, rounded to the narrower dtype.",
         ),
     )
     return make_finding(statement, phase=seen.phase, step=seen.step, dtype=_narrow(what))
@@ -146,7 +111,7 @@ def _twins(seen: Observed[Twins], ways: tuple[str, str]) -> Finding:
 def _decoded(seen: Observed[DecodedTokens]) -> Finding:
     what = seen.what
     compared = (
-        f"{what.tokens:,} tokens that this model has generated, with the same weights: mean difference of their log-probabilities {what.mean_gap:.3g}, "
+        f"{what.tokens:,} tokens, decoded again one at a time with the same weights: mean difference of their log-probabilities {what.mean_gap:.3g}, "
         f"largest {what.largest_gap:.3g}."
     )
     evidence = [compared]
@@ -154,10 +119,6 @@ def _decoded(seen: Observed[DecodedTokens]) -> Finding:
         evidence.append(
             f"Rounding makes {what.rounding:.2g} of it: that is how far the call on all tokens is from the same call in float32."
         )
-    if what.before is not None:
-        evidence.append(f"In an earlier step the mean difference was {what.before:.2g}.")
-    if what.random:
-        evidence.append("The model drops elements at random in training; for this figure it was called again without.")
     copies = what.copies
     proof = None
     why = (
@@ -174,7 +135,7 @@ def _decoded(seen: Observed[DecodedTokens]) -> Finding:
     statement = Statement(
         id="logprob-gap",
         severity=Severity.WARNING,
-        confidence=Confidence.POSSIBLE if what.rounding is None and what.before is None else Confidence.LIKELY,
+        confidence=Confidence.POSSIBLE if what.rounding is None else Confidence.LIKELY,
         proven_by=proof,
         summary=(
             f"The model generates with {'stale copies of its weights' if copies is not None else 'other log-probabilities than it is trained with'}: "

@@ -153,12 +153,10 @@ class Twins:
         rows: distributions compared, or log-probabilities of single tokens.
         choices: length of each; 1 for those of single tokens.
         largest_gap: largest difference of a log-probability, of distributions among those above 0.1 %.
-        mean_gap: mean magnitude of these differences.
-        dropout: whether one of them drops elements at random, which makes a gap of its own.
-        trainer_autocast, generator_autocast: dtype of the autocast region that the call was made in.
-        moved: how far log-probabilities of the wider one move in the dtype of the other, without dropout; None where it could not be called again.
+        mean_gap: mean magnitude of these differences, without dropout.
+        trainer_autocast, generator_autocast: dtype of the autocast region that the call was made in, or that its ``forward`` opens.
+        moved: how far log-probabilities of the wider one move in the dtype of the other.
         apart: largest difference between the two that is left then.
-        merged: whether the weights of one are those of the other with its adapters added; then the one with adapters was called again, with them merged.
     """
 
     KIND: ClassVar[str] = "twins"
@@ -171,26 +169,10 @@ class Twins:
     choices: int
     largest_gap: float
     mean_gap: float
-    dropout: bool
+    moved: float
+    apart: float
     trainer_autocast: str | None = None
     generator_autocast: str | None = None
-    moved: float | None = None
-    apart: float | None = None
-    merged: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MovedTwin:
-    """The generator of a :class:`Twins` has changed with the first optimizer step, and does not equal the trained one: it is an average.
-
-    Attributes:
-        trainer, generator: numbers of the outermost modules, as there.
-    """
-
-    KIND: ClassVar[str] = "moved-twin"
-
-    trainer: int | None
-    generator: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +196,7 @@ class UpdatedCopies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedTokens:
-    """Tokens of which a model says something else when it gets them all at once than when it generated them, with the same weights.
+    """Tokens of which a model says something else when it gets them one at a time than when it gets them all at once, with the same weights.
 
     Attributes:
         model: number of the outermost module, where known.
@@ -222,8 +204,6 @@ class DecodedTokens:
         tokens: compared.
         largest_gap, mean_gap: differences of their log-probabilities.
         rounding: mean difference of the call at once from the same in float32; None where that could not be made.
-        before: mean difference in an earlier step, where it was small.
-        random: whether the model drops elements at random; then the call was made again without.
         copies: the stale copies that make the difference, where that was shown.
     """
 
@@ -235,8 +215,6 @@ class DecodedTokens:
     largest_gap: float
     mean_gap: float
     rounding: float | None
-    before: float | None
-    random: bool
     copies: UpdatedCopies | None = None
 
 
