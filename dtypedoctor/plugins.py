@@ -5,8 +5,7 @@ import torch. Code that does import torch is named as ``"package.module:name"`` 
 so the command line stays fast. A package names its dataclasses as entry points (see ``docs/extending.md``), dtypedoctor
 its own in :data:`_OWN`; the five public tickets name theirs in ``dtypedoctor.lab.tickets``.
 
-A plug-in that cannot be used is left out and named: :func:`left_out`. What looks like a typo in one that is used is
-:func:`remarks`.
+A plug-in that cannot be used is left out and named: :func:`left_out`.
 """
 
 import importlib
@@ -15,7 +14,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, TypeVar, cast
 
 SWITCH = "DTYPEDOCTOR_PLUGINS"
@@ -248,16 +246,6 @@ def give_up(what: str, error: Exception) -> None:
     _given_up.setdefault(what, LeftOut(what=what, why=f"{type(error).__name__}: {error}"))
 
 
-def remarks() -> tuple[str, ...]:
-    """What looks like a mistake in plug-ins that this process uses all the same, each once."""
-    return tuple(_remarks)
-
-
-def remark(text: str) -> None:
-    """Adds one of :func:`remarks`, a sentence without a full stop."""
-    _remarks.setdefault(text)
-
-
 def label_of(kind: type, name: str) -> str:
     """The entry point and the distribution that a plug-in comes from; empty for what comes with dtypedoctor."""
     return _labels.get((kind, name), "")
@@ -303,12 +291,6 @@ _loaded: dict[type, tuple[dict[str, Any], tuple[LeftOut, ...]]] = {}
 
 _labels: dict[tuple[type, str], str] = {}
 """By kind and name, where each plug-in comes from."""
-_remarks: dict[str, None] = {}
-"""The remarks in their order."""
-_GROUPS = tuple(
-    f"dtypedoctor.{kind}" for kind in ("models", "workloads", "corrections", "checks", "rules", "formats", "remedies")
-)
-"""The groups of entry points that are read."""
 
 
 def _collected(kind: type) -> tuple[dict[str, Any], tuple[LeftOut, ...]]:
@@ -346,12 +328,6 @@ def _entry_points(group: str) -> Iterator[tuple[str, importlib.metadata.EntryPoi
     if os.environ.get(SWITCH) == "0":
         return
     everything = importlib.metadata.entry_points()
-    for unknown in sorted(everything.groups):
-        if unknown.startswith("dtypedoctor.") and unknown not in _GROUPS:
-            meant = get_close_matches(unknown, _GROUPS, n=1)
-            suggestion = f"; did you mean {meant[0]!r}?" if meant else f"; known groups: {', '.join(_GROUPS)}"
-            for entry in everything.select(group=unknown):
-                remark(f"{_label(entry)} is not loaded: there is no entry point group {unknown!r}{suggestion}")
     for entry in sorted(everything.select(group=group), key=lambda entry: (entry.name, entry.value)):
         yield _label(entry), entry
 

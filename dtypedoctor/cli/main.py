@@ -88,12 +88,10 @@ def main() -> None:
         if lost is not None:
             _complain(f"standard output cannot be written: {lost.strerror}", _hint(lost, ""))
             code = int(ExitCode.USAGE) if code in (ExitCode.OK, ExitCode.FINDINGS) else code
-    # Names the plug-ins that this command has tried to use and could not, and likely typos in others; it imports nothing to do so
+    # Names the plug-ins that this command has tried to use and could not; it imports nothing to do so
     plugins = sys.modules.get("dtypedoctor.plugins")
     for one in plugins.left_out() if plugins is not None else ():
         _complain(f"{one.what} is not used: {one.why}", "")
-    for text in plugins.remarks() if plugins is not None else ():
-        print(f"warning: {paragraphs(text, _LONGEST)}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -160,7 +160,7 @@ def env(
 ) -> None:
     """Print versions, devices, driver and the environment variables that matter, to paste into an issue.
 
-    It is the environment table of every report plus what `torch.utils.collect_env` adds, without anything private.
+    It is the environment table of every report, without anything private.
     """
     announce("Reading versions and devices", terminal_only=True)  # torch is asked, in a process of its own
     from dtypedoctor.redaction.redact import redact

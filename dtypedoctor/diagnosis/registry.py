@@ -13,7 +13,7 @@ from dtypedoctor.diagnosis.wording import class_of
 from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.foreign_files import reason
 from dtypedoctor.interruptions import contained
-from dtypedoctor.plugins import Correction, give_up, label_of, registered, remark, switched_off
+from dtypedoctor.plugins import Correction, give_up, label_of, registered, switched_off
 from dtypedoctor.text import did_you_mean, quoted
 from dtypedoctor.trace.model import Trace
 
@@ -37,14 +37,9 @@ def in_order(found: Iterable[Rule]) -> tuple[Rule, ...]:
 def _shielded(rule: Rule) -> Rule:
     """A plug-in's rule, which finds nothing where it raises or yields no proper finding, and is named as left out then."""
     label = f"dtypedoctor.rules plug-in {rule.name!r}"
-    own_ids = [name for spec in rule.specs for name in (spec.id, *spec.aliases)]
 
     def checked(one: Finding, read: object) -> Finding:
         _require_finding(one)
-        if one.id not in own_ids and one.id not in typed_ids():
-            remark(
-                f"{label} yields the finding {quoted(one.id)}, which no spec describes{did_you_mean(one.id, own_ids)}"
-            )
         return _with_fixes_of_class(one, read)
 
     def shielded(find: Callable[[Read], Iterable[Finding]]) -> Callable[[Read], Iterable[Finding]]:
@@ -122,18 +117,7 @@ def _specs() -> Mapping[str, FindingSpec]:
     for rule in rules():
         for spec in rule.specs:
             specs.setdefault(spec.id, spec)
-    _remark_unknown_findings({name for spec in specs.values() for name in (spec.id, *spec.aliases)})
     return {name: _with_corrections(spec) for name, spec in specs.items()}
-
-
-def _remark_unknown_findings(names: Collection[str]) -> None:
-    """Names the plug-ins' corrections that are for a finding which nobody has."""
-    for one in registered(Correction).values():
-        label = label_of(Correction, one.id)
-        for finding in (*(finding for finding, _ in one.fixes), *one.proves):
-            if label and finding not in names:
-                suggestion = did_you_mean(finding, names)
-                remark(f"{label}: {one.id} is for the finding {quoted(finding)}, which no rule has{suggestion}")
 
 
 def _with_corrections(spec: FindingSpec) -> FindingSpec:

@@ -6,7 +6,6 @@ How a fix changes a scenario is in :mod:`dtypedoctor.lab.trials.changes`.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dtypedoctor.diagnosis.rule import Rule
 from dtypedoctor.diagnosis.wording import indexed
 from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import (
@@ -14,12 +13,10 @@ from dtypedoctor.plugins import (
     Correction,
     Remedy,
     correction_named,
-    label_of,
     registered,
-    remark,
     switched_off,
 )
-from dtypedoctor.text import did_you_mean, quoted
+from dtypedoctor.text import did_you_mean
 
 _OWN = (
     Remedy(
@@ -156,18 +153,7 @@ def remedy_named(name: str, class_of: Callable[[str], str] = lambda _: "") -> Re
 def remedies() -> Mapping[str, Remedy]:
     """Every remedy by its id: those of dtypedoctor, each correction that needs no list of modules, those of plug-ins."""
     corrections = {one.id: _switching_on(one) for one in registered(Correction).values() if not one.needs_modules}
-    everything = {**REMEDIES, **corrections, **registered(Remedy)}
-    # Names the plug-ins' findings that propose a fix which nobody has
-    known = {*everything, *registered(Correction)}
-    for rule in registered(Rule).values():
-        for spec in rule.specs:
-            for name in (*spec.proposed, *spec.settled_by):
-                label = label_of(Rule, rule.name)
-                if label and name not in known:
-                    remark(
-                        f"{label}: {spec.id} proposes the fix {quoted(name)}, which there is not{did_you_mean(name, known)}"
-                    )
-    return everything
+    return {**REMEDIES, **corrections, **registered(Remedy)}
 
 
 def _switching_on(correction: Correction) -> Remedy:
@@ -206,18 +192,6 @@ class Reach:
     def releases(self) -> str:
         """The library and the releases that it was tried on; empty for a fix of any library."""
         return f"{self.edited.library} {', '.join(self.edited.seen)}" if self.edited else ""
-
-    @property
-    def why_no_patch(self) -> str:
-        """Why ``--patch`` has nothing to print for it, one sentence; empty if it has."""
-        if self.edited:
-            return ""
-        if self.remedy.by_hand:
-            return f"{self.remedy.id} is a change of your script, so no library has a line to patch: {self.remedy.by_hand}."
-        if self.kept:
-            return f"{self.remedy.id} changes a model in memory and has no form as an edit of a library: keep it with treat --with."
-        instead = f": {', '.join(self.released)} edits a released one" if self.released else ""
-        return f"{self.remedy.id} changes code of dtypedoctor's scenarios, not of a library{instead}."
 
 
 def reaches() -> list[Reach]:
@@ -271,5 +245,6 @@ def edits_of(name: str) -> Correction:
         )
     edited = found[name].edited
     if edited is None:
-        raise UsageError(f"--patch: {found[name].why_no_patch}", f"Fixes that edit a library: {', '.join(editing)}.")
+        hint = f"`dtypedoctor explain {name}` says where it is put in. Fixes that edit a library: {', '.join(editing)}."
+        raise UsageError(f"--patch: {name} edits no library", hint)
     return edited

@@ -1,14 +1,11 @@
 """Documents of what was not run: the environment of a run, as everybody needs it who wants to see the same, and an inspected model."""
 
 import json
-import os
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dtypedoctor.diagnosis.checkpoint import Subject
@@ -166,34 +163,20 @@ def survey() -> dict[str, Any]:
     Raises:
         WorkerDiedError: the process left no description, usually because torch cannot be imported.
     """
-    with tempfile.TemporaryDirectory() as place:
-        result, log = Path(place, "survey.json"), Path(place, "log.txt")
-        # -P: a torch.py or datasets folder in the working directory must not be taken for the real one
-        command = [sys.executable, "-P", "-m", _WORKER, str(result)]
-        with log.open("wb") as streams:
-            try:
-                code = subprocess.run(
-                    command,
-                    stdout=streams,
-                    stderr=streams,
-                    timeout=_TIME_LIMIT,
-                    check=False,
-                    env=os.environ | {"PYTHONSAFEPATH": "1"},  # torch's own tool starts `python -m pip`
-                ).returncode
-            except subprocess.TimeoutExpired:
-                code = None
-        try:
-            found = json.loads(result.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            raise _died(code, log.read_text(encoding="utf-8", errors="replace")) from None
-    assert isinstance(found, dict)
-    return found
-
-
-def _died(code: int | None, log: str) -> WorkerDiedError:
-    how = f"after {_TIME_LIMIT} s without an answer" if code is None else f"with status {code}"
+    # -P: a torch.py or datasets folder in the working directory must not be taken for the real one
+    command = [sys.executable, "-P", "-m", _WORKER]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_TIME_LIMIT, check=False
+        )
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+    except subprocess.TimeoutExpired:
+        how, log = f"after {_TIME_LIMIT} s without an answer", ""
+    except (IndexError, ValueError):
+        how, log = f"with status {done.returncode}", done.stderr
     last = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")
-    return WorkerDiedError(
+    raise WorkerDiedError(
         f"the process that describes the machine ended {how}" + (f": {last[:300]}" if last else ""),
         "Try `python -c 'import torch'` with the same interpreter.",
     )

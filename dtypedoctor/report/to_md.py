@@ -57,8 +57,9 @@ def render_markdown(document: Document, limit: int = LIMIT) -> str:
     head = f"## {prose(document.title, 600)}" if document.headline else ""
     if document.about:
         head += f"\n\n{prose(document.about, 600)}"
-    # readers of a ticket may not know what reports there
-    last = "\n\n".join(filter(None, (prose(document.last_line, 600), f"Reported by {_reporter()}.")))
+    # readers of a ticket may not know what reports there; a table by itself says nothing of anybody
+    signature = f"Reported by {_reporter()}." if document.headline else ""
+    last = "\n\n".join(filter(None, (prose(document.last_line, 600), signature)))
     room = limit - size(head) - size(last) - 200
     page = "\n\n".join(filter(None, (head, _fitted(_section, document.sections, room), last)))
     return page.rstrip("\n") + "\n"

@@ -98,12 +98,9 @@ RULE_OF = (
 DIAGNOSED = (
     "from nonfinite_examples import overflow\n"
     "from dtypedoctor.diagnosis import diagnose\n"
-    "from dtypedoctor.plugins import left_out, remarks\n"
-    "from dtypedoctor.examination.fixes import remedies\n"
+    "from dtypedoctor.plugins import left_out\n"
     "print([found.id for found in diagnose(overflow().build())])\n"
-    "remedies(), remedies()\n"
     "print(*(f'{one.what}: {one.why}' for one in left_out()))\n"
-    "print(*remarks(), sep='\\n')\n"
 )
 
 
@@ -166,26 +163,6 @@ def test_what_was_left_out_is_in_the_coverage_of_the_report(tmp_path: Path) -> N
         "dtypedoctor.rules plug-in 'other-failure': it cannot be used: ZeroDivisionError: division by zero"
         in printed(tmp_path, code)
     )
-
-
-def test_likely_typos_in_a_plugin_are_named_once(tmp_path: Path) -> None:
-    """The group of an entry point, the finding that a rule yields or a correction is for, and the fixes of a finding."""
-    installed(
-        tmp_path,
-        rule_of("yield found(); yield found()", id="other-failur", remedies="'bflaot16',")
-        + "from dtypedoctor.plugins import Correction\n"
-        "ONE = Correction(id='one', summary='s', install='other:i', fixes=(('flaot16-overflow', ''),), proves=('other-failure',))\n",
-        rules="typo = other:RULE", rule="lost = other:RULE", corrections="one = other:ONE",
-    )  # fmt: skip
-    found, left_out, *remarks = printed(tmp_path, DIAGNOSED)
-    assert "other-failur" in found
-    assert left_out == ""
-    assert sorted(remark.replace(" of other 1.2", "") for remark in remarks) == [
-        "dtypedoctor.corrections plug-in 'one': one is for the finding 'flaot16-overflow', which no rule has; did you mean 'float16-overflow'?",
-        "dtypedoctor.rule plug-in 'lost' is not loaded: there is no entry point group 'dtypedoctor.rule'; did you mean 'dtypedoctor.rules'?",
-        "dtypedoctor.rules plug-in 'other-failure' yields the finding 'other-failur', which no spec describes; did you mean 'other-failure'?",
-        "dtypedoctor.rules plug-in 'typo': other-failure proposes the fix 'bflaot16', which there is not; did you mean 'bfloat16'?",
-    ]
 
 
 @pytest.mark.parametrize(("fqn", "fixes"), [("'mlp.down'", "['for-mlp']"), ("None", "['for-mlp', 'for-norm']")])

@@ -33,7 +33,6 @@ ELSEWHERE = {
     "report/library_patch.py": {"file.read_text", "files('dtypedoctor.lab.corrections.libraries').joinpath(correction.test).read_text"},
     "report/to_html.py": {"resources.files('dtypedoctor.report').joinpath('assets', name).read_text"},
     "report/to_json.py": {"resources.files('dtypedoctor.report').joinpath('schema.json').read_text"},
-    "report/surveys.py": {"log.open", "log.read_text", "result.read_text"},  # a temporary folder of its own
     "runner/directories.py": {"Path(f'/proc/{process}/stat').read_text", "Path('/proc/stat').read_text"},
     "cli/nodes.py": {"Path('/proc/sys/kernel/random/boot_id').read_text"},
     "runner/process.py": {
