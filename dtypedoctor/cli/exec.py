@@ -14,7 +14,7 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import say
 
 if TYPE_CHECKING:
-    from dtypedoctor.report.model import Report
+    from dtypedoctor.report.to_json import Report
 
 WEEK = 604_800
 
@@ -105,8 +105,7 @@ def execute(
 
     target = program_of(script, arguments or [], module=module, text=text)
     announce("Running the text of -c" if text else f"Running {script}", terminal_only=True)
-    from dtypedoctor.cli.nodes import nodes_of, treated_together
-    from dtypedoctor.cli.scripts import record_script
+    from dtypedoctor.cli.scripts import nodes_of, record_script, treated_together
     from dtypedoctor.runner.directories import RecordFolder, job_directory, new_record
     from dtypedoctor.trace.ranks import member, member_of_torchrun, rank_directory
 

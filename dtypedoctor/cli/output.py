@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from dtypedoctor.report.document import Document
-    from dtypedoctor.report.model import Report
+    from dtypedoctor.report.to_json import Report
 
 
 MOST_PROCESSES = 64

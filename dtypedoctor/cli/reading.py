@@ -14,7 +14,7 @@ from dtypedoctor.interruptions import say
 
 if TYPE_CHECKING:
     from dtypedoctor.diagnosis.checkpoint import Intent, Subject
-    from dtypedoctor.report.model import Report
+    from dtypedoctor.report.to_json import Report
 
 
 def register(app: typer.Typer) -> None:

@@ -14,7 +14,7 @@ from dtypedoctor.interruptions import say
 from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.replay.capsule import Capsule
 from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report, write_report
-from dtypedoctor.report.model import Report, Status
+from dtypedoctor.report.to_json import Report, Status
 from dtypedoctor.runner.run import STDERR, STDOUT
 from dtypedoctor.trace.ranks import member
 

@@ -27,10 +27,10 @@ from dtypedoctor.plugins import KEEP_FLOAT32
 from dtypedoctor.redaction.redact import redact, without_process_secrets
 from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report, write_report
 from dtypedoctor.report.fixes import replay_command
-from dtypedoctor.report.model import Report
 from dtypedoctor.report.run_document import public_run
 from dtypedoctor.report.run_facts import diff_of
 from dtypedoctor.report.to_html import render_html
+from dtypedoctor.report.to_json import Report
 from dtypedoctor.report.to_terminal import print_document
 from dtypedoctor.runner.command import OF_A_SCENARIO, Program, scenario_name
 from dtypedoctor.runner.directories import job_directory, new_directory

@@ -54,7 +54,7 @@ from dtypedoctor.instrument.readings import FIRST_STEPS, is_read_in
 from dtypedoctor.instrument.recorders import BEHIND
 from dtypedoctor.instrument.session import Here, Session
 from dtypedoctor.instrument.statistics import HALF, measurable, real_of
-from dtypedoctor.lasting import at_fork
+from dtypedoctor.unpatched import at_fork
 
 if TYPE_CHECKING:
     from dtypedoctor.instrument.silent.state import StateCheck

@@ -51,8 +51,7 @@ from dtypedoctor.instrument.operators import (
     written,
 )
 from dtypedoctor.interruptions import contained
-from dtypedoctor.lasting import at_audit
-from dtypedoctor.unpatched import perf_counter
+from dtypedoctor.unpatched import at_audit, perf_counter
 
 if TYPE_CHECKING:
     from dtypedoctor.instrument.optrace import OpTrace

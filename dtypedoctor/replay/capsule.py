@@ -1,12 +1,17 @@
-"""A capsule: a directory that holds one failing module call, complete enough to be made again anywhere.
+"""A capsule: a directory that holds one failing module call, complete enough to be made again anywhere; and what one may name without its reader being asked.
 
 ``capsule.json`` says how the module and its arguments are made, ``capsule.safetensors`` holds their tensors. Nothing in either is executed as it
-is, but for ``source``: the text of classes that live in the user's own files. What else it names is on a list (:mod:`dtypedoctor.replay.allowed`), or runs
-only where the user allows it.
+is, but for ``source``: the text of classes that live in the user's own files.
+
+A capsule is data, but its data says which classes are made, what they hold, and which functions they call. So everything that it names must be on a
+list, by its full name: a prefix is not enough, because ``torch.nn.parallel.distributed:os.system`` begins like a part of torch. A name has no step
+that could lead on to another module. Whether a name is what its list says is looked up by who has torch, before anything is made
+(:mod:`dtypedoctor.worker.call_fixes`). What is on no list runs only where the user allows it.
 """
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from os import fstat
@@ -15,24 +20,186 @@ from typing import Any
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import is_real_directory, open_file, parse_json, read_file, reason
-from dtypedoctor.replay.allowed import Named, named_in, why_not
 from dtypedoctor.tensor_files import Entry, read_entries
 from dtypedoctor.text import printable
 
-__all__ = [
-    "AGAIN",
-    "ALLOW_CODE",
-    "CAPSULE",
-    "CAPSULE_TENSORS",
-    "FORMAT",
-    "MODEL",
-    "UNLIMITED",
-    "CallFix",
-    "Capsule",
-    "NoCapsule",
-    "is_described",
-    "read_capsule",
-]
+KINDS = frozenset({
+    "value", "float", "tensor", "dtype", "device", "tuple", "list", "set", "size", "dict", "pairs", "function", "partial", "mapping", "config", "object", "opaque",
+})  # fmt: skip
+"""The forms of a described value."""
+DTYPE = re.compile(r"(b?float|complex|u?int|q?u?int|bits)\d+[a-z0-9_]*|bool")
+"""Names of torch's dtypes: of the rest of torch none looks so."""
+
+_MODULE = (
+    r"(torch\.nn\.modules\.\w+|torch\.nn\.utils\.parametri[sz]\w+"
+    r"|transformers\.models\.\w+\.(modeling_\w+|quant_modules|vision|perceiver)|transformers\.(activations|pytorch_utils)"
+    r"|peft\.(peft_model|mixed_model|utils\.other|tuners(\.\w+)+)|bitsandbytes\.nn\.modules):\w+"
+)
+_MODELING = r"transformers\.models\.\w+\.modeling_\w+"
+_FUNCTIONAL = """
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d alpha_dropout avg_pool1d
+    avg_pool2d avg_pool3d batch_norm bilinear binary_cross_entropy binary_cross_entropy_with_logits celu conv1d conv2d conv3d conv_transpose1d
+    conv_transpose2d conv_transpose3d cosine_embedding_loss cosine_similarity cross_entropy ctc_loss dropout dropout1d dropout2d dropout3d elu embedding
+    embedding_bag feature_alpha_dropout fold gaussian_nll_loss gelu glu grid_sample group_norm gumbel_softmax hardshrink hardsigmoid hardswish hardtanh
+    hinge_embedding_loss huber_loss instance_norm interpolate kl_div l1_loss layer_norm leaky_relu linear local_response_norm log_softmax logsigmoid
+    margin_ranking_loss max_pool1d max_pool2d max_pool3d mish mse_loss nll_loss normalize one_hot pad pairwise_distance pdist pixel_shuffle
+    pixel_unshuffle poisson_nll_loss prelu relu relu6 rms_norm rrelu scaled_dot_product_attention selu sigmoid silu smooth_l1_loss soft_margin_loss
+    softmax softmin softplus softshrink softsign tanh tanhshrink threshold triplet_margin_loss unfold
+"""
+
+_NOT_COMPUTING = r"""
+    from_file _print _assert_scalar _cufft_\w+ _nnpack_available _use_cudnn_rnn_flatten_weight can_cast is_vulkan_available promote_types
+    result_type\.Scalar_Scalar sym_constrain_range\w*
+"""
+"""Operators that read files, print, or change settings: they take and give no tensors."""
+_MACHINERY = r"""
+    add_module apply bfloat16 buffers call_super_init children compile cpu cuda double dump_patches eval extra_repr float forward get_buffer
+    get_extra_state get_parameter get_submodule half ipu load_state_dict modules mtia named_buffers named_children named_modules named_parameters
+    parameters register_\w+ requires_grad_ set_extra_state set_submodule share_memory state_dict to to_empty train type xpu zero_grad T_destination
+    _apply _buffers _modules _parameters _(forward|backward)_(pre_)?hooks\w* _(load_)?state_dict_(pre_|post_)?hooks _call_impl _compiled_call_impl
+    _get_backward_(pre_)?hooks _get_name _init_flat_weights _is_full_backward_hook _load_from_state_dict _maybe_warn_non_full_backward_hook
+    _named_members _non_persistent_buffers_set _register_\w+ _replicate_for_data_parallel _save_to_state_dict _slow_forward _version
+    _wrapped_call_impl
+"""
+"""What every module has: with another forward, or a hook, an instance would do what its class does not."""
+_CHOSEN = ("_attn_implementation", "_experts_implementation")
+"""All that is set in a configuration after it was made."""
+
+_ALLOWED = {
+    "class": re.compile(_MODULE),
+    "forward": re.compile(rf"{_MODULE}\.forward"),
+    "config": re.compile(
+        r"transformers\.models\.\w+\.configuration_\w+:\w+|transformers\.generation\.configuration_utils:GenerationConfig"
+        r"|transformers\.utils\.quantization_config:BitsAndBytesConfig"
+    ),
+    "mapping": re.compile(rf"({_MODELING}|transformers\.modeling_outputs):\w*Output\w*|collections:OrderedDict"),
+    "object": re.compile(
+        rf"(transformers\.cache_utils|{_MODELING}):\w*(Cache|Layer)|transformers\.quantizers\.quantizer_bnb_\dbit:\w+"
+        r"|peft\.tuners\.\w+\.(config|variants):\w+|peft\.tuners\.adalora\.layer:RankAllocator"
+        r"|bitsandbytes\.(functional:QuantState|autograd\._functions:MatmulLtState)"
+    ),
+    "function": re.compile(
+        rf"torch\.nn\.functional:({'|'.join(_FUNCTIONAL.split())})|transformers\.backbone_utils:BackboneType\.\w+"
+        rf"|{_MODELING}:(\w+\.(compute_default_rope_parameters|num_patches)|multi_scale_deformable_attention\w*|mlstm_\w+|wrap_chunkwise_\w+)"
+    ),
+    "operator": re.compile(
+        rf"aten\.(?!({'|'.join(_NOT_COMPUTING.split())})(\.|$))((?!__)[a-z_0-9]+|__i?(and|or|xor|lshift|rshift)__)\.\w+",
+        re.ASCII,
+    ),
+    "dtype": DTYPE,
+}
+_ATTRIBUTE = {
+    "class": re.compile(rf"(?!__|({'|'.join(_MACHINERY.split())})$)\w+"),
+    "config": re.compile("|".join(_CHOSEN)),
+    "object": re.compile(r"(?!__|forward$)\w+"),
+}
+"""What an instance may be given; the other names that its class uses itself are known only to who has the class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """Something that a description names.
+
+    Attributes:
+        role: what is made of it: ``class`` (of a module), ``forward``, ``config``, ``mapping``, ``object``, ``function``, ``operator``, ``dtype``, or
+            ``kernel``, which transformers would load from the hub.
+        name: of a class or function, ``module:Name``.
+        attributes: what an instance of it holds.
+    """
+
+    role: str
+    name: str
+    attributes: tuple[str, ...] = ()
+
+    @property
+    def shown(self) -> str:
+        """The name, so that a terminal can print it."""
+        return printable(self.name[:100])
+
+
+def why_not(named: Named) -> str:
+    """Why something may not be made without asking, in words; empty where it may."""
+    allowed = _ALLOWED.get(named.role)
+    if allowed is None or not allowed.fullmatch(named.name):
+        return f"the {named.role} {named.shown}"
+    attribute = next((name for name in named.attributes if not _ATTRIBUTE[named.role].fullmatch(name)), None)
+    return f"the attribute {printable(attribute[:100])} of {named.shown}" if attribute is not None else ""
+
+
+def named_in(call: Mapping[str, Any]) -> Iterator[Named]:
+    """Everything that the description of a call names; see ``instrument/capture.py`` for its form.
+
+    Raises:
+        Exception: it has another form: of any type, as whoever damaged it chose.
+    """
+    yield from _in_module(call["recipe"])
+    yield from _in_values({str(number): value for number, value in enumerate(call["args"])})
+    yield from _in_values(call["kwargs"])
+    yield from _in_values(call["state"])
+    yield from _in_values({str(number): value for number, (_, value) in enumerate(call["calls"])})
+    yield from (Named(role="dtype", name=dtype) for _, dtype in call["autocast"])
+    yield Named(role="dtype", name=call.get("default_dtype", "float32"))
+
+
+def _in_module(recipe: Mapping[str, Any]) -> Iterator[Named]:
+    if "operator" in recipe:
+        yield Named(role="operator", name=recipe["operator"])
+        return
+    yield Named(role="class", name=recipe["class"], attributes=tuple(recipe["attributes"]))
+    if "forward" in recipe:
+        yield Named(role="forward", name=recipe["forward"])
+    yield from _in_values(recipe["attributes"])
+    for child in recipe["children"].values():
+        if child is not None:
+            yield from _in_module(child)
+
+
+def _in_values(values: Mapping[str, Any]) -> Iterator[Named]:
+    for name, described in values.items():
+        # transformers takes `owner/repository` for one on the hub, whose code it would run
+        if "implementation" in name or "kernel" in name:
+            yield from (Named(role="kernel", name=text) for text in _texts(described) if "/" in text)
+        yield from _in_value(described)
+
+
+def _in_value(described: Mapping[str, Any]) -> Iterator[Named]:
+    ((kind, content),) = [(key, value) for key, value in described.items() if key in KINDS]
+    if kind == "value" and not isinstance(content, (bool, int, float, str, type(None))):
+        raise TypeError("a value that is none")
+    if kind in ("tuple", "list", "set", "size"):
+        yield from _in_values({str(number): item for number, item in enumerate(content)})
+    elif kind == "dict":
+        yield from _in_values(content)
+    elif kind == "pairs":
+        for key, item in content:
+            yield from _in_value(key)
+            yield from _in_values({str(key.get("value")): item})
+    elif kind == "partial":
+        yield from _in_value(content)
+        yield from _in_values({str(number): item for number, item in enumerate(described["args"])})
+        yield from _in_values(described["kwargs"])
+    elif kind in ("function", "dtype"):
+        yield Named(role=kind, name=content)
+    elif kind == "mapping":
+        yield Named(role=kind, name=content)
+        yield from _in_values(described["values"])
+    elif kind in ("object", "config"):
+        # the attributes of a configuration are set by its class
+        held = described["values"]["dict"]
+        yield Named(role=kind, name=content, attributes=tuple(held if kind == "object" else described["chosen"]))
+        yield from _in_value(described["values"])
+        yield from _in_values(described.get("chosen") or {})
+
+
+def _texts(described: Any) -> Iterator[str]:
+    """Every text in a described value."""
+    if isinstance(described, str):
+        yield described
+    items: Iterable[Any] = described.values() if isinstance(described, dict) else described
+    if isinstance(described, (dict, list)):
+        for item in items:
+            yield from _texts(item)
+
 
 CAPSULE, CAPSULE_TENSORS = "capsule.json", "capsule.safetensors"
 FORMAT = 1

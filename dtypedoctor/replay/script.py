@@ -17,8 +17,7 @@ from typing import Any
 
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.redaction.secrets import SECRET, names_a_secret
-from dtypedoctor.replay.allowed import DTYPE, KINDS
-from dtypedoctor.replay.capsule import Capsule
+from dtypedoctor.replay.capsule import DTYPE, KINDS, Capsule
 from dtypedoctor.tensor_files import Entry
 from dtypedoctor.text import printable
 

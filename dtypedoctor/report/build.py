@@ -21,10 +21,9 @@ from dtypedoctor.plugins import left_out
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.replay.capsule import MODEL, Capsule, NoCapsule, read_capsule
 from dtypedoctor.replay.script import TENSORS, CannotBeWrittenError, capsule_script
-from dtypedoctor.report.model import Report, Status, StripRow
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.run_facts import PATCH, diff_of
-from dtypedoctor.report.to_json import render_json
+from dtypedoctor.report.to_json import Report, Status, StripRow, render_json
 from dtypedoctor.report.to_md import render_markdown
 from dtypedoctor.report.verdict import measured_in, missing_end, verdict
 from dtypedoctor.text import one_line

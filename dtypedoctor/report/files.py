@@ -14,8 +14,7 @@ from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.replay.capsule import read_capsule
 from dtypedoctor.report.build import REPORT_JSON, build_report
 from dtypedoctor.report.matrix import MatrixRow, read_matrix_json, refused_report
-from dtypedoctor.report.model import Report
-from dtypedoctor.report.to_json import from_json
+from dtypedoctor.report.to_json import Report, from_json
 from dtypedoctor.runner.command import OF_A_SCENARIO, Program, is_described
 from dtypedoctor.runner.run import Run, SavedRun, open_run
 from dtypedoctor.trace.lines import EVENTS

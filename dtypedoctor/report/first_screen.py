@@ -24,7 +24,6 @@ from dtypedoctor.report.document import (
     named,
     parts_of,
 )
-from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.run_document import expectation_line, run_document
 from dtypedoctor.report.run_facts import (
     PATCH,
@@ -35,6 +34,7 @@ from dtypedoctor.report.run_facts import (
     ranked_facts,
     where_it_shows,
 )
+from dtypedoctor.report.to_json import Report, Status
 from dtypedoctor.report.to_terminal import print_document
 from dtypedoctor.text import clipped, one_line
 

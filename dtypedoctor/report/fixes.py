@@ -24,7 +24,7 @@ from dtypedoctor.report.document import (
     named,
 )
 from dtypedoctor.report.document import Outcome as Gate
-from dtypedoctor.report.model import Outcome, Parity, Report, RunSummary, Status, Trial
+from dtypedoctor.report.to_json import Outcome, Parity, Report, RunSummary, Status, Trial
 from dtypedoctor.text import ABSENT, count, counted, duration, memory, number, one_line, ratio, span
 
 _WORDS = {Outcome.FIXED: "fixed", Outcome.NOT_FIXED: "not fixed", Outcome.NOT_TRIED: "not tried"}

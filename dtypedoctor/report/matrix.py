@@ -22,9 +22,9 @@ from dtypedoctor.report.document import (
     Words,
     named,
 )
-from dtypedoctor.report.model import Outcome, Report, Status
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.run_facts import ranked_facts
+from dtypedoctor.report.to_json import Outcome, Report, Status
 from dtypedoctor.text import ABSENT, counted, duration, number
 
 SCHEMA = 1

@@ -29,7 +29,6 @@ from dtypedoctor.report.document import (
     named,
 )
 from dtypedoctor.report.fixes import before_after, cures, fix_checks, fixes_part, replay_command, seconds_of
-from dtypedoctor.report.model import Report, Status, StripRow
 from dtypedoctor.report.run_facts import (
     CONFIDENCE,
     chains,
@@ -49,7 +48,7 @@ from dtypedoctor.report.run_facts import (
     where_it_shows,
 )
 from dtypedoctor.report.surveys import environment_rows, environment_table
-from dtypedoctor.report.to_json import report_data
+from dtypedoctor.report.to_json import Report, Status, StripRow, report_data
 from dtypedoctor.text import ABSENT, count, counted, duration, fill, limit, memory, number, one_line, ratio
 
 _AS_EXPECTED = {True: "As expected: ", False: "UNEXPECTED: ", None: "Expectation not judged: "}

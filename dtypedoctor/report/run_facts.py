@@ -8,8 +8,7 @@ from dtypedoctor.diagnosis.rule import Advice, Confidence, Edit, Excerpt, Findin
 from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, indexed, module_name
 from dtypedoctor.report.document import Block, Code, Heading, Line, Paragraph, named
 from dtypedoctor.report.fixes import RemedyLine, call_fixes, cures, ended_with, outcome_words, remedy_lines
-from dtypedoctor.report.model import Observer, Outcome, Report, Status
-from dtypedoctor.report.to_json import plain
+from dtypedoctor.report.to_json import Observer, Outcome, Report, Status, plain
 from dtypedoctor.text import ABSENT, counted, one_line
 
 _PASSES = "the failing call passes with it"

@@ -17,8 +17,8 @@ from dtypedoctor.examination.capsules import is_replay
 from dtypedoctor.examination.processes import ranks_of
 from dtypedoctor.examination.results import Treatment
 from dtypedoctor.report.fixes import cured_sentence
-from dtypedoctor.report.model import Status
 from dtypedoctor.report.run_facts import MEASURED, NO_END, measured_share
+from dtypedoctor.report.to_json import Status
 from dtypedoctor.runner.run import Run
 from dtypedoctor.text import counted, one_line
 from dtypedoctor.trace.events import (

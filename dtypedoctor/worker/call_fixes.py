@@ -35,8 +35,7 @@ from dtypedoctor.instrument.untouched import as_before
 from dtypedoctor.interruptions import contained
 from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.redaction.messages import message_of
-from dtypedoctor.replay.allowed import Named
-from dtypedoctor.replay.capsule import AGAIN, ALLOW_CODE, CAPSULE, CAPSULE_TENSORS, Capsule, read_capsule
+from dtypedoctor.replay.capsule import AGAIN, ALLOW_CODE, CAPSULE, CAPSULE_TENSORS, Capsule, Named, read_capsule
 from dtypedoctor.replay.script import CannotBeWrittenError, capsule_script
 from dtypedoctor.unpatched import process_time, to_json
 

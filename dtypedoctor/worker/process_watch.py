@@ -21,15 +21,13 @@ from dtypedoctor.instrument.operators import keep_compiler_out
 from dtypedoctor.instrument.phases import ScalerStep
 from dtypedoctor.instrument.readable import values_of
 from dtypedoctor.instrument.session import FOR_GOOD
-from dtypedoctor.lasting import at_fork
 from dtypedoctor.trace.events import Environment, Metric, NotWatched
 from dtypedoctor.trace.records.execution import LogFilter, OptimizerSteps
 from dtypedoctor.trace.writer import TraceWriter
-from dtypedoctor.unpatched import getpid, perf_counter
-from dtypedoctor.worker.elsewhere import own_kernels
+from dtypedoctor.unpatched import at_fork, getpid, perf_counter
 from dtypedoctor.worker.environment import StepDigest, describe_environment, peak_resident, resident
 from dtypedoctor.worker.on_import import after_import
-from dtypedoctor.worker.recording import Totals, hide_own_frames
+from dtypedoctor.worker.recording import Totals, hide_own_frames, own_kernels
 
 GENERATION = "transformers.generation.utils"
 """Holds ``generate``, which calls the first module from inside."""

@@ -19,7 +19,6 @@ from typing import Any
 from dtypedoctor.foreign_files import read_file
 from dtypedoctor.guardian import make_run_directory
 from dtypedoctor.interruptions import contained, say
-from dtypedoctor.lasting import at_audit
 from dtypedoctor.redaction.redact import REQUEST, public_text
 from dtypedoctor.trace.events import NOTHING_WATCHED, NotWatched
 from dtypedoctor.trace.ranks import (
@@ -34,7 +33,7 @@ from dtypedoctor.trace.ranks import (
     place_in_job,
     rank_directory,
 )
-from dtypedoctor.unpatched import from_json, getpid
+from dtypedoctor.unpatched import at_audit, from_json, getpid
 from dtypedoctor.worker.on_import import no_collection
 from dtypedoctor.worker.recording import Recording
 

@@ -31,8 +31,7 @@ from dtypedoctor.lab.scenarios.model import Request, Scenario, ScenarioStep, Scr
 from dtypedoctor.lab.trials.treatment import Plan, treat
 from dtypedoctor.redaction.redact import REQUEST
 from dtypedoctor.report.build import build_report
-from dtypedoctor.report.model import Report, Status
-from dtypedoctor.report.to_json import render_json
+from dtypedoctor.report.to_json import Report, Status, render_json
 from dtypedoctor.runner import view
 from dtypedoctor.runner.process import prepare
 from dtypedoctor.runner.run import Run, WorkerExit, collect

@@ -26,7 +26,7 @@ from dtypedoctor.lab.runner.launch import run_script_of
 from dtypedoctor.lab.scenarios.model import Request, Scenario, ScenarioStep, Script
 from dtypedoctor.redaction.redact import REQUEST
 from dtypedoctor.report.build import build_report
-from dtypedoctor.report.model import Report
+from dtypedoctor.report.to_json import Report
 from dtypedoctor.runner.run import Run, WorkerExit, collect
 
 SCRIPT = Path(__file__).with_name("doomed_training.py")

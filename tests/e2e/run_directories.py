@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.report.build import write_report
-from dtypedoctor.report.model import Outcome, Report, RunSummary, Status, Trial
+from dtypedoctor.report.to_json import Outcome, Report, RunSummary, Status, Trial
 from dtypedoctor.trace.events import (
     End,
     Flow,

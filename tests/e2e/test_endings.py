@@ -15,7 +15,7 @@ from patience import PATIENCE, becomes
 from dtypedoctor.cli.reported import ENDINGS, exit_code
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.errors import ExitCode
-from dtypedoctor.report.model import Observer, Report, Status
+from dtypedoctor.report.to_json import Observer, Report, Status
 
 HEALTHY = Report(name="run", status=Status.HEALTHY, headline="")
 NOTE = Finding(id="update-stall", severity=Severity.INFO, confidence=Confidence.PROVEN, fqn=None, op=None, phase="forward", step=1, dtype=None,

@@ -18,7 +18,7 @@ from dtypedoctor.examination.examine import examine
 from dtypedoctor.instrument import whereabouts
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.report.build import build_report
-from dtypedoctor.report.model import Report
+from dtypedoctor.report.to_json import Report
 from dtypedoctor.runner.command import Program
 from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.trace.events import Caught

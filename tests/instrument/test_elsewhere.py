@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dtypedoctor.trace.events import NOT_HERE
-from dtypedoctor.worker.elsewhere import WHY_NOT_INSIDE, Elsewhere, own_kernels
+from dtypedoctor.worker.recording import WHY_NOT_INSIDE, Elsewhere, own_kernels
 
 pytestmark = pytest.mark.slow
 

@@ -26,8 +26,7 @@ from dtypedoctor.instrument.capsule import _described
 from dtypedoctor.instrument.capture import Tensors
 from dtypedoctor.instrument.live_call import LiveCall
 from dtypedoctor.instrument.sources import Sources
-from dtypedoctor.replay.allowed import Named, why_not
-from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, read_capsule
+from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, Named, read_capsule, why_not
 from dtypedoctor.replay.script import CannotBeWrittenError, capsule_script
 from dtypedoctor.worker.call_fixes import _computes, call_of, load_capsule
 

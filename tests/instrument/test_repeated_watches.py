@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 import dtypedoctor
-from dtypedoctor import lasting
+from dtypedoctor import unpatched
 
 
 def test_blocks_leave_neither_hooks_nor_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks that cannot be taken back are there once; what the blocks listened with is gone with them."""
     hooks: list[object] = []
-    before = lasting._add_audit_hook.cache_info().currsize
+    before = unpatched._add_audit_hook.cache_info().currsize
     monkeypatch.setattr(sys, "addaudithook", hooks.append)
-    lasting._add_audit_hook.cache_clear()
-    already = {when: len(lasting._living(when)) for when in lasting._listening}
+    unpatched._add_audit_hook.cache_clear()
+    already = {when: len(unpatched._living(when)) for when in unpatched._listening}
     model = nn.Linear(2, 2)
     blocks = []
     for number in range(4):
@@ -28,9 +28,9 @@ def test_blocks_leave_neither_hooks_nor_objects(tmp_path: Path, monkeypatch: pyt
         blocks.append(weakref.ref(block._watched))
         del block
     if not before:  # what is in the cache is a hook that was never added: later tests in this process need one
-        lasting._add_audit_hook.cache_clear()
+        unpatched._add_audit_hook.cache_clear()
     gc.collect()
     assert len(hooks) == 1
     assert [block() for block in blocks[:-1]] == [None, None, None]
-    assert all(len(lasting._living(when)) <= already[when] for when in lasting._listening)
+    assert all(len(unpatched._living(when)) <= already[when] for when in unpatched._listening)
     assert not model._forward_hooks

@@ -7,7 +7,7 @@ from typing import Any
 
 from report_builders import mismatch, overflow
 
-from dtypedoctor.report.model import Report
+from dtypedoctor.report.to_json import Report
 
 
 def rich_report() -> Report:

@@ -2,8 +2,8 @@
 
 from dtypedoctor.diagnosis.rule import Advice, Confidence, Edit, Finding, Link, Severity
 from dtypedoctor.report.document import Bar, Line, Words, parts_of
-from dtypedoctor.report.model import Observer, Outcome, Parity, Report, RunSummary, Status, StripRow, Trial
 from dtypedoctor.report.run_facts import ranked_facts
+from dtypedoctor.report.to_json import Observer, Outcome, Parity, Report, RunSummary, Status, StripRow, Trial
 
 ENVIRONMENT = {
     "python": "3.11.7",

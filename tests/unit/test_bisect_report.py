@@ -12,7 +12,6 @@ from report_builders import overflow
 from rich.console import Console
 
 from dtypedoctor.report.document import Document
-from dtypedoctor.report.model import Report
 from dtypedoctor.report.run_document import (
     bisection_document,
     bisection_part,
@@ -20,7 +19,7 @@ from dtypedoctor.report.run_document import (
     remedy_yaml,
 )
 from dtypedoctor.report.to_html import render_html
-from dtypedoctor.report.to_json import from_json, json_schema, plain, render_json
+from dtypedoctor.report.to_json import Report, from_json, json_schema, plain, render_json
 from dtypedoctor.report.to_md import render_markdown
 from dtypedoctor.report.to_terminal import print_document
 

@@ -17,7 +17,7 @@ from dtypedoctor.lab.scenarios.model import ConditionName, Scenario
 from dtypedoctor.lab.trials.changes import change_of
 from dtypedoctor.lab.trials.judge import apply_ablations, diagnostic, without_effect
 from dtypedoctor.report.fixes import cured_sentence, cures, remedy_lines
-from dtypedoctor.report.model import Report, Status
+from dtypedoctor.report.to_json import Report, Status
 from dtypedoctor.trace.events import Condition, Observation, Raised, ScalerState
 
 SCRIPT = Scenario.model_validate(

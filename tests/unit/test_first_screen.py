@@ -13,7 +13,7 @@ from dtypedoctor.cli import reported
 from dtypedoctor.diagnosis.rule import Advice, Edit, Excerpt
 from dtypedoctor.report.build import write_report
 from dtypedoctor.report.first_screen import MOST_LINES, WIDTH, print_first_screen
-from dtypedoctor.report.model import Report, Status
+from dtypedoctor.report.to_json import Report, Status
 
 FILES = ("report.html", "report.md")
 LONG = "word " * 200

@@ -3,7 +3,7 @@
 import sys
 from types import FrameType
 
-from dtypedoctor.lasting import at_audit, audited
+from dtypedoctor.unpatched import at_audit, audited
 
 
 class Listener:

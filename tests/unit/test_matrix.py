@@ -25,7 +25,7 @@ from dtypedoctor.report.matrix import (
     render_matrix_json,
     row_of,
 )
-from dtypedoctor.report.model import Report, Status
+from dtypedoctor.report.to_json import Report, Status
 from dtypedoctor.report.to_terminal import print_document
 from dtypedoctor.text import counted
 

@@ -11,9 +11,9 @@ from dtypedoctor.diagnosis.rule import Advice, Edit
 from dtypedoctor.examination.fixes import remedies
 from dtypedoctor.report.document import Fold, Paragraph, Table, parts_of
 from dtypedoctor.report.fixes import before_after, cured_sentence, cures, remedy_lines, which_one
-from dtypedoctor.report.model import Outcome, Report, Trial
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.run_facts import ranked_facts, raw_sentence
+from dtypedoctor.report.to_json import Outcome, Report, Trial
 from dtypedoctor.report.to_md import render_markdown
 
 

@@ -8,7 +8,6 @@ from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.rule import Link
 from dtypedoctor.diagnosis.wording import named_in
-from dtypedoctor.report.model import Observer
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.run_facts import (
     chains,
@@ -17,6 +16,7 @@ from dtypedoctor.report.run_facts import (
     run_title,
     watched_and_not,
 )
+from dtypedoctor.report.to_json import Observer
 from dtypedoctor.report.to_md import render_markdown
 
 BACK = "dtype provenance, from the failing operator back to the origin"

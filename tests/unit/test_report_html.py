@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_builders import everything, healthy, hostile, mismatch, overflow
 
-from dtypedoctor.report.model import Report
 from dtypedoctor.report.run_document import public_run, run_document
 from dtypedoctor.report.to_html import el, render_html
+from dtypedoctor.report.to_json import Report
 
 VOID = {"meta"}
 NAMES = ["healthy", "overflow", "mismatch", "worker-died", "hostile"]

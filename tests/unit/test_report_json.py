@@ -15,8 +15,17 @@ from report_builders import everything, healthy, hostile, mismatch, overflow, wo
 from dtypedoctor.diagnosis.rule import Finding, Link
 from dtypedoctor.errors import UsageError
 from dtypedoctor.examination.results import Diagnostic
-from dtypedoctor.report.model import SCHEMA, Parity, Report, RunSummary, StripRow, Trial
-from dtypedoctor.report.to_json import from_json, json_schema, render_json
+from dtypedoctor.report.to_json import (
+    SCHEMA,
+    Parity,
+    Report,
+    RunSummary,
+    StripRow,
+    Trial,
+    from_json,
+    json_schema,
+    render_json,
+)
 
 PARTS = {
     "link": Link,

@@ -10,8 +10,8 @@ from report_builders import everything, healthy, hostile, mismatch, overflow, wo
 
 from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.report.matrix import matrix_document, not_run_report, refused_report, row_of
-from dtypedoctor.report.model import Report, RunSummary
 from dtypedoctor.report.run_document import run_document
+from dtypedoctor.report.to_json import Report, RunSummary
 from dtypedoctor.report.to_junit import render_junit
 
 

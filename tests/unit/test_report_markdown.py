@@ -10,8 +10,8 @@ from markdown_it import MarkdownIt
 from report_builders import EVIL, everything, healthy, hostile, mismatch, overflow, worker_died
 
 from dtypedoctor.report.matrix import matrix_document, row_of
-from dtypedoctor.report.model import Report
 from dtypedoctor.report.run_document import run_document
+from dtypedoctor.report.to_json import Report
 from dtypedoctor.report.to_md import (
     LIMIT,
     bullets,

@@ -16,8 +16,8 @@ from secret_texts import HOST, SECRETS, USER
 from dtypedoctor.redaction.redact import Private, redact, short_paths
 from dtypedoctor.redaction.secrets import names_a_secret, without_secrets
 from dtypedoctor.report.formats import FORMATS, format_named
-from dtypedoctor.report.model import Report
 from dtypedoctor.report.run_document import public_run, run_document
+from dtypedoctor.report.to_json import Report
 from dtypedoctor.report.to_terminal import print_document
 
 PRIVATE = Private(users=frozenset({USER}), hosts=frozenset({HOST}))

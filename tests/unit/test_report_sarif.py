@@ -17,8 +17,8 @@ from dtypedoctor import __version__
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Excerpt, Severity
 from dtypedoctor.report.matrix import matrix_document, row_of
-from dtypedoctor.report.model import Report
 from dtypedoctor.report.run_document import run_document
+from dtypedoctor.report.to_json import Report
 from dtypedoctor.report.to_sarif import render_sarif
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))

@@ -9,8 +9,8 @@ from report_builders import everything, healthy, hostile, mismatch, overflow, wo
 from rich.cells import cell_len
 from rich.console import Console
 
-from dtypedoctor.report.model import Report
 from dtypedoctor.report.run_document import run_document
+from dtypedoctor.report.to_json import Report
 from dtypedoctor.report.to_terminal import print_document
 from dtypedoctor.text import words
 

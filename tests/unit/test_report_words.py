@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtypedoctor.report.document import Bar, Line, Table, Words, parts_of
-from dtypedoctor.report.model import Report, Status, StripRow
 from dtypedoctor.report.run_document import magnitude_section
+from dtypedoctor.report.to_json import Report, Status, StripRow
 from dtypedoctor.text import (
     ascii_only,
     breaks,

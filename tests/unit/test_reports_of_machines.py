@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dtypedoctor.cli import nodes
-from dtypedoctor.cli.nodes import SECONDS, Nodes, enter, leave, nodes_of, wait_for_others
+from dtypedoctor.cli import scripts
+from dtypedoctor.cli.scripts import SECONDS, Nodes, enter, leave, nodes_of, wait_for_others
 from dtypedoctor.errors import UsageError
 from dtypedoctor.examination.processes import TOGETHER, open_job
 from dtypedoctor.trace.events import End, Header
@@ -85,7 +85,7 @@ def test_the_last_one_to_leave_takes_the_folder_with_it(tmp_path: Path) -> None:
 def test_only_machines_that_may_still_report_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of here that is gone is not; one of elsewhere is, until it has reported or time is over."""
     clock = [0.0]
-    monkeypatch.setattr(nodes.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(scripts.time, "monotonic", lambda: clock[0])
 
     def sleep(seconds: float) -> None:
         clock[0] += seconds

@@ -15,9 +15,8 @@ from dtypedoctor.diagnosis.rule import Confidence, Severity
 from dtypedoctor.errors import EmptyTraceError, ExitCode, UsageError
 from dtypedoctor.report.files import report_of
 from dtypedoctor.report.formats import FORMATS, format_named
-from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.run_document import public_run
-from dtypedoctor.report.to_json import from_json
+from dtypedoctor.report.to_json import Report, Status, from_json
 from dtypedoctor.trace.reader import read_trace
 
 SOME, MANY = 40, 2700

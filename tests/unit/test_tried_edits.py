@@ -12,8 +12,8 @@ from test_judge import raised, run, trained
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.rule import Advice, Confidence, Edit, Finding, Severity
+from dtypedoctor.examination.examine import EditTrials, edited_files, judge_edits
 from dtypedoctor.examination.results import Outcome, Trial
-from dtypedoctor.examination.tried_edits import EditTrials, edited_files, judge_edits
 from dtypedoctor.replay.capsule import Capsule
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Metric

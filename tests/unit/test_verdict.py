@@ -14,9 +14,9 @@ from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.examination.examine import examine
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.formats import format_named
-from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.run_document import public_run
 from dtypedoctor.report.run_facts import measured_sentence, status_word
+from dtypedoctor.report.to_json import Report, Status
 from dtypedoctor.runner.command import Program
 from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.trace.events import (

@@ -10,7 +10,7 @@ from dtypedoctor.examination.results import Outcome
 from dtypedoctor.lab.bisect.results import Answer, Bisection, End, Kind, Symptom, Verdict
 from dtypedoctor.lab.bisect.symptoms import part_in_words
 from dtypedoctor.report.build import build_report
-from dtypedoctor.report.model import Report, Status
+from dtypedoctor.report.to_json import Report, Status
 from dtypedoctor.text import counted, number
 
 _MOST_NAMED = 5

@@ -25,7 +25,7 @@ from dtypedoctor.lab.scenarios.model import Scenario
 from dtypedoctor.plugins import BUILTIN, Model, registered
 from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.report.build import REPORT_JSON, REPORT_MD
-from dtypedoctor.report.model import Report
+from dtypedoctor.report.to_json import Report
 from dtypedoctor.runner.directories import clear, new_directory, remove_unused
 from dtypedoctor.runner.process import ending_by_interrupt
 

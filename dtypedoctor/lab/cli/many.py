@@ -36,7 +36,7 @@ from dtypedoctor.report.matrix import (
     render_matrix_json,
     row_of,
 )
-from dtypedoctor.report.model import Report
+from dtypedoctor.report.to_json import Report
 from dtypedoctor.runner.directories import clear, new_directory, remove_unmeasured
 from dtypedoctor.runner.process import ending_by_interrupt
 from dtypedoctor.text import counted

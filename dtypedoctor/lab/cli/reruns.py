@@ -15,7 +15,7 @@ from dtypedoctor.lab.runner.launch import asked_of, run_script_of
 from dtypedoctor.lab.scenarios.model import Request, Scenario
 from dtypedoctor.lab.scenarios.reading import dotted, in_words
 from dtypedoctor.lab.trials.treatment import Plan, treat
-from dtypedoctor.report.model import Report
+from dtypedoctor.report.to_json import Report
 from dtypedoctor.runner.command import Program
 from dtypedoctor.runner.directories import RecordFolder
 from dtypedoctor.runner.run import Run

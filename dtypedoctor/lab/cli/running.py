@@ -26,7 +26,7 @@ from dtypedoctor.lab.scenarios.loading import resolve, shipped_beside
 from dtypedoctor.lab.scenarios.model import Request, Scenario, Script
 from dtypedoctor.lab.trials.changes import is_capsule
 from dtypedoctor.lab.trials.treatment import Plan, treat
-from dtypedoctor.report.model import Report
+from dtypedoctor.report.to_json import Report
 from dtypedoctor.runner.directories import clear, removed_if_refused
 from dtypedoctor.runner.process import (
     ending_by_interrupt,

@@ -16,10 +16,13 @@ from dtypedoctor.errors import DoctorError, UsageError, WorkerDiedError
 from dtypedoctor.examination.capsules import caught_in
 from dtypedoctor.examination.examine import (
     NOT_COMPARED,
+    Attempt,
+    EditTrials,
     advised,
     checkpoints_among,
     findings_of,
     is_ablation,
+    judge_edits,
     look_of,
     proposed,
     rerun_advice,
@@ -28,7 +31,6 @@ from dtypedoctor.examination.examine import (
 )
 from dtypedoctor.examination.processes import Leading
 from dtypedoctor.examination.results import Observer, Treatment, Trial, not_tried, run_of_fix
-from dtypedoctor.examination.tried_edits import Attempt, EditTrials, judge_edits
 from dtypedoctor.lab.scenarios.loading import require_builtin
 from dtypedoctor.lab.scenarios.model import Model, Request, Scenario, ScenarioStep, Script, Unload, is_limited
 from dtypedoctor.lab.trials.changes import (

@@ -333,12 +333,8 @@ class _Run:
         self._look_steps = request.look_steps
         self._stock = stock
         self._writer = writer
-        self._instruments = Instruments(
-            writer,
-            watch=request.watch,
-            budget=budget_of(request.scenario.overhead_budget),
-            look_steps=request.look_steps,
-        )
+        budget = budget_of(request.scenario.overhead_budget)
+        self._instruments = Instruments(writer, watch=request.watch, budget=budget, look_steps=request.look_steps)
         if request.replay:
             self._instruments.replay_failures(request.capsule_limit)
         self._conditions = Conditions(writer, request.scenario.conditions)
