@@ -30,6 +30,7 @@ from dtypedoctor.lab.trials.changes import is_script
 from dtypedoctor.lab.trials.judge import summarise_against
 from dtypedoctor.lab.trials.treatment import Plan, treat
 from dtypedoctor.redaction.redact import REQUEST
+from dtypedoctor.report.build import build_report, write_report
 from dtypedoctor.runner.run import EXIT, Run, WorkerExit, collect
 from dtypedoctor.trace.lines import EVENTS, open_lines, seal
 
@@ -84,8 +85,21 @@ def _changed(file: Path, change: Callable[[bytes], bytes]) -> bytes:
     return change(data) if file.suffix == ".json" else data
 
 
-def play(name: str, directory: Path) -> Treatment:
-    """The recorded treatment, made again from its traces in ``directory``.
+def run_directory(name: str, directory: Path, *renamed: tuple[str, str]) -> Path:
+    """A recorded run as it lay on disk, with its report; ``renamed`` are names in its traces, and what they are called instead."""
+
+    def other_names(text: bytes) -> bytes:
+        for old, new in renamed:
+            text = text.replace(old.encode(), json.dumps(new)[1:-1].encode())
+        return text
+
+    treatment = play(name, directory, other_names)
+    write_report(directory, build_report(treatment, command=f"dtypedoctor run {name}", files={}, next_command=""))
+    return directory
+
+
+def play(name: str, directory: Path, change: Callable[[bytes], bytes] = lambda text: text) -> Treatment:
+    """The recorded treatment, made again from its traces in ``directory``, whose texts ``change`` makes others of.
 
     Raises:
         AssertionError: it asks for a run that was not made, or for one with another request.
@@ -94,7 +108,7 @@ def play(name: str, directory: Path) -> Treatment:
         archive.extractall(directory, filter="data")
     scripts = _scripts(name, directory / "scripts")
     for file in chain(directory.glob(f"*/{EVENTS}"), directory.glob(f"*/{REQUEST}")):
-        file.write_bytes(_changed(file, lambda text: text.replace(RECORDED_SCRIPTS, bytes(scripts))))
+        file.write_bytes(_changed(file, lambda text: change(text.replace(RECORDED_SCRIPTS, bytes(scripts)))))
     first = _request(directory / "before")
     script = is_script(first.scenario)
     run = partial(_recorded_run, directory, script)

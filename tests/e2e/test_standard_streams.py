@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command import report_of
 from patience import PATIENCE
-from run_directories import failing_run
+from recorded import run_directory
 
 from dtypedoctor.cli import main as command_line
 
@@ -29,7 +29,7 @@ big(torch.ones(2, 4).half())
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with a report."""
-    return failing_run(tmp_path_factory.mktemp("streams") / "run-\u2192")
+    return run_directory("gemma4_grpo_fp16", tmp_path_factory.mktemp("streams") / "run-\u2192")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.errors import DoctorError, UsageError, WorkerDiedError
 from dtypedoctor.lab.scenarios.model import Request, Scenario
 from dtypedoctor.lab.trials import treatment as treatment_module
@@ -19,7 +20,7 @@ from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trace.writer import TraceWriter
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
-from run_directories import failing_report, failing_run
+from recorded import run_directory
 
 OVERFLOW = Scenario.model_validate(
     {
@@ -53,7 +54,7 @@ def first_only(directory: Path, refusal: Exception) -> Callable[[str, Request], 
 )
 def test_no_later_refusal_costs_the_diagnosis_of_the_first_run(refusal: DoctorError | OSError, tmp_path: Path) -> None:
     """Uninstrumented run, reference, float32 reference and every fix are refused; the report says so of each."""
-    treatment = treat(OVERFLOW, first_only(failing_run(tmp_path), refusal))
+    treatment = treat(OVERFLOW, first_only(run_directory("gemma4_grpo_fp16", tmp_path), refusal))
     report = build_report(treatment, command="", files={}, next_command="")
     assert [finding.id for finding in report.findings] == ["float16-overflow"]
     for label in ("unwatched", "reference", "float32-twin"):
@@ -81,7 +82,7 @@ def test_a_strangers_call_that_had_to_be_stopped_is_not_made_again(
     code: int, timed_out: bool, said: str, tmp_path: Path
 ) -> None:
     """No fix is tried on it, and the error says what to do; where it is trusted, there is a report."""
-    directory = failing_run(tmp_path) / "before"
+    directory = run_directory("gemma4_grpo_fp16", tmp_path) / "before"
     labels: list[str] = []
 
     def run(label: str, request: Request) -> Run:
@@ -168,7 +169,7 @@ def test_fixes_are_looked_at_for_what_stays_finite_as_long_as_that_is_what_faile
     finding: str, steps: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a failure that is seen at once the later runs look at the operators of their first step alone, which is where most of their time went."""
-    directory = failing_run(tmp_path)
+    directory = run_directory("gemma4_grpo_fp16", tmp_path)
     looked_at: dict[str, int | None] = {}
 
     def run(label: str, request: Request) -> Run:
@@ -176,7 +177,7 @@ def test_fixes_are_looked_at_for_what_stays_finite_as_long_as_that_is_what_faile
         place = directory / ("before" if label == "before" else "remedy-bfloat16")
         return Run(trace=read_trace(place), exit=WorkerExit(code=0, timed_out=False, seconds=1.0), directory=place)
 
-    findings = (replace(failing_report().findings[0], id=finding, remedies=("bfloat16",)),)
+    findings = (replace(diagnose(read_trace(directory / "before"))[0], id=finding, remedies=("bfloat16",)),)
     monkeypatch.setattr(treatment_module, "findings_of", lambda *_: findings)
     treat(OVERFLOW, run)
     assert looked_at == {
