@@ -205,8 +205,19 @@ graph_task: Callable[[], int] = _optional(
 EnableTorchFunction: Callable[[], AbstractContextManager[Any]] = _optional("_C._EnableTorchFunction", None, nullcontext)
 """Inside, ``__torch_function__`` is asked again. Without it a default device does not hold where a call is made again."""
 
-tracing_state: Callable[[], Any] = _optional("_C._get_tracing_state", None, lambda: torch.jit.is_tracing() or None)  # type: ignore[attr-defined]
-"""What ``torch.jit.trace`` writes to while it is at work, else None."""
+takes_numbers_as_tensors: Callable[[str], bool] = _optional(
+    "_C._should_allow_numbers_as_tensors", None, lambda name: False
+)
+"""Whether the operators of a name can be called with Python's numbers in the place of tensors. Without it by none."""
+
+_tracing_state: Callable[[], Any] = _optional("_C._get_tracing_state", None, lambda: torch.jit.is_tracing() or None)  # type: ignore[attr-defined]
+_dispatch_mode: Callable[[Any], Any] = _optional("_C._get_dispatch_mode", None, lambda key: None)
+_PROXIES: Any = _optional("_C._TorchDispatchModeKey.PROXY", None, None)
+
+
+def being_recorded() -> bool:
+    """Whether torch is writing down what runs now, so that a measurement would become part of it: ``torch.jit.trace``, ``make_fx``, ``torch.export``."""
+    return _tracing_state() is not None or _dispatch_mode(_PROXIES) is not None
 
 
 def _current_stream(device: int) -> int:

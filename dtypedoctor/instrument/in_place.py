@@ -125,7 +125,7 @@ NONE_ALONE = (
     "FullyShardedDataParallel (FSDP1) and DeepSpeed's ZeRO-3 gather parameters in ways that one rank cannot repeat; "
     "with fully_shard (FSDP2), or --rerun, the call can be replayed"
 )
-_NOT_FAILURES = (torch.OutOfMemoryError, StopIteration, StopAsyncIteration, MemoryError)
+_NOT_FAILURES = (torch.OutOfMemoryError, StopIteration, StopAsyncIteration, MemoryError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

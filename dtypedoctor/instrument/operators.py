@@ -3,7 +3,7 @@ that an experiment with them may take, and how a mode stays out of the compiler'
 """
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,8 +31,8 @@ from dtypedoctor._torch_private import (
     pop_mode,
     push_mode,
     schema_of,
+    takes_numbers_as_tensors,
     top_function_mode,
-    tracing_state,
     tree_map,
     uncompiled,
     version_of,
@@ -350,11 +350,6 @@ def why_opaque(module: nn.Module) -> str:
     return ""
 
 
-def being_recorded() -> bool:
-    """Whether torch is writing down what runs now (``torch.jit.trace``), so that a measurement would become part of it."""
-    return tracing_state() is not None
-
-
 GETTER = "__get__"
 """Name of what reads an attribute of a tensor. It computes nothing, and some attributes are refused to tensors of inference mode."""
 
@@ -507,6 +502,10 @@ class OperatorMode(DispatchMode):
         Below a mode neither autocast nor a conjugate that was put off is seen to: what a fused attention, a pseudo-inverse or a custom operator
         leaves to them for the operators that it calls would be computed in float32, or be another number.
         """
+        for i in _places_of_tensors(func):
+            # TorchScript keeps a number as a tensor, the dispatcher hands a mode the number, and torch does not take it back
+            if i < len(args) and type(args[i]) in _DTYPES:
+                args = (*args[:i], torch.tensor(args[i], dtype=_DTYPES[type(args[i])]), *args[i + 1 :])
         if _is_uncounted(func) and args:
             return _counting_writes(func, args, kwargs)
         if _calls_no_other(func):
@@ -524,6 +523,18 @@ class OperatorMode(DispatchMode):
                 return by_way_of_others(func, *args, **kwargs)
         finally:
             self._keys = outer
+
+
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+"""The dtype of a tensor that stands for one of Python's numbers."""
+
+
+@cache
+def _places_of_tensors(func: Any) -> Sequence[int]:
+    """Which arguments of an operator are tensors, for which torch takes no number; none of one that takes numbers."""
+    if not isinstance(func, OpOverload) or takes_numbers_as_tensors(schema_of(func).name.rpartition("::")[2]):
+        return ()
+    return [i for i, argument in enumerate(schema_of(func).arguments) if argument.type.kind() == "TensorType"]
 
 
 def is_whole(func: Any, types: Any, operands: Iterable[Tensor]) -> bool:

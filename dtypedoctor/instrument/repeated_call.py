@@ -28,6 +28,7 @@ from dtypedoctor.interruptions import contained
 from dtypedoctor.redaction.messages import LONGEST, elided, message_of, without_volatile
 from dtypedoctor.trace.records.execution import EagerCall
 from dtypedoctor.trace.records.silent import ScaledGradient
+from dtypedoctor.unpatched import perf_counter
 
 if TYPE_CHECKING:
     from dtypedoctor.instrument.optrace import OpTrace
@@ -561,7 +562,7 @@ class InnerCalls:
         Args:
             error: what the replay has raised.
         """
-        from dtypedoctor.instrument.capsule import Failing, Kind, capsule_of, signature
+        from dtypedoctor.instrument.capsule import LONGEST, Failing, Kind, capsule_of, signature
 
         kind = Kind.RAISED if error is not None else Kind(self._kind)
         if kind is Kind.RAISED:
@@ -570,12 +571,15 @@ class InnerCalls:
             )  # stable: the innermost first, and first those where the dtypes do not meet yet
         through = sorted((call for call in self._returned if call.gradients), key=lambda call: -len(call.fqn))
         call = None
+        until = perf_counter() + LONGEST  # of all together: each of a recursion's calls makes all those below it
         with self._session.position.mute(), contained() as ours:
             for call in self._found or through:
                 is_outermost = (
                     not call.fqn
                 )  # its inputs may be what is wrong; one inside may have got them from another
-                failing = Failing(kind=kind, error=signature(error), left=REPEATS, may_be_given=is_outermost)
+                failing = Failing(
+                    kind=kind, error=signature(error), left=REPEATS, until=until, may_be_given=is_outermost
+                )
                 if failing.shows(call):
                     description, tensors = capsule_of(call, failing, self._limit)
                     return (description if tensors else {**description, "kind": kind, "fqn": call.fqn}), tensors

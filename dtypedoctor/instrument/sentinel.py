@@ -27,6 +27,7 @@ from torch.nn import Parameter
 from dtypedoctor._torch_private import (
     OpOverload,
     autograd_node,
+    being_recorded,
     functions_of_programs,
     has_no_memory,
     is_wrapped,
@@ -438,6 +439,8 @@ class Sentinel(OperatorMode):
         plan = self._plans.get(func) or self._plan(func)
         if plan.passes or not self._on or self._position.muted or self.quiet() or self._is_lent_to_a_module():
             return self.run(func, args, kwargs)
+        if being_recorded():  # what is measured would be written into the program that torch records
+            return self.run(func, args, kwargs)
         if self._lent and self._inside and self._is_inside_of_a_module():
             return self._in_a_module(func, plan, args, kwargs)
         if "optimizer" in self._position.overrides:
@@ -513,6 +516,8 @@ class Sentinel(OperatorMode):
     def _after(self, func: Any, plan: _Plan, arguments: Arguments, kept: Arguments, result: Any) -> None:
         if plan.lifts:
             self.lifted(arguments[0][0])
+            return
+        if plan.reads and not isinstance(arguments[0][0], Tensor):  # a number that TorchScript keeps as a tensor
             return
         line, node = self._where()
         if plan.reads:

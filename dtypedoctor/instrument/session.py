@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import count
+from itertools import count, islice
 from threading import get_ident
 from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -258,6 +258,9 @@ def forget_ended_calls(stack: list[nn.Module], thread: int) -> None:
     if call_is_replaced():
         return  # somebody has put a function of their own there
     here = thread == get_ident()
+    # Usually the last on the stack is the call around the one that begins: to count all would cost a deep recursion the square of its depth.
+    if here and next(islice(_modules_running(), 1, None), None) is stack[-1]:
+        return
     del stack[max(0, _calls_running(thread) - here) :]
 
 
@@ -274,12 +277,16 @@ def calls_left_by(error: BaseException) -> tuple[list[nn.Module], Any]:
 
 def calls_running() -> list[nn.Module]:
     """The modules whose calls are running in this thread, outermost first."""
-    frame, modules = sys._getframe(), []
-    while (outer := frame.f_back) is not None:
-        frame = outer
+    return list(_modules_running())[::-1]
+
+
+def _modules_running() -> Iterator[nn.Module]:
+    """The modules whose calls are running in this thread, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
         if frame.f_code is CALL_CODE or frame.f_code is FOLLOWED_CODE:
-            modules.append(local_of(frame, "self"))
-    return modules[::-1]
+            yield local_of(frame, "self")
+        frame = frame.f_back
 
 
 def _calls_running(thread: int) -> int:

@@ -21,13 +21,12 @@ from dtypedoctor._torch_private import (
     CompiledCall,
     DisableTensorClasses,
     ModuleHooks,
+    being_recorded,
     count_no_global_hook_of,
     follow_compiled_calls,
     is_followed,
-    tracing_state,
 )
 from dtypedoctor.instrument.budget import FIRST, Budget
-from dtypedoctor.instrument.operators import being_recorded
 from dtypedoctor.instrument.places import Looks, Place, Places, Rows, Sites, When
 from dtypedoctor.instrument.recorders import Nonfinite, Recorders
 from dtypedoctor.instrument.returned import Returned
@@ -367,7 +366,7 @@ class ModuleWatch:
             or here.thread != get_ident()
             or self._places.version != self._names.version
             or self._replay is not None
-            or tracing_state() is not None
+            or being_recorded()
         ):
             self._enter_any(module)
             return
@@ -518,7 +517,7 @@ class ModuleWatch:
             or here.thread != get_ident()
             or self._places.version != self._names.version
             or self._replay is not None
-            or tracing_state() is not None
+            or being_recorded()
         ):
             self._leave_any(module, args, kwargs, output)
             return

@@ -217,6 +217,31 @@ for _ in range(3):
 """Its own exceptions are printed by the program, with the functions in which they were; how torch calls hooks is torch's."""
 
 
+RECORDED = """
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return (self.layer(x) * 2 + torch.tensor(3.0)).bfloat16().float()
+
+net, x = Net(), torch.randn(2, 4)
+traced = torch.jit.trace(net, x)
+print(traced.inlined_graph, traced(x))
+print(torch.jit.trace(lambda v: (v * 2).sum() / 3, x).graph)
+print(make_fx(lambda v: (v * 2).sum() / 3)(x).code, make_fx(net)(x).code)
+print(torch.export.export(net, (x,)).graph_module.code)
+"""
+"""What torch writes down of it holds its own operators, and what comes of that is checked by torch."""
+
+
 PROFILED = """
 import torch
 from torch import nn
@@ -240,8 +265,8 @@ for profiler in (profile(activities=[ProfilerActivity.CPU]), torch.autograd.prof
 
 @pytest.mark.parametrize(
     "source",
-    [OVERRIDES, WARNINGS, FUSED, TRACEBACKS, PROFILED],
-    ids=["overrides", "warnings", "fused", "tracebacks", "profiled"],
+    [OVERRIDES, WARNINGS, FUSED, TRACEBACKS, RECORDED, PROFILED],
+    ids=["overrides", "warnings", "fused", "tracebacks", "recorded", "profiled"],
 )
 def test_the_programs_own_code_runs_as_without_the_tool(source: str, tmp_path: Path) -> None:
     """What it counts, and from where it is called, is the same."""

@@ -27,7 +27,7 @@ from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.unsettled import is_unsettled
-from dtypedoctor.instrument import repeated_call
+from dtypedoctor.instrument import repeated_call, session
 from dtypedoctor.instrument.in_place import OF_ALL_CAPSULES, _Waiting
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.live_call import LiveCall
@@ -376,6 +376,40 @@ def test_what_cannot_be_made_again_is_named(tmp_path: Path) -> None:
     assert "outside of the process (open)" in why
     assert (tmp_path / "made-by-the-program").read_text() == "False"
     assert not trace.observed(ReplayedCall)
+
+
+class Deeper(nn.Module):
+    """Calls itself until something stops it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, left: int) -> Tensor:
+        x = self.layer(x)
+        return self(x, left - 1) if left else x
+
+
+def test_a_recursion_that_ends_at_pythons_limit_is_not_made_again(tmp_path: Path) -> None:
+    """No dtype has to do with it, and each of its calls would make all those below it."""
+
+    def work(instruments: Instruments) -> None:
+        instruments.in_place.begin()
+        with pytest.raises(RecursionError):
+            Deeper()(torch.ones(2, 2), -1)
+        assert instruments.in_place.count == 0
+
+    assert not watched(tmp_path, work).observed(ReplayedCall)
+
+
+def test_a_call_of_a_deep_recursion_does_not_count_those_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take the square of the depth."""
+    counted = []
+    monkeypatch.setattr(session, "_calls_running", lambda thread: counted.append(thread) or 0)
+    watched(tmp_path, lambda _: Deeper()(torch.ones(2, 2), 50))
+    assert not counted
 
 
 def test_a_result_that_differs_is_said(tmp_path: Path) -> None:
