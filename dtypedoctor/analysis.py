@@ -246,15 +246,18 @@ def said_of_caught(findings: tuple[Finding, ...], trace: Trace) -> tuple[Finding
     raised = trace.last(Raised)
     if raised is None or not raised.caught:
         return findings
-    how = f"It was raised {trace.when(raised)} and {what_became_of(raised)}."
+    became = f"was raised {trace.when(raised)} and {what_became_of(raised)}."
     evidence = set(how_the_run_ended(trace))
     was_measured = analysis_of(trace).measured_incident is not None
-    return tuple(
-        finding
-        if evidence.isdisjoint(finding.evidence) or (was_measured and spec_of(finding.id).nonfinite)
-        else replace(finding, summary=f"{finding.summary} {how}")
-        for finding in findings
-    )
+
+    def said_of(finding: Finding) -> Finding:
+        is_value = spec_of(finding.id).nonfinite
+        if evidence.isdisjoint(finding.evidence) or (was_measured and is_value):
+            return finding
+        # A value is not raised: an exception has followed from it.
+        return replace(finding, summary=f"{finding.summary} {raised.type if is_value else 'It'} {became}")
+
+    return tuple(map(said_of, findings))
 
 
 def _failures(run: Run) -> Iterator[Caught]:
@@ -270,9 +273,11 @@ def _failures(run: Run) -> Iterator[Caught]:
 
 def _complaints(run: Run) -> Iterator[Caught]:
     """The exceptions about dtypes or values, those left out that a test expects which passes."""
-    passed = run.exit.code == 0
-    for caught in run.trace.all(Caught):
-        if _is_complaint(caught) and not (caught.tested and passed):
+    everything = run.trace.all(Caught)
+    failed = [caught for caught in everything if caught.tested and caught.ending]
+    for caught in everything:
+        in_failed = any(_is_same(caught, one) for one in failed) if failed else run.exit.code != 0
+        if _is_complaint(caught) and (in_failed or not caught.tested):
             yield caught
 
 

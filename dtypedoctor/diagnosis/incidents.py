@@ -18,7 +18,7 @@ from math import prod
 from dtypedoctor.diagnosis.ops import Ancestry, OpGraph, all_finite, ancestry, graph_of, has_nan, nonfinite
 from dtypedoctor.diagnosis.wording import OF_NO_TENSOR, is_own_statement, own_line, type_of
 from dtypedoctor.dtypes import DTYPES, parts_of
-from dtypedoctor.trace.events import Observed, Op, Raised, Sample, ScalerState, Site
+from dtypedoctor.trace.events import Caught, Observed, Op, Raised, Sample, ScalerState, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import NonfiniteReached
 
@@ -57,7 +57,8 @@ class Reached:
 
 def reached(trace: Trace) -> Iterator[Reached]:
     """The values that got to an end that counts, in order."""
-    everything = [_as_guard(seen, trace) for seen in trace.observed(NonfiniteReached)]
+    failed = _failed_assertions(trace)
+    everything = [_as_guard(seen, failed) for seen in trace.observed(NonfiniteReached)]
     found = [seen for seen in everything if seen.what.what in ENDS]
     tested = {seen.what.id for seen in everything if seen.what.what in _TESTS}
     trained = _finite_losses(trace)
@@ -67,11 +68,16 @@ def reached(trace: Trace) -> Iterator[Reached]:
             yield Reached(seen)
 
 
-def _as_guard(seen: Observed[NonfiniteReached], trace: Trace) -> Observed[NonfiniteReached]:
-    """What reached an end; an assertion that has ended the program has not accepted it, and is a guard."""
-    raised = trace.last(Raised)
-    has_failed = raised is not None and raised.type == "AssertionError" and own_line(raised) == seen.what.source
-    return replace(seen, what=replace(seen.what, what="guard")) if has_failed and seen.what.what == "asserted" else seen
+def _failed_assertions(trace: Trace) -> set[str | None]:
+    """The lines of the assertions that have ended the program, or a test."""
+    ended = [trace.last(Raised), *(caught for caught in trace.all(Caught) if caught.ending)]
+    return {own_line(one) for one in ended if one is not None and one.type == "AssertionError"}
+
+
+def _as_guard(seen: Observed[NonfiniteReached], failed: Collection[str | None]) -> Observed[NonfiniteReached]:
+    """What reached an end; an assertion that has failed has not accepted it, and is a guard."""
+    has_failed = seen.what.what == "asserted" and seen.what.source in failed
+    return replace(seen, what=replace(seen.what, what="guard")) if has_failed else seen
 
 
 def _is_left_out(seen: Observed[NonfiniteReached], tested: Collection[int], trained: Iterable[int]) -> bool:

@@ -6,7 +6,7 @@ import linecache
 import math
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from inspect import CO_OPTIMIZED, getattr_static
 from itertools import islice
@@ -208,29 +208,61 @@ def number_given(frame: FrameType) -> Any:
             value = getattr_static(value, attribute, None)
         if not (_is_data(value, [MOST_GIVEN]) or id(value) in _ARITHMETIC):
             return None
-        values[path] = value
+        values[path] = _short_range if value is range else value
     with contained():
-        return eval(code, {"__builtins__": {}, **values})  # arithmetic on data that is there, and which has just run
+        # arithmetic on data that is there, and which has just run
+        return eval(code, {"__builtins__": {}, **values, _EACH: _each_of_few()})
     return None
 
 
 MOST_GIVEN = 4_096
 """Numbers, and what they are kept in, of an argument that is computed again."""
-_ARITHMETIC = frozenset(map(id, (float, int, range, list, tuple, len, min, max, sum, abs, round, *vars(math).values())))
-"""Identities of functions of Python's that compute with numbers."""
+_ARITHMETIC = frozenset(
+    map(id, (float, int, range, list, tuple, len, min, max, sum, abs, round, *vars(math).values()))
+).difference(map(id, (math.factorial, math.comb, math.perm)))
+"""Identities of functions of Python's that compute with numbers, and take a time that the size of these bounds."""
+_EACH = "each of"
+"""Stands for :func:`_each_of_few` in what is computed again; no name of a program's."""
+
+
+def _short_range(*ends: int) -> range:
+    """A range that is no longer than what is computed again."""
+    numbers = range(*ends)
+    if len(numbers) > MOST_GIVEN:
+        raise ValueError(MOST_GIVEN)
+    return numbers
+
+
+def _each_of_few() -> Callable[[Iterable[Any]], Iterator[Any]]:
+    """Goes through what comprehensions go through, and raises where all of them together take more than :data:`MOST_GIVEN` turns."""
+    turns = iter(range(MOST_GIVEN))
+
+    def each(items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            next(turns)
+            yield item
+
+    return each
+
+
 _COMPUTES = (ast.Constant, ast.Name, ast.List, ast.Tuple, ast.Subscript, ast.Slice, ast.UnaryOp, ast.BinOp, ast.ListComp, ast.GeneratorExp, ast.Call,
              ast.comprehension, ast.expr_context, ast.operator, ast.unaryop)  # fmt: skip
 """What is computed again."""
 
 
 class _Paths(ast.NodeTransformer):
-    """Makes one name of a name and its attributes: ``self.config.gamma``."""
+    """Makes one name of a name and its attributes, ``self.config.gamma``, and bounds comprehensions."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         value = self.visit(node.value)
         if not isinstance(value, ast.Name):
             return node
         return ast.copy_location(ast.Name(f"{value.id}.{node.attr}", ast.Load()), node)
+
+    def visit_comprehension(self, node: ast.comprehension) -> ast.AST:
+        self.generic_visit(node)
+        node.iter = ast.Call(ast.Name(_EACH, ast.Load()), [node.iter], [])
+        return node
 
 
 @lru_cache(maxsize=4096)
@@ -250,7 +282,7 @@ def _first_argument(code: CodeType, instruction: int) -> tuple[CodeType, Sequenc
 def _read_by(nodes: Sequence[ast.AST]) -> list[str]:
     """The names that an expression reads, and does not make itself as a comprehension does."""
     names = [node for node in nodes if isinstance(node, ast.Name)]
-    made = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    made = {name.id for name in names if isinstance(name.ctx, ast.Store)} | {_EACH}
     return sorted({name.id for name in names} - made)
 
 

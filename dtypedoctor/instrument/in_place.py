@@ -229,7 +229,7 @@ class InPlaceReplays:
     def finish(self) -> None:
         """The program is over: replays what was not known before, and says which calls wait for parameters that did not come back."""
         if self.begun:
-            self._modules.wait()
+            self._modules.recorders.finish()
             self._session.guard.shield(self._look_now, REPLAY_OF_FAILURES)()
         waiting, self._waiting = self._waiting, []
         for one in waiting:
@@ -468,7 +468,7 @@ class InPlaceReplays:
         self._look()
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        self._modules.flush()
+        self._modules.recorders.flush()
         self._look()
         if self._zeros:
             self._zeros = False
@@ -480,7 +480,7 @@ class InPlaceReplays:
 
     def _after_scaler(self, ended: ScalerStep) -> None:
         if not ended.called:
-            self._modules.flush()
+            self._modules.recorders.flush()
             self._look()
             self._step_is_over()
 
@@ -535,7 +535,7 @@ class InPlaceReplays:
 
     def _look_now(self) -> None:
         """Replays the calls of what is known not to be finite: the first result of a module, and the first gradient."""
-        news = sorted(self._modules.news())
+        news = sorted(self._modules.recorders.news.take())
         if news and self._follows_from_step():
             return
         # A loss that no module has returned may have got something that a module has made and kept.

@@ -145,7 +145,7 @@ class Instruments:
         modules.on_return = hearing("returned", self._note_returned)
         modules.after_root = [look.after_call, *hearing("after_call"), self._after_call]
         modules.after_any = [self._leaves_modules]
-        modules.hear_gradients(self._note_gradient, self._bad.known, checks[Shadows].gradients)
+        modules.returned.hear_gradients(self._note_gradient, self._bad.known, checks[Shadows].gradients)
         phases.before_generate = checks.hearing("before_generate")
         # a backward pass inside of a call would leave the look's mode in another order
         phases.before_backward = [look.after_call, *hearing("before_backward"), self._before_backward]
@@ -208,7 +208,7 @@ class Instruments:
             self.checks.stop()
             self._dtype_lines.stop()
             self.collectives.stop()
-            if self.modules.suspicious():
+            if self.modules.recorders.suspicious():
                 self._samples.describe_optimizers()
         self._samples.look_closer()
         self.in_place.finish()
@@ -288,7 +288,7 @@ class Instruments:
             if isfinite(number):
                 self.writer.write_finite(*when, site, abs(number))
             else:
-                self.modules.note_known(site, number, when)
+                self.modules.recorders.note_known(site, number, when)
             heard(number)
 
         self.arrivals.ask(named[2], tell)
@@ -302,7 +302,7 @@ class Instruments:
             self.collectives.settle(backward_is_over=True)
             self._measure_gradients(self._leaves.after())
             self._samples.backward_is_over()
-            self.modules.flush()
+            self.modules.recorders.flush()
             self._look_closer()
 
     def _before_step(self, optimizer: Optimizer) -> None:
@@ -315,12 +315,12 @@ class Instruments:
             else:
                 self._samples.glance(optimizer)
                 self._look_closer()
-            self.modules.flush()
+            self.modules.recorders.flush()
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if self.watching:
             self._samples.after_step(optimizer, looks=self.modules.looks)
-            self.modules.flush()
+            self.modules.recorders.flush()
             if self.modules.looks:
                 self.names.glance_at_parameters()
 
@@ -346,7 +346,7 @@ class Instruments:
             self.modules.sample_now(kind, found, phase, when)
 
     def _gradient_known(self, named: Rooted, magnitude: float, when: When) -> None:
-        self.modules.note_known(self.modules.site_of("grad", named, "backward"), magnitude, when)
+        self.modules.recorders.note_known(self.modules.site_of("grad", named, "backward"), magnitude, when)
 
     def _sample_operator(self, name: str, tensor: Tensor) -> None:
         self.modules.sample_now("operator", [(0, name, tensor)], self.position.phase)
@@ -356,7 +356,7 @@ class Instruments:
             return
         self.modules.sample_rows(rows)
         if at_once:  # in the order of the stream: what comes next overwrites them
-            self.modules.flush()
+            self.modules.recorders.flush()
 
     def _measure_returned(self, gradients: object) -> None:
         self._measure_gradients(self._leaves.returned(gradients))
@@ -387,7 +387,7 @@ class Instruments:
 
     def _look_closer(self) -> None:
         """Looks at all parameters where something has just been found not to be finite."""
-        if self.modules.suspicious():
+        if self.modules.recorders.suspicious():
             self._samples.look_closer()
             self._samples.describe_optimizers()
             if self._budget is not None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from dtypedoctor._torch_private import EnableTorchFunction, as_the_program, buffers_of, parameters_of
-from dtypedoctor.instrument.module_tree import DEEPEST, has_state, mapped, modules_in, named_modules
+from dtypedoctor.instrument.module_tree import DEEPEST, held_in, mapped, modules_in, named_modules
 from dtypedoctor.interruptions import contained
 
 __all__ = [
@@ -87,11 +87,7 @@ class Settings:
     @staticmethod
     def now() -> "Settings":
         """What is set now."""
-        try:
-            values = [read() for read, _ in _SETTINGS]
-        except (AttributeError, RuntimeError):
-            values = [_read(read) for read, _ in _SETTINGS]
-        return Settings(values=tuple(values), device=_default_device())
+        return Settings(values=tuple(_read(read) for read, _ in _SETTINGS), device=_default_device())
 
     @property
     def default_dtype(self) -> torch.dtype:
@@ -464,14 +460,11 @@ def _edges_behind(node: Node) -> Iterator[tuple[Node, int]]:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested tuples, lists, mappings and simple namespaces, in an order that a repeated call keeps."""
+    """The tensors of nested tuples, lists, dictionaries and simple namespaces, in an order that a repeated call keeps."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_of(item)
-    elif isinstance(value, (Mapping, SimpleNamespace)):
-        for item in (vars(value) if isinstance(value, SimpleNamespace) else value).values():
+    elif isinstance(value, (tuple, list, dict, SimpleNamespace)):
+        for _, item in held_in(value):
             yield from tensors_of(item)
 
 
@@ -489,17 +482,8 @@ def _paths(value: Any, path: str, deepest: int) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
     elif deepest:
-        for name, item in _inside(value):
+        for name, item in held_in(value):
             yield from _paths(item, f"{path}.{name}", deepest - 1)
-
-
-def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(value, (tuple, list)):
-        yield from enumerate(value)
-    elif isinstance(value, dict):
-        yield from value.items()
-    elif has_state(value):
-        yield from vars(value).items()
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -153,14 +153,26 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor], memo: dict[int, Any
     return made
 
 
+def held_in(value: Any) -> list[tuple[Any, Any]]:
+    """What a tuple, list, dictionary or object holds, by the methods of Python's own types: a mapping of the program's may load weights for each of its
+    keys, or raise."""
+    if isinstance(value, dict):
+        return list(dict.items(value))
+    if isinstance(value, list):
+        return list(enumerate(list.__iter__(value)))
+    if isinstance(value, tuple):
+        return list(enumerate(tuple.__iter__(value)))
+    return list(vars(value).items()) if has_state(value) else []
+
+
 def _mapped_container(value: Any, function: Callable[[Tensor], Tensor], memo: dict[int, Any], deepest: int) -> Any:
     kind: Any = type(value)
     if not isinstance(value, dict):
-        items = [mapped(item, function, memo, deepest) for item in value]
+        items = [mapped(item, function, memo, deepest) for _, item in held_in(value)]
         return kind(*items) if hasattr(value, "_fields") else kind(items)
     made = kind.__new__(kind)
     put = OrderedDict.__setitem__ if isinstance(value, OrderedDict) else dict.__setitem__
-    for name, item in value.items():
+    for name, item in held_in(value):
         put(made, name, mapped(item, function, memo, deepest))
     for name, item in getattr(value, "__dict__", {}).items():  # attributes of a class of its own, as ModelOutput's
         made.__dict__[name] = mapped(item, function, memo, deepest)

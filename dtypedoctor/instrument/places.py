@@ -169,21 +169,12 @@ class Sites:
         self._writer = writer
         self._numbers = count(1)
         self._described: dict[int, tuple[str, str]] = {}
-        self._phases: dict[int, str] = {}
         self.dtypes: dict[int, torch.dtype] = {}
         """The dtype of each site."""
-
-    def kind(self, number: int) -> str:
-        """The kind of the site with this number."""
-        return self._described[number][0]
 
     def kind_and_fqn(self, number: int) -> tuple[str, str]:
         """The kind of the site with this number, and the dotted name of what lies there."""
         return self._described[number]
-
-    def phase_of(self, number: int) -> str:
-        """The phase of the site with this number."""
-        return self._phases[number]
 
     def id_of(self, place: Place, looks: Looks) -> int:
         """The number of the site, which is written to the trace when it is new."""
@@ -219,7 +210,6 @@ class Sites:
                  device=looks.device.type, autocast=looks.autocast)
         )  # fmt: skip
         self._described[found] = (looks.kind, place.fqn)
-        self._phases[found] = looks.phase
         self.dtypes[found] = looks.dtype
         place.sites[key] = found  # not before: an interruption would leave a number that is described nowhere
         return found

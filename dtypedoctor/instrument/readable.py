@@ -24,24 +24,6 @@ from dtypedoctor._torch_private import (
 from dtypedoctor.instrument.statistics import is_spread, local_part, measurable, modes_are_on, out_of_their_sight
 from dtypedoctor.interruptions import is_interruption
 
-_PLAIN = (type(None), bool, int, str, bytes)
-"""Types of values that can neither be inf nor NaN."""
-_CONTAINERS = (tuple, list, set, frozenset)
-
-
-def holds_no_floats(value: object, depth: int = 0) -> bool:
-    """Whether nothing in ``value``, the result of a call, can be inf or NaN, as far as can be told without running code of its class."""
-    if isinstance(value, _PLAIN):
-        return True
-    if isinstance(value, Tensor):
-        return not (value.is_floating_point() or value.is_complex())
-    if type(value) is dict:
-        value = list(value.values())
-    if depth == 8 or type(value) not in _CONTAINERS:
-        return False
-    return all(holds_no_floats(item, depth + 1) for item in value)  # type: ignore[attr-defined]
-
-
 _NOT_PLAIN = "its values are not plain memory, and its class's own code would have to run to read them"
 _CAPTURED = "nothing can be read while a CUDA graph is captured; run once without the graph to have it measured"
 _LAYOUT = "its memory layout cannot be read"

@@ -259,9 +259,12 @@ def forget_ended_calls(stack: list[nn.Module], thread: int) -> None:
         return  # somebody has put a function of their own there
     here = thread == get_ident()
     # Usually the last on the stack is the call around the one that begins: to count all would cost a deep recursion the square of its depth.
-    if here and next(islice(_modules_running(), 1, None), None) is stack[-1]:
+    if here and next((module for _, module in islice(_calls_on(sys._getframe()), 1, None)), None) is stack[-1]:
         return
-    del stack[max(0, _calls_running(thread) - here) :]
+    # Of a module that is compiled in place, torch's own frame comes later than ours, or not at all.
+    calls = _calls_on(sys._current_frames().get(thread))
+    running = sum(code is FOLLOWED_CODE or not is_followed(module) for code, module in calls)
+    del stack[max(0, running - here) :]
 
 
 def calls_left_by(error: BaseException) -> tuple[list[nn.Module], Any]:
@@ -277,37 +280,23 @@ def calls_left_by(error: BaseException) -> tuple[list[nn.Module], Any]:
 
 def calls_running() -> list[nn.Module]:
     """The modules whose calls are running in this thread, outermost first."""
-    return list(_modules_running())[::-1]
+    return [module for _, module in _calls_on(sys._getframe())][::-1]
 
 
-def _modules_running() -> Iterator[nn.Module]:
-    """The modules whose calls are running in this thread, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
+def _calls_on(frame: FrameType | None) -> Iterator[tuple[CodeType, nn.Module]]:
+    """The module calls that ``frame`` is inside of, innermost first, each with the code that makes it: torch's or ours."""
     while frame is not None:
         if frame.f_code is CALL_CODE or frame.f_code is FOLLOWED_CODE:
-            yield local_of(frame, "self")
+            yield frame.f_code, local_of(frame, "self")
         frame = frame.f_back
-
-
-def _calls_running(thread: int) -> int:
-    """How many module calls are running in ``thread``. Of one that is compiled in place, torch's own frame comes later than ours, or not at all."""
-    compiled = _running(FOLLOWED_CODE, thread)
-    if not compiled:
-        return _running(CALL_CODE, thread)
-    return compiled + _running(CALL_CODE, thread, lambda frame: not is_followed(local_of(frame, "self")))
 
 
 def steps_running() -> int:
     """How many steps of optimizers, each inside of the one before, are running in this thread."""
-    return _running(_STEP, get_ident())
-
-
-def _running(code: CodeType, thread: int, counts: Callable[[FrameType], bool] = lambda _: True) -> int:
-    """How often ``code`` is being executed in ``thread`` at this moment, of those frames that ``counts`` is true of."""
-    frame = sys._current_frames().get(thread)
+    frame: FrameType | None = sys._getframe()
     count = 0
     while frame is not None:
-        count += frame.f_code is code and counts(frame)
+        count += frame.f_code is _STEP
         frame = frame.f_back
     return count
 

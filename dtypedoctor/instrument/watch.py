@@ -7,7 +7,7 @@ copies and compiles as before. Inside a compiled region the hooks do nothing (an
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ from dtypedoctor._torch_private import (
 )
 from dtypedoctor.instrument.budget import FIRST, Budget
 from dtypedoctor.instrument.places import Looks, Place, Places, Rows, Sites, When
-from dtypedoctor.instrument.recorders import Nonfinite, Recorders
+from dtypedoctor.instrument.recorders import Recorders
 from dtypedoctor.instrument.returned import Returned
 from dtypedoctor.instrument.session import Here, Session, calls_left_by, calls_running, forget_ended_calls
 from dtypedoctor.instrument.statistics import Rooted
@@ -94,10 +94,10 @@ class ModuleWatch:
         """Outermost calls that were not looked at."""
         self._writer, self._position, self._names = session.writer, session.position, session.names
         self._guard, self._coverage = session.guard, session.coverage
-        self._sites = Sites(session.writer)
+        self.sites = Sites(session.writer)
         self._places = Places(session.names)
-        self._recorders = Recorders(session, self._sites)
-        self._returned = Returned(session, self._sites, self._recorders)
+        self.recorders = Recorders(session, self.sites)
+        self.returned = Returned(session, self.sites, self.recorders)
         self._hooks = ModuleHooks()
         self._compiles = False
         self._handled: BaseException | None = None
@@ -249,8 +249,8 @@ class ModuleWatch:
         """Stops watching; everything measured so far gets into the trace."""
         while self._undo:
             self._undo.pop()()
-        self._recorders.finish()
-        self._returned.finish()
+        self.recorders.finish()
+        self.returned.finish()
 
     @contextmanager
     def only_marking(self) -> Iterator[None]:
@@ -270,7 +270,7 @@ class ModuleWatch:
         if place is not None:
             position = self._position
             here = position.of.here or position.last
-            self._writer.mark(position.step, here.call, self._sites.entry(place, here.phase))
+            self._writer.mark(position.step, here.call, self.sites.entry(place, here.phase))
 
     @property
     def is_replaying(self) -> bool:
@@ -287,26 +287,6 @@ class ModuleWatch:
         finally:
             self._replay = None
             self.raised_in, self._raised_at, self.recomputed = seen
-
-    def hear_gradients(self, listener: Callable[[Tensor, int], None], *anything: Collection[object]) -> None:
-        """Has ``listener`` called with each gradient of a module output and the number of its sample, while there is something in one of ``anything``."""
-        self._returned.hear_gradients(listener, *anything)
-
-    def kind_and_fqn(self, site: int) -> tuple[str, str]:
-        """The kind of a site, and the dotted name of what lies there."""
-        return self._sites.kind_and_fqn(site)
-
-    def phase_of(self, site: int) -> str:
-        """The phase of a site."""
-        return self._sites.phase_of(site)
-
-    def flush(self) -> None:
-        """A backward pass or an optimizer step begins or ends: sends off what has been put together. Never waits."""
-        self._recorders.flush()
-
-    def wait(self) -> None:
-        """The program is over: waits a little for what is still on its way from a device."""
-        self._recorders.finish()
 
     @property
     def looks(self) -> bool:
@@ -373,7 +353,7 @@ class ModuleWatch:
         place = held[1]
         here.stack.append(module)
         phase = here.overrides[-1] if here.overrides else "forward"
-        site = place.sites.get(phase) or self._sites.entry(place, phase)
+        site = place.sites.get(phase) or self.sites.entry(place, phase)
         self._writer.mark(self._position.step, here.call, site)
 
     def _enter_any(self, module: nn.Module) -> None:
@@ -442,7 +422,7 @@ class ModuleWatch:
             if not self._looks:
                 self._passed, self._skipping = module, False
                 self.passed_by += 1
-            self._recorders.begin_call()
+            self.recorders.begin_call()
             for listener in self.before_root:
                 listener(module)
             if not self._alone:
@@ -523,7 +503,7 @@ class ModuleWatch:
             return
         try:
             self._coverage.module_calls += 1
-            self._returned.record(module, held[1], args, kwargs, output)
+            self.returned.record(module, held[1], args, kwargs, output)
         finally:  # whatever goes wrong in here, the call is over
             stack.pop()
 
@@ -555,7 +535,7 @@ class ModuleWatch:
             else:
                 if measures:
                     place = self._places.of(module) or self._places.inside(stack)
-                    self._returned.record(module, place, args, kwargs, output)
+                    self.returned.record(module, place, args, kwargs, output)
                 if self._leader is here:
                     for listener in self._return_listeners(module, stack):
                         listener(module, args, kwargs, output)
@@ -604,7 +584,7 @@ class ModuleWatch:
             self._note_inside(module)
             self._passed = None
         try:
-            self._recorders.end_call(leads=led)
+            self.recorders.end_call(leads=led)
             if led:
                 for listener in self.after_root:
                     listener(module)
@@ -650,29 +630,17 @@ class ModuleWatch:
         root, name, tensor = named
         place = self._places.by_name.get((root, name, "")) or self._places.named(root, name)
         looks = (phase, kind, "", tensor.dtype, tensor.shape, None, tensor.device)
-        return place.sites.get(looks) or self._sites.id_of(place, Looks(*looks))
-
-    def note_known(self, site: int, magnitude: float, when: When) -> None:
-        """Records a tensor at a site that is not measured; its magnitude is known not to be finite."""
-        self._recorders.note_known(site, magnitude, when)
+        return place.sites.get(looks) or self.sites.id_of(place, Looks(*looks))
 
     def sample_rows(self, found: Sequence[tuple[Place, Looks, Tensor]]) -> None:
         """Measures tensors, each at a place and as what it looks like there."""
         if not found:
             return
-        self._measure([(self._sites.id_of(place, looks), tensor) for place, looks, tensor in found], None)
+        self._measure([(self.sites.id_of(place, looks), tensor) for place, looks, tensor in found], None)
 
     def _measure(self, rows: Rows, when: When | None) -> None:
         position = self._position
-        self._recorders.record(rows, when or When(self._writer.next_n(len(rows)), position.step, position.call))
-
-    def news(self) -> list[Nonfinite]:
-        """The places that have become known not to be finite for the first time since this was asked."""
-        return self._recorders.news.take()
-
-    def suspicious(self) -> bool:
-        """Whether something that was not finite has become known since this was asked last."""
-        return self._recorders.suspicious()
+        self.recorders.record(rows, when or When(self._writer.next_n(len(rows)), position.step, position.call))
 
 
 def _unwound_to(module: nn.Module, stack: list[nn.Module]) -> bool:

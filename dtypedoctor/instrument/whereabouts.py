@@ -33,7 +33,7 @@ from dtypedoctor.instrument.frames import (
     source_of,
     span_of,
 )
-from dtypedoctor.instrument.module_tree import named_modules
+from dtypedoctor.instrument.module_tree import held_in, named_modules
 from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.operators import TensorIds
 from dtypedoctor.instrument.session import Session
@@ -240,13 +240,8 @@ def tensors_held(value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _inside(item: Any) -> list[tuple[Any, Any]]:
-    """What a value holds, read by the methods of Python's own types: a mapping of the program's may load weights for each of its keys, or raise."""
-    if isinstance(item, dict):
-        return list(dict.items(item))
-    if isinstance(item, list):
-        return list(enumerate(list.__iter__(item)))
-    if isinstance(item, tuple):
-        return list(enumerate(tuple.__iter__(item)))
+    if isinstance(item, (dict, list, tuple)):
+        return held_in(item)
     held = getattr(item, "__dict__", None)
     if isinstance(held, dict) and isinstance(item, UserDict):
         held = held.get("data")
@@ -272,7 +267,7 @@ MAX_TIMES = 10
 """Different places that are recorded, and how often each."""
 _CONTROL_FLOW = (StopIteration, StopAsyncIteration, MemoryError)
 """Exceptions with which a program or a library controls itself, and no failure of torch's."""
-_RUNNERS = ("/_pytest/runner.py", "/unittest/case.py")
+_RUNNERS = ("/_pytest/runner.py", "/unittest/case.py", "/doctest.py")
 """Files on the stack of whatever a test calls."""
 
 
@@ -354,7 +349,7 @@ class CaughtLog:
             frames=[*around, *found.frames][-MAX_FRAMES:],
             spans=[*([] for _ in around), *found.spans][-MAX_FRAMES:],
         )
-        tested = any(path.endswith(_RUNNERS) for path in _files(sys._getframe()))
+        tested = any(frame.f_code.co_filename.endswith(_RUNNERS) for frame, _ in traceback.walk_stack(None))
         self._session.writer.write(Caught.of(found, ending=ending, tested=tested, root=root, thread=thread))
 
 
@@ -380,18 +375,15 @@ def _place(error: BaseException) -> tuple[object, ...]:
     return type(error), *(last or _around(error.__traceback__)[-1:])
 
 
-def _is_onlooker(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").startswith("dtypedoctor.")
-
-
 def _around(found: TracebackType | None) -> list[str]:
     """The frames that an exception has not left yet, outermost first, without those that start a program."""
-    frame = found.tb_frame.f_back if found is not None else None
     around: list[str] = []
-    while frame is not None and len(around) < MAX_FRAMES:
-        if not _is_onlooker(frame) and not frame.f_code.co_filename.startswith("<frozen"):
-            around.append(_described(frame, frame.f_lineno))
-        frame = frame.f_back
+    for frame, line in (
+        traceback.walk_stack(found.tb_frame.f_back) if found is not None and found.tb_frame.f_back else ()
+    ):
+        ours = frame.f_globals.get("__name__", "").startswith("dtypedoctor.")
+        if not (ours or frame.f_code.co_filename.startswith("<frozen")) and len(around) < MAX_FRAMES:
+            around.append(_described(frame, line))
     return around[::-1]
 
 
@@ -410,9 +402,3 @@ def _links(found: TracebackType | None) -> Iterator[TracebackType]:
         if not found.tb_frame.f_globals.get("__name__", "").startswith("dtypedoctor.instrument"):
             yield found
         found = found.tb_next
-
-
-def _files(frame: FrameType | None) -> Iterator[str]:
-    while frame is not None:
-        yield frame.f_code.co_filename
-        frame = frame.f_back

@@ -371,13 +371,23 @@ def _follow_pytest(tell: Told) -> Callable[[], None]:
 def _follow_unittest(tell: Told) -> Callable[[], None]:
     from unittest.result import TestResult
 
-    original = TestResult.addError
+    originals = {name: getattr(TestResult, name) for name in ("addError", "addFailure", "addSubTest")}
 
-    @functools.wraps(original)
-    def add_error(self: TestResult, test: Any, err: Any) -> None:
-        if err[1] is not None:
-            tell(err[1])
-        original(self, test, err)
+    def following(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def add(self: TestResult, *args: Any) -> None:
+            error = args[-1][1] if args and args[-1] is not None else None  # None of a part of a test that passes
+            if error is not None:
+                tell(error)
+            original(self, *args)
 
-    TestResult.addError = add_error  # type: ignore[method-assign]
-    return lambda: setattr(TestResult, "addError", original)
+        return add
+
+    for name, original in originals.items():
+        setattr(TestResult, name, following(original))
+
+    def undo() -> None:
+        for name, original in originals.items():
+            setattr(TestResult, name, original)
+
+    return undo

@@ -34,6 +34,21 @@ GUARD = """
         print("training failed:", error)
         sys.exit(1)
 """
+UNITTEST = """
+    import unittest, torch
+    from torch import nn
+
+    class Overflows(unittest.TestCase):
+        def test_an_error_is_expected(self):
+            with self.assertRaises(RuntimeError):
+                nn.Linear(2, 2)(torch.ones(1, 2).double())
+
+        def test_a_sum(self):
+            x = torch.full((4,), {value}, dtype=torch.float16)
+            self.assertLess((x * x).sum().item(), 2e3)
+
+    unittest.main()
+"""
 
 
 @pytest.mark.release
@@ -60,3 +75,16 @@ def test_a_guard_that_prints_and_leaves_is_looked_behind(tmp_path: Path) -> None
     report = report_of(tmp_path / "run")
     assert (done.code, report["findings"][0]["id"]) == (10, "operand-dtype-mismatch"), done.err
     assert "was caught by the program" in done.out + done.err
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(300.0, "FOUND: float16 overflow"), (30.0, "ERROR: The run failed; nothing")]
+)
+def test_only_what_fails_in_a_test_is_told_where_another_test_expects_an_error(
+    value: float, said: str, tmp_path: Path
+) -> None:
+    """An assertion that fails has not accepted the inf that it was shown, whatever runs the tests."""
+    (tmp_path / "test_it.py").write_text(textwrap.dedent(UNITTEST.format(value=value)))
+    done = dtypedoctor("exec", "--out", "run", "test_it.py", cwd=tmp_path)
+    assert f"\n{said}" in f"\n{done.out}{done.err}"
+    assert done.code == 10

@@ -1,5 +1,6 @@
 """Source places are named from the package on."""
 
+import math
 import sys
 from types import FrameType
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtypedoctor.instrument.frames import raising_operator, source_of
+from dtypedoctor.instrument.frames import number_given, raising_operator, source_of
 
 
 def frame_of(path: str, module: str) -> FrameType:
@@ -72,3 +73,26 @@ def test_the_operator_that_raised_is_known_where_it_was_called_from_python() -> 
     assert raising_operator(inside) == "aten.mm.default"
     assert raising_operator(refused()) is None
     assert raising_operator(ValueError("never raised")) is None
+
+
+def given(count: int, numbers: list[float]) -> list[object]:
+    """What the first arguments of some calls are, computed once more: each in a function of its own, whose caller asks."""
+
+    def ask(_: object) -> object:
+        return number_given(sys._getframe(1))
+
+    return [
+        ask(0.999),
+        ask([0.1 * number for number in numbers]),
+        ask([math.cos(i / count) for i in range(count)]),
+        ask(sum(i * j for i in range(count) for j in range(count))),
+        ask(sum(range(count * count))),
+        ask(float(math.factorial(count))),
+    ]
+
+
+def test_numbers_are_computed_once_more_where_that_takes_few_turns() -> None:
+    """What takes the program seconds is not computed twice."""
+    few = given(3, [1.0, 2.0])
+    assert few[:5] == [0.999, [0.1, 0.2], [math.cos(i / 3) for i in range(3)], 9, 36]
+    assert given(100, [1.0])[3:] == [None, None, None]

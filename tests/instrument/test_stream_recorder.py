@@ -84,8 +84,10 @@ def test_what_is_not_finite_first_is_told_first_by_both_recorders(
     def work(instruments: Instruments) -> None:
         net(torch.ones(2, 4).half())  # new sites are measured at once
         net(torch.full((2, 4), torch.inf).half())
-        instruments.modules.flush()
-        found.append(sorted((one.n, one.fqn) for one in instruments.modules.news() if one.kind == "output"))
+        instruments.modules.recorders.flush()
+        found.append(
+            sorted((one.n, one.fqn) for one in instruments.modules.recorders.news.take() if one.kind == "output")
+        )
 
     for name, behind in (("now", frozenset[str]()), ("later", frozenset({"cpu"}))):
         monkeypatch.setattr(recorders, "BEHIND", behind)
