@@ -621,9 +621,8 @@ class ModuleWatch:
             phase: the phase they belong to.
             when: coordinates of the samples; those of the moment if left out.
         """
-        if not found:
-            return
-        self._measure([(self.site_of(kind, named, phase), named[2]) for named in found], when)
+        if found:
+            self._measure([(self.site_of(kind, named, phase), named[2]) for named in found], when)
 
     def site_of(self, kind: str, named: Rooted, phase: str) -> int:
         """Number of the site of a tensor that no module returned."""
@@ -634,9 +633,8 @@ class ModuleWatch:
 
     def sample_rows(self, found: Sequence[tuple[Place, Looks, Tensor]]) -> None:
         """Measures tensors, each at a place and as what it looks like there."""
-        if not found:
-            return
-        self._measure([(self.sites.id_of(place, looks), tensor) for place, looks, tensor in found], None)
+        if found:
+            self._measure([(self.sites.id_of(place, looks), tensor) for place, looks, tensor in found], None)
 
     def _measure(self, rows: Rows, when: When | None) -> None:
         position = self._position
