@@ -34,7 +34,8 @@ def make_private_folder(name: str, program: Iterable[str], beside: str = ".") ->
     candidates = [os.path.realpath(folder) for folder in (*chosen, *usual)]
     own = [os.path.realpath(folder) for folder in program]
     # What is the program's comes last, and is better than nothing: where it runs in /, all folders are.
-    candidates.sort(key=lambda folder: (any(_is_in(folder, other) for other in own), -min(_room(folder), ENOUGH_ROOM)))
+    is_own = {folder: any(os.path.commonpath([folder, other]) == other for other in own) for folder in candidates}
+    candidates.sort(key=lambda folder: (is_own[folder], -min(_room(folder), ENOUGH_ROOM)))
     for folder in (*candidates, beside):
         path = os.path.join(folder, f"dtypedoctor-{name}-{os.urandom(4).hex()}")
         with contextlib.suppress(OSError):
@@ -42,10 +43,6 @@ def make_private_folder(name: str, program: Iterable[str], beside: str = ".") ->
             os.mkdir(path, 0o700)
             return path
     raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-
-
-def _is_in(path: str, folder: str) -> bool:
-    return os.path.commonpath([path, folder]) == folder
 
 
 def _room(folder: str) -> int:

@@ -173,17 +173,13 @@ def console_for(stream: TextIO) -> "Console":
     from rich.console import Console
 
     if not stream.isatty():
-        return Console(file=stream, width=_columns(), no_color=True, force_terminal=False,
+        text = os.environ.get("COLUMNS", "")
+        wanted = int(text[:9]) if text.isascii() and text.isdigit() else 0
+        width = min(max(wanted, _NARROWEST), _WIDEST) if wanted else PLAIN_WIDTH
+        return Console(file=stream, width=width, no_color=True, force_terminal=False,
                        legacy_windows=False, highlight=False)  # fmt: skip
     console = Console(file=stream, highlight=False)
     return console if console.width >= _NARROWEST else Console(file=stream, highlight=False, width=_NARROWEST)
-
-
-def _columns() -> int:
-    """What ``COLUMNS`` says, where that is a number of columns."""
-    text = os.environ.get("COLUMNS", "")
-    wanted = int(text[:9]) if text.isascii() and text.isdigit() else 0
-    return min(max(wanted, _NARROWEST), _WIDEST) if wanted else PLAIN_WIDTH
 
 
 TERMINAL = "terminal"

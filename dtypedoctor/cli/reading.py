@@ -14,7 +14,6 @@ from dtypedoctor.interruptions import say
 
 if TYPE_CHECKING:
     from dtypedoctor.diagnosis.checkpoint import Intent, Subject
-    from dtypedoctor.report.to_json import Report
 
 
 def register(app: typer.Typer) -> None:
@@ -96,7 +95,7 @@ def report(
     """Print the report of a finished run."""
     announce(f"Reading {', '.join(map(str, runs))}", terminal_only=True)  # a long trace without a report takes seconds
     from dtypedoctor.redaction.redact import redact
-    from dtypedoctor.report.files import read_matrix
+    from dtypedoctor.report.files import read_matrix, report_of, report_of_machines
     from dtypedoctor.report.matrix import matrix_document, matrix_exit
     from dtypedoctor.report.run_document import run_document
 
@@ -108,14 +107,8 @@ def report(
         shown = reports if format == TERMINAL else list(map(redact, reports))
         show(matrix_document(rows, shown, exit_code=matrix_exit(rows)), format)
         return
-    found = _report_of(runs)
+    found = report_of(run) if len(runs) == 1 else report_of_machines(runs)
     show(run_document(found if format == TERMINAL else redact(found)), format)
-
-
-def _report_of(runs: list[Path]) -> "Report":
-    from dtypedoctor.report.files import report_of, report_of_machines
-
-    return report_of(runs[0]) if len(runs) == 1 else report_of_machines(runs)
 
 
 def explain(

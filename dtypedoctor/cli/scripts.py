@@ -321,7 +321,7 @@ def is_over(node: Path) -> bool:
 def wait_for_others(folder: Path, sleep: Callable[[float], None] = time.sleep) -> None:
     """Returns when every machine that records in the folder has written its report, or was killed here, or after :data:`SECONDS`."""
     deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline and not all(is_over(node) or _is_dead(node) for node in node_directories(folder)):
+    while time.monotonic() < deadline and not all(map(_is_done, node_directories(folder))):
         sleep(0.1)
 
 
@@ -335,10 +335,10 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _is_dead(node: Path) -> bool:
-    """Whether the process that recorded a node was one of this machine and is gone."""
+def _is_done(node: Path) -> bool:
+    """Whether a machine has written its report, or the process that recorded it was one of this machine and is gone."""
     told = _json(node / PROCESS)
-    return told.get("boot") == _boot() and not Path("/proc", str(told.get("pid"))).exists()
+    return is_over(node) or (told.get("boot") == _boot() and not Path("/proc", str(told.get("pid"))).exists())
 
 
 def _boot() -> str:

@@ -16,7 +16,7 @@ from typing import ParamSpec, Self, TypeVar
 from rich.console import Console
 from torch import nn
 
-from dtypedoctor.diagnosis.rule import Advice, Finding
+from dtypedoctor.diagnosis.rule import Advice
 from dtypedoctor.errors import UsageError
 from dtypedoctor.examination.capsules import CAPSULE_LIMIT
 from dtypedoctor.examination.examine import examine
@@ -137,7 +137,10 @@ class WatchReport(Report):
         for finding in public.findings:
             if finding.summary != public.headline:
                 lines.append(f"{finding.id}: {one_line(finding.summary, 300)}")
-            lines += _what_to_do(finding, advice.get(finding.id))
+            if finding.id in advice:
+                lines += [f"  {line}" for line in _advised(advice[finding.id])]
+            if finding.fqn and "bfloat16" in finding.remedies:
+                lines.append(f'  to try without an edit: dtypedoctor.apply(model, "{KEEP_FLOAT32}:{finding.fqn}")')
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -169,14 +172,6 @@ class WatchReport(Report):
     def show(self) -> None:
         """Prints the report as ``dtypedoctor report`` does."""
         print_document(public_run(self), Console())
-
-
-def _what_to_do(finding: Finding, advice: Advice | None) -> Iterator[str]:
-    """The advice on a finding, the edit where there is one, and the fix that needs none."""
-    if advice is not None:
-        yield from (f"  {line}" for line in _advised(advice))
-    if finding.fqn and "bfloat16" in finding.remedies:
-        yield f'  to try without an edit: dtypedoctor.apply(model, "{KEEP_FLOAT32}:{finding.fqn}")'
 
 
 def _advised(advice: Advice) -> Iterator[str]:

@@ -105,9 +105,13 @@ def first_screen(report: Report, where_the_rest_is: str, room: Room = ROOMS[0], 
         room: how much of the finding is shown.
         patch: the file with all changed lines, as it is typed.
     """
+    open_questions: tuple[Block, ...] = ()
+    if report.coverage and not report.findings:  # where nothing was found, that is what the verdict leaves open
+        gaps = tuple(clipped(text, _LONGEST) for text in report.coverage[:_MOST_GAPS])
+        open_questions = (Heading("not covered"), Items(gaps))
     parts = (
         *(_about_finding(report, report.findings[0], room, patch) if report.findings else ()),
-        _gaps(report),
+        open_questions,
         (*_trust(report), Paragraph(where_the_rest_is, Look.DIM)),
     )
     settled = bool(report.findings) and report.findings[0].confidence is Confidence.PROVEN
@@ -162,13 +166,6 @@ def _short(line: Line, left: int) -> Line:
         parts.append(replace(part, text=one_line(text, left)) if isinstance(part, Words) else one_line(text, left))
         left = max(left - len(text), 1)
     return tuple(parts)
-
-
-def _gaps(report: Report) -> tuple[Block, ...]:
-    """What could not be measured: where nothing was found, that is what the verdict leaves open."""
-    if report.findings or not report.coverage:
-        return ()
-    return (Heading("not covered"), Items(tuple(clipped(text, _LONGEST) for text in report.coverage[:_MOST_GAPS])))
 
 
 def _trust(report: Report) -> Iterator[Block]:

@@ -221,7 +221,7 @@ def cured_sentence(trials: Sequence[Trial], *, here: bool = False) -> str:
         trials: what was tried.
         here: on the call of a capsule.
     """
-    fixed = [trial for trial in trials if _is_fix(trial)]
+    fixed = list(filter(_is_fix, trials))
     if safe := [trial.remedy for trial in fixed if trial.safe]:
         return f" {'On this call, fixed by' if here else 'Fixed by'} {_some(safe)}."
     if fixed:

@@ -178,8 +178,12 @@ class _Page:
         return parts[0] if len(parts) == 1 else Text(overflow="fold").join(parts)
 
     def _inline(self, part: Inline, safe: Callable[[str], str]) -> Text:
+        if isinstance(part, Bar) and part.fill is not None:
+            length = _BAR if self.width >= 80 else _SHORT_BAR
+            full = round(part.fill * length)
+            return self._text(f"|{'█' * full}{'░' * (length - full)}|")
         if isinstance(part, Bar):
-            return self._text(_bar(part, _BAR if self.width >= 80 else _SHORT_BAR))
+            return self._text(ABSENT)
         text, look = (part.text, part.look) if isinstance(part, Words) else (part, Look.PLAIN)
         return self._text(safe(text), _STYLES.get(look, ""))
 
@@ -187,13 +191,6 @@ class _Page:
         """``text`` made safe, and spelt in ASCII where the console knows no more."""
         shown = paragraphs(text)
         return Text(ascii_only(shown) if self._ascii else shown, style=style, overflow="fold")
-
-
-def _bar(bar: Bar, length: int) -> str:
-    if bar.fill is None:
-        return ABSENT
-    full = round(bar.fill * length)
-    return f"|{'█' * full}{'░' * (length - full)}|"
 
 
 def _widths(rows: Sequence[Sequence[Text]], room: int) -> list[int]:

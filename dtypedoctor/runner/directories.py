@@ -169,15 +169,12 @@ def _not_created(directory: Path, error: OSError) -> UsageError:
 
 def job_directory(name: str) -> Path:
     """``runs/NAME-TIME`` with the time at which the parent process was started: the same for all that it has started."""
-    return runs_folder() / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(_started(os.getppid())))}"
-
-
-def _started(process: int) -> float:
-    """Seconds since the epoch at which a process was started."""
-    ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[_START])
-    lines = Path("/proc/stat").read_text().splitlines()
-    booted = next(int(line.split()[1]) for line in lines if line.startswith("btime"))
-    return booted + ticks / os.sysconf("SC_CLK_TCK")
+    ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[_START])
+    booted = next(
+        int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")
+    )
+    started = time.localtime(booted + ticks / os.sysconf("SC_CLK_TCK"))
+    return runs_folder() / f"{name}-{time.strftime('%Y%m%d-%H%M%S', started)}"
 
 
 _OWN = {

@@ -93,15 +93,12 @@ class Folded:
             total.add(s.step, s.absmax, s.num_nan, s.num_inf)
         for record in records:
             if isinstance(record, Metric):
-                self._add_metric(record)
+                for name, value in record.values.items():
+                    self.metrics.setdefault(name, Total()).add(record.step, value)
+                for name in record.nonfinite:
+                    self.metrics.setdefault(name, Total()).add(record.step, None, num_nan=1)
             elif isinstance(record, ScalerState):
                 self.skipped += record.skipped
-
-    def _add_metric(self, metric: Metric) -> None:
-        for name, value in metric.values.items():
-            self.metrics.setdefault(name, Total()).add(metric.step, value)
-        for name in metric.nonfinite:
-            self.metrics.setdefault(name, Total()).add(metric.step, None, num_nan=1)
 
     def merge(self, later: "Folded") -> None:
         """Adds what follows."""

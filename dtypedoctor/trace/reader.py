@@ -120,7 +120,10 @@ class Loader:
                         self._object(value)
                 except DAMAGED:
                     self._bad.append(number)
-        return [*opened.damage(), *self._own_damage()]
+        bad, unknown = self._bad, self._unknown
+        self._bad, self._unknown = [], {}
+        strangers = (f"{count} record(s) of unknown kind {name[:40]!r}" for name, count in unknown.items())
+        return [*opened.damage(), *unreadable(bad), *strangers]
 
     def _object(self, value: dict[str, Any]) -> None:
         name = value.pop("e")
@@ -128,25 +131,14 @@ class Loader:
         if kind is None:
             self._unknown[str(name)] = self._unknown.get(str(name), 0) + 1
             return
-        if kind is Header:
-            _refuse_newer(value.get("schema", SCHEMA))
+        schema = value.get("schema") if kind is Header else None
+        if type(schema) is int and schema > SCHEMA:
+            shown = str(schema) if schema < 10**6 else "of many digits"
+            raise UsageError(f"this trace has schema {shown}, newer than {SCHEMA}", "Update dtypedoctor to read it.")
         record = decode(kind, value)
         if kind is Site:
             self.sites[record.id] = record
         self.records.append(from_disk(record) if kind is Observation else record)
-
-    def _own_damage(self) -> Iterator[str]:
-        bad, unknown = self._bad, self._unknown
-        self._bad, self._unknown = [], {}
-        yield from unreadable(bad)
-        for name, count in unknown.items():
-            yield f"{count} record(s) of unknown kind {name[:40]!r}"
-
-
-def _refuse_newer(schema: Any) -> None:
-    if type(schema) is int and schema > SCHEMA:
-        shown = str(schema) if schema < 10**6 else "of many digits"
-        raise UsageError(f"this trace has schema {shown}, newer than {SCHEMA}", "Update dtypedoctor to read it.")
 
 
 @contextmanager
@@ -181,13 +173,16 @@ def read_trace(directory: Path) -> Trace:
     names = CanonicalNames([record for record in loader.records if isinstance(record, Root)])
     records = tuple(map(names.of, loader.records)) if names else tuple(loader.records)
     sites = {number: names.of(site) for number, site in loader.sites.items()} if names else loader.sites
+    mark, cursor = read_mark(page), None
+    if mark is not None:
+        cursor = Cursor(n=mark.n, step=mark.step, call=mark.call, site=sites.get(mark.site))
     return Trace(
         records=records,
         samples=tuple(_described(_unfolded(loader.samples, folded), sites, damage)),
         sites=sites,
         damage=(*damage, *_recording_stopped(page)),
         stopped=read_stopped(page),
-        cursor=_cursor(page, sites),
+        cursor=cursor,
         collectives=read_entered(page),
         called=read_called(page),
         folded=folded,
@@ -268,11 +263,6 @@ def _recording_stopped(page: bytes) -> Iterator[str]:
     stopped = read_stopped(page)
     if stopped is not None:
         yield f"recording stopped before the program ended: {os.strerror(stopped.errno)}; {stopped.lost} record(s) were not written"
-
-
-def _cursor(page: bytes, sites: dict[int, Site]) -> Cursor | None:
-    mark = read_mark(page)
-    return Cursor(n=mark.n, step=mark.step, call=mark.call, site=sites.get(mark.site)) if mark is not None else None
 
 
 _OF_A_ROOT = (Flow, ParameterNote, Site, Op)

@@ -162,7 +162,7 @@ class TraceWriter:
             self._held.append(record)
             return
         if isinstance(record, _OF_A_STEP):
-            if self._details.number and _is_event(record):
+            if self._details.number and (getattr(record, "skipped", False) or getattr(record, "nonfinite", ())):
                 self._details.event()
             self._line(encode(record), (record.step, 0))
         elif isinstance(record, End):
@@ -200,8 +200,11 @@ class TraceWriter:
         lines = [f'["s",{n},{moment},[{_compact(rows)}]]' for n, rows in runs]
         self._append(lines, (step, call))
         if self._details.number:
-            for _, rows in runs:
-                self._look_for_news(rows)
+            # The first time that a place is not finite is worth keeping in detail
+            bad = {site for _, rows in runs for site, _, nan, inf in rows if nan or inf} - self._nonfinite
+            if bad:
+                self._nonfinite |= bad
+                self._details.event()
 
     def write_beside(self, name: str, data: bytes) -> None:
         """Writes a file of data beside the trace, which only its owner can read. Does nothing where it is there, or cannot be written."""
@@ -254,13 +257,6 @@ class TraceWriter:
         """False in a forked child, also in one that a C library has forked behind Python's back."""
         return not self._disowned and getpid() == self._owner
 
-    def _look_for_news(self, rows: Sequence[SampleRow]) -> None:
-        """The first time that a place is not finite is worth keeping in detail."""
-        bad = {site for site, _, nan, inf in rows if nan or inf} - self._nonfinite
-        if bad:
-            self._nonfinite |= bad
-            self._details.event()
-
     def _line(self, value: Any, moment: tuple[int, int] | None = None) -> None:
         self._append([to_json(value)], moment)
 
@@ -306,10 +302,6 @@ def _compact(rows: Sequence[SampleRow]) -> str:
             raise ValueError(f"not a magnitude: {absmax}")
         found.append(f"[{site},{decimal},{nan},{inf}]" if nan or inf else f"[{site},{decimal}]")
     return ",".join(found)
-
-
-def _is_event(record: Any) -> bool:
-    return bool(record.skipped) if isinstance(record, ScalerState) else bool(getattr(record, "nonfinite", None))
 
 
 def _read_details(path: Path) -> tuple[list[Any], list[Any]]:

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,8 @@ class MemoryMeter:
                 torch.cuda.reset_peak_memory_stats(one)
             self._base = sum(map(torch.cuda.memory_allocated, _gpus()))
         else:
-            _reset_peak()
+            with suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")
             self._base = resident()
 
     def peak(self) -> int:
@@ -142,13 +144,6 @@ def peak_resident() -> int:
 def available_memory() -> int:
     """Bytes of the host's memory that could be had without swapping; 0 where the system does not say."""
     return _status("MemAvailable", "/proc/meminfo")
-
-
-def _reset_peak() -> None:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
 
 
 def _status(field: str, file: str = "/proc/self/status") -> int:

@@ -141,17 +141,12 @@ RECORDS: dict[str, type[Any]] = {
 """Every record by its kind. A class with a ``KIND`` in one of these modules is one."""
 
 
-def _record_of(kind: str) -> type[Any] | None:
-    """The record of this kind, which may be that of a plug-in."""
-    if kind in RECORDS:
-        return RECORDS[kind]
-    records = (record for check in registered(Check).values() for record in check.records)
-    return next((record for record in records if getattr(record, "KIND", None) == kind), None)
-
-
 def from_disk(raw: Observation) -> Observation | Observed[Any]:
     """The typed observation; ``raw`` itself where its kind is unknown, or its values are not those of the kind."""
-    record = _record_of(raw.kind)
+    record = RECORDS.get(raw.kind)
+    if record is None:  # it may be that of a plug-in
+        others = (record for check in registered(Check).values() for record in check.records)
+        record = next((one for one in others if getattr(one, "KIND", None) == raw.kind), None)
     if record is None:
         return raw
     try:
