@@ -148,20 +148,6 @@ def test_what_rounds_before_an_operator_outside_of_modules_is_found(
     assert words in found.summary
 
 
-def test_no_sentence_says_that_float32_fails_too_of_what_a_module_has_rounded(tmp_path: Path) -> None:
-    """A probability that a half-precision module returns as 1 may have been less; that of a float32 one was 1."""
-
-    def of(model: nn.Module, folder: str) -> Finding:
-        (tmp_path / folder).mkdir()
-        return diagnose(watched(tmp_path / folder, lambda _: torch.log(1 - model(ZEROS.float() + 1)).sum().item()))[0]
-
-    narrow = of(Apply(lambda x: (x - 1e-6).half()), "narrow")
-    assert (narrow.id, narrow.confidence) == ("domain-error", "likely")
-    assert "Whether float32 helps is not known" in narrow.cause
-    wide = of(Apply(lambda x: x * 1.0), "wide")
-    assert (wide.id, wide.confidence) == ("domain-error", "proven")
-
-
 def test_the_rounding_error_of_a_sum_in_float32_is_no_other_value(tmp_path: Path) -> None:
     """The deviation of equal numbers is 0, although float32 may not sum them up to that."""
     equal = torch.full((7,), 0.1).half()

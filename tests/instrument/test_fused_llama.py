@@ -10,7 +10,6 @@ from fused_llama import (
     corrected,
     exact,
     nf4_llama,
-    normal,
     packed,
     region,
     relative_error,
@@ -44,21 +43,6 @@ def fresh_kernels() -> Iterator[None]:
 def fused() -> nn.Module:
     """A model that runs through the kernels."""
     return nf4_llama("bf16", "bf16")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the packed decode kernel exists on CUDA only")
-def test_the_packed_decode_kernel_misreads_activations_of_another_dtype() -> None:
-    """The kernel of quant_state's dtype reads the bits of the activations as its own format: no error, and garbage."""
-    for w, silent in (("bf16", False), ("f16", True)):
-        base = packed((32, 64), DTYPES[w], 1)
-        X = normal((1, 1, 64), 2).to(DTYPES["bf16"])
-        expected = X.float() @ exact(base).t()
-        base.state.to("cuda")
-        on_gpu = fused_lora.Base(weight=base.weight.cuda(), state=base.state)
-        found = fused_lora.decode_linear(X.cuda(), on_gpu, None, None).cpu()
-        assert torch.isfinite(found).all()
-        assert (relative_error(found, expected) > 0.5) == silent
 
 
 def loss_and_gradients(model: nn.Module, autocast: str = "off") -> tuple[float, dict[str, Tensor]]:
@@ -137,20 +121,6 @@ def test_a_single_dtype_is_dequantised_as_bitsandbytes_does_it(dtype: str, neste
     assert found.dtype == DTYPES[dtype]
     assert torch.equal(found, expected)
     assert torch.equal(dequantize.dequantize(base.weight.t(), base.state, use_buffer=use_buffer), expected.t())
-
-
-@pytest.mark.parametrize(("first", "second"), [("bf16", "f16"), ("f16", "bf16")])
-def test_a_second_dtype_is_read_through_the_buffer_of_the_first(first: str, second: str) -> None:
-    """The bit patterns of one 16-bit format are read as the other: finite values that have nothing to do with the weight."""
-    load(first)
-    found, expected = load(second, seed=6)
-    assert found.dtype == DTYPES[first]
-    assert torch.isfinite(found).all()
-    error = relative_error(found, expected)
-    assert error == pytest.approx(1.0, abs=1e-6) if first == "bf16" else error > 10
-    base = packed(SHAPE, DTYPES[second], 6)
-    right = dequantize.dequantize(base.weight, base.state)
-    assert torch.equal(found.view(torch.int16), right.view(torch.int16))
 
 
 def test_a_float32_kernel_does_not_write_beyond_a_16_bit_buffer(fused: nn.Module) -> None:

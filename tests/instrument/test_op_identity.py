@@ -109,16 +109,6 @@ def test_a_function_that_refuses_before_any_operator_runs_is_recorded(tmp_path: 
     assert _get_current_function_mode_stack() == []
 
 
-def test_a_module_that_refuses_by_a_check_of_its_own_is_recorded(tmp_path: Path) -> None:
-    """Its arguments and its weights stand for the operands."""
-    net = nn.GRU(4, 4).bfloat16()
-    trace = watched(tmp_path, lambda _: net(torch.ones(2, 1, 4)), traced=True)
-    (failed,) = (op for op in trace.all(Op) if op.error)
-    assert failed.op == "module.GRU"
-    assert failed.inputs[0].origin == "input"
-    assert {t.dtype for t in failed.inputs[1:]} == {"bfloat16"}
-
-
 def test_replays_of_a_refused_op_in_place_leave_the_tensor_as_it_was(tmp_path: Path) -> None:
     """They work on copies."""
     target = torch.ones(2, 2)
@@ -130,45 +120,6 @@ def test_replays_of_a_refused_op_in_place_leave_the_tensor_as_it_was(tmp_path: P
     trace = watched(tmp_path, lambda _: Accumulate()(torch.ones(2, 2).bfloat16()), traced=True)
     assert [r.how for r in trace.all(Replay) if r.finite]
     assert torch.equal(target, torch.ones(2, 2))
-
-
-class Product(torch.autograd.Function):
-    """A product whose backward knows nothing of autocast."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, w: Tensor) -> Tensor:  # type: ignore[override]
-        context.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        x, w = context.saved_tensors
-        return gradient @ w.t(), x.t() @ gradient
-
-
-def test_a_custom_function_is_known_in_its_backward_by_the_region_of_its_forward(tmp_path: Path) -> None:
-    """Whatever its context is called; module and line are those of the forward's module."""
-
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.eye(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return Product.apply(x, self.w)
-
-    net = nn.Sequential(nn.Linear(4, 4), Gate())
-
-    def work(_: object) -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = net(torch.ones(2, 4)).sum()
-        loss.backward()
-
-    trace = watched(tmp_path, work, traced=True)
-    (values,) = seen(trace, "custom-function")
-    assert (values["function"], values["decorated"], values["forward_autocast"]) == ("Product", False, "bfloat16")
-    failed = next(op for op in trace.all(Op) if op.error)
-    assert (failed.fqn, failed.phase, failed.function) == ("1", "backward", "Product")
 
 
 def test_regions_are_recorded_with_their_device_and_whether_they_do_anything(tmp_path: Path) -> None:

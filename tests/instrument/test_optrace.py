@@ -49,38 +49,6 @@ def test_a_gradient_of_a_transformation_belongs_to_the_forward_line_that_it_diff
     assert born.source.endswith(f"test_optrace.py:{line}")
 
 
-def test_inplace_ops_inside_a_custom_function_are_seen_with_their_real_dtypes(tmp_path: Path) -> None:
-    """Below autocast: the products are cast, the in-place accumulation is not, and the Function is named."""
-
-    class Accumulate(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x: Tensor, w: Tensor) -> Tensor:  # type: ignore[no-untyped-def,override]
-            out = x @ w
-            return out.addmm_(x, w)
-
-    class Wrapper(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.eye(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return Accumulate.apply(x, self.w)
-
-    net = Wrapper().bfloat16()
-
-    def work(_: object) -> None:
-        with torch.autocast("cpu", dtype=torch.float16):
-            net(torch.ones(1, 4).bfloat16())
-
-    trace = watched(tmp_path, work, traced=True)
-    failed = next(op for op in trace.all(Op) if op.error)
-    assert failed.op == "aten.addmm_.default"
-    assert failed.inplace
-    assert failed.function == "Accumulate"
-    assert failed.autocast == "float16"
-    assert [t.dtype for t in failed.inputs] == ["float16", "bfloat16", "bfloat16"]
-
-
 class Glance(nn.Module):
     """Attention in steps behind a layer, in inference mode."""
 
