@@ -21,7 +21,7 @@ SHARE = {
     "overflow_residual_sum",
 }
 """Scripts that are tried by default: torch alone, one edit of a kind."""
-GOAL = 117
+GOAL = 112
 """Failing scripts whose failure the shown edit removes, at least."""
 CASES = [
     pytest.param(case, id=case.name, marks=() if case.name in SHARE else pytest.mark.release) for case in failing()
