@@ -378,6 +378,24 @@ def test_what_cannot_be_made_again_is_named(tmp_path: Path) -> None:
     assert not trace.observed(ReplayedCall)
 
 
+@pytest.mark.parametrize(("factor", "found"), [(1e-7, ["gradient-underflow"]), (1.0, []), (0.0, [])])
+def test_gradients_that_are_zero_before_they_reach_a_module_are_told(
+    tmp_path: Path, factor: float, found: list[str]
+) -> None:
+    """The cast of the loss flushes them; no call that is made again gets anything else. Those of a loss that is zero are."""
+
+    def work(instruments: Instruments) -> None:
+        instruments.in_place.begin()
+        model = nn.Linear(4, 1).half()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            (model(torch.ones(64, 4).half()).float().square().mean() * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert [finding.id for finding in diagnose(watched(tmp_path, work))] == found
+
+
 class Deeper(nn.Module):
     """Calls itself until something stops it."""
 

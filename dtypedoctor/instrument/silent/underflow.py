@@ -1,17 +1,18 @@
 """Gradients that float16 flushes to zero: counted before optimizer steps, and compared with those of a scaled loss."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dtypedoctor.instrument.operators import Arguments
 from dtypedoctor.instrument.silent.observer import Observer, is_checked, named_parameters_of, parameters_of
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.execution import AutocastRegion
-from dtypedoctor.trace.records.silent import GradientZeros, ScaledGradient, Zeros
+from dtypedoctor.trace.records.silent import FlushedGradient, GradientZeros, ScaledGradient, Zeros
 
 if TYPE_CHECKING:
     from dtypedoctor.instrument.silent.checks import Checks
@@ -41,6 +42,28 @@ class GradientCheck(Observer):
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._dead: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self.on_zeros: list[Callable[[], None]] = []
+        self._flushed: FlushedGradient | None = None
+
+    def follows(self, func: Any) -> bool:
+        """Whether an operator casts."""
+        return str(func) == "aten._to_copy.default"
+
+    def ran(self, func: Any, arguments: Arguments, result: Any) -> None:
+        """A cast has run outside of modules: where it leaves nothing of a gradient, no call that is made again with a larger one shows it."""
+        if self._flushed is not None or result.dtype is not torch.float16 or self.position.phase != "backward":
+            return
+        gradient = arguments[0][0]
+        if gradient.element_size() <= result.element_size() or not (
+            measurable(gradient) and self.session.readings.may_read(result)
+        ):
+            return
+        with self.position.mute(), torch.no_grad():
+            absmax = float(gradient.abs().max()) if gradient.numel() else 0.0
+            if 0 < absmax < torch.inf and not result.any():
+                revived = int((gradient * SCALE).half().count_nonzero())
+                source, elements = self.here()[0], result.numel()
+                told = FlushedGradient(source=source, elements=elements, absmax=absmax, scale=SCALE, revived=revived)
+                self._flushed = told if revived else None
 
     def entered(self, region: AutocastRegion) -> None:
         """An autocast region is entered."""
@@ -80,6 +103,9 @@ class GradientCheck(Observer):
             dead = bool(known) and len(known) == len(gradients) and not any(map(torch.any, known))
         if dead and not self._dead.get(optimizer, False):
             self.checks.look.look_again()
+        if dead and self._flushed is not None:
+            self.session.once(self._flushed, ())
+        self._flushed = None
         self._dead[optimizer] = dead
 
 

@@ -13,6 +13,7 @@ from dtypedoctor.rules.nonfinite.rule import OPTIMIZER_EPSILON_UNDERFLOW
 from dtypedoctor.trace.events import Observed, ParameterNote, ScalerState
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import (
+    FlushedGradient,
     GradientZeros,
     LostWrites,
     Overshoots,
@@ -40,6 +41,10 @@ GRADIENT_UNDERFLOW = FindingSpec(
     edits=("half-to-bfloat16",),
 )
 
+_SMALLEST = (
+    f"The smallest positive float16 is {DTYPES['float16'].smallest:.2g}; what is below half of that becomes zero. A loss scaler multiplies "
+    "the loss before the backward pass so that small gradients stay above it, and divides them in float32 afterwards."
+)
 REVIVED = 0.1
 """Share of a parameter's gradient that has to come back under a scaled loss."""
 
@@ -47,11 +52,31 @@ REVIVED = 0.1
 def detect_underflow(trace: Trace) -> Iterator[Finding]:
     """Float16 gradients that are zero, and are not when the loss is scaled."""
     seen = next(reversed(trace.observed(ScaledBackward)), None)
-    if seen is None or trace.all(ScalerState) or seen.what.error is not None:
+    if trace.all(ScalerState):
+        return
+    for flushed in trace.observed(FlushedGradient)[:1]:
+        yield _flushed_as_a_whole(flushed)
+    if seen is None or seen.what.error is not None:
         return
     revived = {name: one for name, one in seen.what.parameters.items() if _share_revived(one) >= REVIVED}
     if revived:
         yield _underflow(trace, seen, dict(sorted(revived.items(), key=lambda pair: -_share_revived(pair[1]))))
+
+
+def _flushed_as_a_whole(seen: Observed[FlushedGradient]) -> Finding:
+    what = seen.what
+    statement = Statement(
+        id="gradient-underflow",
+        severity=Severity.WARNING,
+        proven_by=f"multiplied by {what.scale:g} the same gradient, cast again, is not zero",
+        summary=f"All gradients are zero: what comes back from the loss, up to {what.absmax:.2g}, is flushed to zero in float16, and there is no loss scaler.",
+        cause=_SMALLEST,
+        evidence=(
+            f"A cast to float16 in the backward pass, outside of modules, leaves none of {what.elements:,} elements.",
+            f"Of the same gradient multiplied by {what.scale:g} it leaves {what.revived:,}.",
+        ),
+    )
+    return replace(make_finding_of(seen, statement, dtype="float16", source=what.source), phase="backward")
 
 
 def _capital(sentence: str) -> str:
@@ -65,7 +90,6 @@ def _share_revived(one: ScaledGradient) -> float:
 def _underflow(trace: Trace, seen: Observed[ScaledBackward], revived: dict[str, ScaledGradient]) -> Finding:
     name, worst = next(iter(revived.items()))
     first = next(iter(trace.observed(GradientZeros)), None) or seen
-    smallest = DTYPES["float16"].smallest
     statement = Statement(
         id="gradient-underflow",
         severity=Severity.WARNING,
@@ -74,10 +98,7 @@ def _underflow(trace: Trace, seen: Observed[ScaledBackward], revived: dict[str, 
             f"{percent(worst.zeros / worst.elements)} of the gradient of {indexed(name)} is flushed to zero in float16: "
             "there is no loss scaler."
         ),
-        cause=(
-            f"The smallest positive float16 is {smallest:.2g}; what is below half of that becomes zero. A loss scaler multiplies "
-            "the loss before the backward pass so that small gradients stay above it, and divides them in float32 afterwards."
-        ),
+        cause=_SMALLEST,
         evidence=(
             *(
                 f"{one}: {it.zeros} of {it.elements} elements are zero; with {seen.what.of} multiplied by "

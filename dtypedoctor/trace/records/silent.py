@@ -555,6 +555,27 @@ class ScaledBackward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FlushedGradient:
+    """A gradient outside of modules that a cast to float16 rounds to zero as a whole, in a step in which all gradients of the parameters are zero.
+
+    Attributes:
+        source: the line that the cast differentiates, if it is known.
+        elements: of the gradient.
+        absmax: the largest before the cast.
+        scale: what it was multiplied by, to be cast once more.
+        revived: elements that are not zero then.
+    """
+
+    KIND: ClassVar[str] = "flushed-gradient"
+
+    source: str | None
+    elements: int
+    absmax: float
+    scale: float
+    revived: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StalledParameter:
     """A parameter that loses most of its updates, over all steps that were checked.
 
