@@ -30,7 +30,7 @@ from dtypedoctor.dtypes import DTYPES, short_name
 from dtypedoctor.rules import Statement, make_finding, make_finding_at, make_finding_of
 from dtypedoctor.trace.events import Observed, Op
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.silent import Absorbed, Float8Cast, Overflowed
+from dtypedoctor.trace.records.silent import Absorbed, Float8Cast
 
 
 def judge_overflow(origin: Origin) -> Finding | None:
@@ -115,7 +115,6 @@ def overflow_evidence(origin: Origin) -> Iterator[str]:
     yield from how_the_run_ended(origin.trace)
 
 
-_CASTS = frozenset({"_to_copy", "to"})
 REDUCTIONS = frozenset({"sum", "mean"})
 LENGTHS = frozenset({"linalg_vector_norm", "norm", "_foreach_norm"})
 ROOTS = frozenset({"sqrt", "rsqrt"})
@@ -159,7 +158,7 @@ def is_in_norm(graph: OpGraph, op: Op) -> bool:
     after = {overload_free(user.op) for user in graph.downstream(op, TO_ROOT, ends=ROOTS | DIVISIONS)}
     if name in LENGTHS:
         return bool(after & DIVISIONS)
-    squares = is_square(op) or (name in REDUCTIONS and _sums_squares(graph, op))
+    squares = is_square(op) or (name in REDUCTIONS and any(map(is_square, graph.makers(op.inputs))))
     return squares and bool(after & ROOTS)
 
 
@@ -169,11 +168,6 @@ def is_square(op: Op) -> bool:
     if name == "pow":
         return any(text in ("2", "2.0") for text in op.scalars)
     return name == "square" or (name == "mul" and len(op.inputs) == 2 and op.inputs[0].id == op.inputs[1].id)
-
-
-def _sums_squares(graph: OpGraph, op: Op) -> bool:
-    makers = (graph.producer(t) for t in op.inputs)
-    return any(maker is not None and is_square(maker) for maker in makers)
 
 
 TO_SOFTMAX = 12
@@ -189,22 +183,26 @@ _AT_LEAST_ONE = (
 def _how_it_was_masked(mask: Mask | None, left: Op | None) -> str:
     """What made every entry of a row -inf, as measured, and what to do about it."""
     advice = _AT_LEAST_ONE.format(dtype=mask.narrowest if mask is not None else "the dtype")
-    if mask is not None and mask.infinite is mask.fill:
+    if mask is None:
+        return _LEFT_THE_RANGE if left is not None else advice
+    if mask.infinite is mask.fill:
         return f"{mask.fill.source} fills the mask with -inf. {advice}"
-    if mask is not None:
-        limit = number(limit_of(mask.narrowest))
-        cast = f"{mask.infinite.source} casts it to {mask.narrowest}, whose smallest number is -{limit}"
-        return f"{mask.fill.source} fills the mask with {f'{mask.value:g}'.replace('e+0', 'e')}, and {cast}. {advice}"
-    if left is not None:
-        return "Not every entry was -inf at first: the mask holds finite numbers, and what was added to them left the range. Add scores and mask in float32."
-    return advice
+    filled = f"{mask.fill.source} fills the mask with {f'{mask.value:g}'.replace('e+0', 'e')}"
+    limit = number(limit_of(mask.narrowest))
+    return f"{filled}, and {mask.infinite.source} casts it to {mask.narrowest}, whose smallest number is -{limit}. {advice}"
+
+
+_LEFT_THE_RANGE = "Not every entry was -inf at first: the mask holds finite numbers, and what was added to them left the range. Add scores and mask in float32."
 
 
 def judge_attention_scores(origin: Origin) -> Finding | None:
     """A product of two activations whose overflow goes into a softmax."""
-    if not origin.leaves_a_narrow_range or not _is_score(origin):
-        return None
     op, dtype = origin.op, origin.result.dtype
+    is_product = overload_free(op.op) in PRODUCTS and not any(t.origin == "parameter" for t in op.inputs)
+    after = origin.graph.downstream(op, TO_SOFTMAX, ends=PRODUCTS | SOFTMAX)
+    is_score = is_product and any(overload_free(user.op) in SOFTMAX for user in after)
+    if not origin.leaves_a_narrow_range or not is_score:
+        return None
     tried = attention_experiment(origin.trace, op)
     statement = Statement(
         id="attention-score-overflow",
@@ -219,53 +217,42 @@ def judge_attention_scores(origin: Origin) -> Finding | None:
     return make_finding_at(origin, statement)
 
 
-def _is_score(origin: Origin) -> bool:
-    op = origin.op
-    if overload_free(op.op) not in PRODUCTS or any(t.origin == "parameter" for t in op.inputs):
-        return False
-    after = origin.graph.downstream(op, TO_SOFTMAX, ends=PRODUCTS | SOFTMAX)
-    return any(overload_free(user.op) in SOFTMAX for user in after)
-
-
 def judge_masked_row(origin: Origin) -> Finding | None:
     """A softmax over rows in which every entry is ``-inf``."""
     if not origin.masked:
         return None
-    op = origin.op
+    op, replay = origin.op, origin.replay
     scores = next(t for t in op.inputs if has_inf(t))
     tried = attention_experiment(origin.trace, op)
     left = next(iter(ancestry(origin.graph, op).computed), None)
     mask = mask_before(origin.graph, op)
+    proven = None
+    if tried is not None and tried.is_of_the_mask:
+        proven = _UNMASKED
+    elif replay is not None and not replay.note and not replay.finite:
+        proven = f"the same softmax on the same rows in {replay.how} is NaN too, and every entry of these rows is -inf"
+    evidence = [
+        f"The scores that {op.op} got hold {scores.num_neginf} times -inf, no +inf and no NaN.",
+        f"{bad_elements(origin.result)} of its result are NaN.",
+        *(tried.evidence if tried is not None else ()),
+        *how_the_run_ended(origin.trace),
+    ]
+    if left is not None and mask is None:
+        made = next(t for t in left.outputs if not t.finite)
+        evidence.insert(
+            0, f"{left.op} at {left.source} made -inf of finite {made.dtype} numbers, absmax {magnitudes(left)}."
+        )
     statement = Statement(
         id="fully-masked-row",
-        proven_by=_UNMASKED if tried is not None and tried.is_of_the_mask else _in_a_wider_dtype(origin),
+        proven_by=proven,
         summary=f"{short(place(op))} takes a softmax over rows in which every position is masked, in step {op.step}.",
         cause=(
             "Softmax subtracts the largest entry of a row. Where every entry is -inf that is -inf - (-inf), which is NaN "
             f"in every dtype. {_how_it_was_masked(mask, left)}"
         ),
-        evidence=(
-            *((_how_it_left(left),) if left is not None and mask is None else ()),
-            f"The scores that {op.op} got hold {scores.num_neginf} times -inf, no +inf and no NaN.",
-            f"{bad_elements(origin.result)} of its result are NaN.",
-            *(tried.evidence if tried is not None else ()),
-            *how_the_run_ended(origin.trace),
-        ),
+        evidence=tuple(evidence),
     )
     return make_finding_at(origin, statement)
-
-
-def _in_a_wider_dtype(origin: Origin) -> str | None:
-    """What the softmax makes of the same rows in a wider dtype; None where it was not run again."""
-    replay = origin.replay
-    if replay is None or replay.note or replay.finite:
-        return None
-    return f"the same softmax on the same rows in {replay.how} is NaN too, and every entry of these rows is -inf"
-
-
-def _how_it_left(op: Op) -> str:
-    made = next(t for t in op.outputs if not t.finite)
-    return f"{op.op} at {op.source} made -inf of finite {made.dtype} numbers, absmax {magnitudes(op)}."
 
 
 def judge_backward(origin: Origin) -> Finding | None:
@@ -273,72 +260,53 @@ def judge_backward(origin: Origin) -> Finding | None:
     op, dtype = origin.op, origin.result.dtype
     if op.phase != "backward" or not origin.leaves_a_narrow_range:
         return None
+    evidence = list(overflow_evidence(origin))
+    scale, replay = loss_scale(origin), origin.replay
+    if scale is not None and replay is not None and replay.absmax is not None:
+        at_one = number(replay.absmax / scale)
+        evidence.append(f"The loss scale was {scale:g}; at scale 1 the result would be {at_one}, still too large.")
     parameter = _added_up(origin)
     if parameter is not None:
-        return replace(make_finding_at(origin, _of_a_sum(origin, parameter)), fqn=module_of(parameter))
+        where = f"The gradient of {short(parameter)} overflows {dtype} where backward passes are added up"
+        cause = (
+            f"Each backward pass adds to the gradient that the ones before it have left, in the parameter's own {dtype}. Every part "
+            f"is finite, their sum is not. Divide the loss by the number of passes, or keep the parameters in float32."
+        )
+    else:
+        where = f"The gradients overflow {dtype} in the backward of {short(place(op))}"
+        cause = (
+            "Gradients have their own magnitudes: the product of all slopes between the loss and a tensor. The values of the "
+            f"forward pass are finite, this gradient is not: {max_of(dtype)} here too."
+        )
     statement = Statement(
         id="backward-overflow",
         proven_by=proof(origin),
-        summary=f"The gradients overflow {dtype} in the backward of {short(place(op))}, in step {op.step}: {needs(origin)}.",
-        cause=(
-            "Gradients have their own magnitudes: the product of all slopes between the loss and a tensor. The values of the "
-            f"forward pass are finite, this gradient is not: {max_of(dtype)} here too."
-        ),
-        evidence=(*overflow_evidence(origin), *_about_the_scale(origin)),
+        summary=f"{where}, in step {op.step}: {needs(origin)}.",
+        cause=cause,
+        evidence=tuple(evidence),
     )
-    return make_finding_at(origin, statement)
+    finding = make_finding_at(origin, statement)
+    return replace(finding, fqn=module_of(parameter)) if parameter is not None else finding
 
 
 def _added_up(origin: Origin) -> str | None:
-    """The parameter to whose gradient the op adds that of one more backward pass; None for every other op.
-
-    Before an optimizer has taken gradients they are measured where each pass leaves them, also where there is one pass only, which then has no other to
-    add to.
-    """
+    """The parameter to whose gradient the op adds that of one more backward pass; None for every other op."""
     op, seen = origin.op, origin.incident
-    if not op.inplace or place(op) is not None or not _may_be_sum(origin):
+    if not op.inplace or place(op) is not None or seen.kind not in ("grad", "accumulated"):
+        return None
+    # Before an optimizer has taken gradients they are measured where each pass leaves them, also where there is one pass only,
+    # which then has no other to add to
+    measured = origin.trace.measured()
+    passes = sum(site.kind == "loss" and s.step == op.step and s.n < op.n for s, site in measured)
+    if seen.kind == "accumulated" and passes < 2:
         return None
     sites = [origin.trace.sites[sample.site] for sample in seen.samples]
     named = (s.fqn for s in sites if s.kind == seen.kind and s.shape == origin.result.shape)
     return next((name for name in named if not name.startswith(NAMELESS)), None)
 
 
-def _may_be_sum(origin: Origin) -> bool:
-    kind = origin.incident.kind
-    return kind == "grad" or (kind == "accumulated" and _passes(origin) > 1)
-
-
-def _passes(origin: Origin) -> int:
-    """How many backward passes of the step had begun by the op."""
-    measured = origin.trace.measured()
-    return sum(
-        site.kind == "loss" and sample.step == origin.op.step and sample.n < origin.op.n for sample, site in measured
-    )
-
-
 NAMELESS = "leaf "
 """How a gradient's name begins that is of no parameter of a module."""
-
-
-def _of_a_sum(origin: Origin, parameter: str) -> Statement:
-    op, dtype = origin.op, origin.result.dtype
-    return Statement(
-        id="backward-overflow",
-        proven_by=proof(origin),
-        summary=f"The gradient of {short(parameter)} overflows {dtype} where backward passes are added up, in step {op.step}: "
-        f"{needs(origin)}.",
-        cause=(
-            f"Each backward pass adds to the gradient that the ones before it have left, in the parameter's own {dtype}. Every part "
-            f"is finite, their sum is not. Divide the loss by the number of passes, or keep the parameters in float32."
-        ),
-        evidence=(*overflow_evidence(origin), *_about_the_scale(origin)),
-    )
-
-
-def _about_the_scale(origin: Origin) -> Iterator[str]:
-    scale, replay = loss_scale(origin), origin.replay
-    if scale is not None and replay is not None and replay.absmax is not None:
-        yield f"The loss scale was {scale:g}; at scale 1 the result would be {number(replay.absmax / scale)}, still too large."
 
 
 HARMLESS = 0.05
@@ -356,38 +324,36 @@ def swallowed_overflows(trace: Trace) -> Iterator[Finding]:
     """
     told: set[str | None] = set()
     for seen in trace.observed(Absorbed):
-        if seen.what.rescued and seen.what.born.rounded:
-            if seen.what.relative_error > HARMLESS and seen.what.source not in told:
-                told.add(seen.what.source)
-                yield _rounded_and_replaced(seen)
-        elif not is_rescue(seen) and seen.what.rescued:
-            yield from _swallowed(trace, seen)
+        what, rescues = seen.what, is_rescue(seen)
+        if what.rescued and what.born.rounded:
+            if what.relative_error > HARMLESS and what.source not in told:
+                told.add(what.source)
+                yield _rounded_and_replaced(seen, Severity.WARNING if rescues else Severity.ERROR)
+        elif what.rescued and not rescues and not what.born.negative:
+            # a mask that has become -inf, say, is to what follows as good as any very negative number
+            yield _swallowed(trace, seen)
 
 
-def _rounded_and_replaced(seen: Observed[Absorbed]) -> Finding:
+def _rounded_and_replaced(seen: Observed[Absorbed], severity: Severity) -> Finding:
     """What float16 has rounded to 0 made inf or NaN outside of modules, and a later operator made it finite again."""
     what, born = seen.what, seen.what.born
-    smallest = DTYPES[born.dtype].smallest
     elements = "1 element" if what.rescued == 1 else f"{what.rescued:,} elements"
     statement = Statement(
         id="rounds-out-of-domain",
-        proven_by=(
-            f"{born.op} and what follows it up to {what.op}, run again in float32, is finite everywhere, and the result is another one"
-        ),
-        severity=Severity.WARNING if is_rescue(seen) else Severity.ERROR,
+        proven_by=f"{born.op} and what follows it up to {what.op}, run again in float32, is finite everywhere, and the result is another one",
+        severity=severity,
         summary=(
             f"The result of {born.op} rounds to 0 in {born.dtype}, {born.made_by} makes inf or NaN of it, and {what.op} replaces {elements} in step "
             f"{seen.step}."
         ),
         cause=(
-            f"The smallest positive {born.dtype} number is {smallest:.3g}. {born.op} at {born.source} gives {born.rounded:,} zeros that are other numbers in "
-            f"float32. {born.made_by} at {born.made_at} makes inf or NaN of them, and {what.op} at {what.source} finite values, so that no check sees it. "
-            "Compute this part in float32."
+            f"The smallest positive {born.dtype} number is {DTYPES[born.dtype].smallest:.3g}. {born.op} at {born.source} gives {born.rounded:,} zeros that are "
+            f"other numbers in float32. {born.made_by} at {born.made_at} makes inf or NaN of them, and {what.op} at {what.source} finite values, so that no "
+            "check sees it. Compute this part in float32."
         ),
         evidence=(
             f"{born.rounded:,} of {born.elements:,} elements are 0 in {born.dtype} only.",
-            f"From there to the first finite result: {', '.join(what.through)}.",
-            f"The result of {what.op} differs from that of the same operations in float32 by {what.relative_error:.2g} times its largest magnitude.",
+            *_to_the_first_finite(what),
         ),
     )
     return make_finding_of(seen, statement, dtype=born.dtype, op=born.made_by, source=born.made_at)
@@ -397,10 +363,8 @@ def is_rescue(seen: Observed[Absorbed]) -> bool:
     """Whether the operator that ends an overflow in finite values is there to replace what is not finite."""
     what = seen.what
     name = overload_free(what.op)
-    if name == "nan_to_num":
-        return True
     if name in REPLACEMENTS:
-        return what.by_mask
+        return name == "nan_to_num" or what.by_mask
     bounds = [*what.scalars, *map(str, what.bounds)]
     return name in CLAMPS and any(_is_edge(text, what.born.dtype) for text in bounds)
 
@@ -423,48 +387,51 @@ def absorbed_proof(seen: Observed[Absorbed]) -> str:
 
 def absorbed_evidence(seen: Observed[Absorbed]) -> Iterator[str]:
     """What was measured from the overflow to the first finite result."""
-    what, born = seen.what, seen.what.born
+    born = seen.what.born
     operands = " and ".join(map(number, born.operands))
     yield (
         f"{born.op} in {short(born.fqn)} has operands up to {operands}; its result reaches {number(born.float32)}, "
         f"{max_of(born.dtype)}: {born.bad} of {born.elements} elements overflow."
     )
+    yield from _to_the_first_finite(seen.what)
+
+
+def _to_the_first_finite(what: Absorbed) -> Iterator[str]:
     if len(what.through) > 1:
         yield f"From there to the first finite result: {', '.join(what.through)}."
-    difference = what.relative_error
-    yield (
-        f"The result of {what.op} differs from that of the same operations in float32 by {difference:.2g} times its "
-        "largest magnitude."
-    )
+    yield f"The result of {what.op} differs from that of the same operations in float32 by {what.relative_error:.2g} times its largest magnitude."
 
 
-def _swallowed(trace: Trace, seen: Observed[Absorbed]) -> Iterator[Finding]:
+def _swallowed(trace: Trace, seen: Observed[Absorbed]) -> Finding:
     what, born = seen.what, seen.what.born
-    if born.negative:
-        return  # a mask that has become -inf, say: to what follows it is as good as any very negative number
     harmful = what.relative_error > HARMLESS
-    norm = harmful and born.squares and _takes_root(born, what)
-    name = "norm-square-overflow" if norm else "float16-overflow"
-    clips = norm and born.of_gradients
-    ends = (
-        "and the result is wrong"
-        if harmful
-        else f"and {what.op} makes of it what it makes of the float32 value as well"
-    )
+    after = {overload_free(name) for name in what.through}
+    takes_root = bool(after & ROOTS) or (overload_free(born.op) in LENGTHS and bool(after & DIVISIONS))
+    norm = harmful and born.squares and takes_root
+    if norm and born.of_gradients:
+        where, cause = _GRADIENTS_OVERFLOW.format(born.dtype), CAUSE_IN_A_CLIPPING
+        summary = f"{where} in step {seen.step}: {born.op} reaches {number(born.float32)}, {max_of(born.dtype)}."
+    else:
+        same = f"and {what.op} makes of it what it makes of the float32 value as well"
+        ends = "and the result is wrong" if harmful else same
+        summary = f"{born.op} in {short(born.fqn)} overflows {born.dtype} in step {seen.step}, leaves nothing but finite values behind, {ends}."
+        cause = (
+            CAUSE_IN_A_NORM
+            if norm
+            else (
+                f"{born.op} at {born.source} makes inf of finite operands; {what.op} at {what.source} makes finite values "
+                "of the inf, so that no check for inf or NaN sees it."
+            )
+        )
     statement = Statement(
-        id=name,
+        id="norm-square-overflow" if norm else "float16-overflow",
         proven_by=absorbed_proof(seen),
         severity=Severity.ERROR if harmful else Severity.INFO,
-        summary=(
-            f"{_GRADIENTS_OVERFLOW.format(born.dtype)} in step {seen.step}: {born.op} reaches {number(born.float32)}, {max_of(born.dtype)}."
-            if clips
-            else f"{born.op} in {short(born.fqn)} overflows {born.dtype} in step {seen.step}, leaves nothing but finite "
-            f"values behind, {ends}."
-        ),
-        cause=CAUSE_IN_A_CLIPPING if clips else CAUSE_IN_A_NORM if norm else _cause_of_absorbed(what, born),
+        summary=summary,
+        cause=cause,
         evidence=tuple(absorbed_evidence(seen)),
     )
-    yield make_finding(
+    return make_finding(
         statement,
         phase=seen.phase,
         step=seen.step,
@@ -473,19 +440,6 @@ def _swallowed(trace: Trace, seen: Observed[Absorbed]) -> Iterator[Finding]:
         dtype=born.dtype,
         source=born.source,
         cls=class_of(trace, born.fqn or ""),
-    )
-
-
-def _takes_root(born: Overflowed, what: Absorbed) -> bool:
-    after = {overload_free(name) for name in what.through}
-    length = overload_free(born.op) in LENGTHS
-    return bool(after & ROOTS) or (length and bool(after & DIVISIONS))
-
-
-def _cause_of_absorbed(what: Absorbed, born: Overflowed) -> str:
-    return (
-        f"{born.op} at {born.source} makes inf of finite operands; {what.op} at {what.source} makes finite values "
-        "of the inf, so that no check for inf or NaN sees it."
     )
 
 

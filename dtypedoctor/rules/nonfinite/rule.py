@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.incidents import looks_like_a_mask
 from dtypedoctor.diagnosis.nonfinite_origin import Origin, that_matter
-from dtypedoctor.diagnosis.ops import graph_of
+from dtypedoctor.diagnosis.ops import graph_of, overload_free
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, NON_FINITE, OF_ANY_FINDING, Finding, FindingSpec, Rule
 from dtypedoctor.diagnosis.wording import how_the_run_ended
 from dtypedoctor.rules import Statement, make_finding
@@ -23,13 +23,12 @@ from dtypedoctor.rules.nonfinite.overflow import (
     swallowed_overflows,
 )
 from dtypedoctor.rules.nonfinite.undefined import (
-    Growth,
+    BEYOND_FLOAT32,
     growth_before,
     judge_domain,
     judge_optimizer_step,
     judge_rounded,
     judge_unexamined,
-    of_what_is_too_large,
 )
 from dtypedoctor.rules.nonfinite.unrecorded import (
     judge_by_module,
@@ -63,41 +62,32 @@ def judge_divergence(trace: Trace, end: Finding) -> Finding | None:
     growth = growth_before(trace, end.step)
     if growth is None or not growth.diverges:
         return None
+    first, last = (f"{largest:,.3g}" for largest in growth.gradients)
+    if growth.steps > 1:
+        when, why = f"in the {growth.steps} steps before step {end.step}", _WHY
+        of_the_loss = f", the loss from {growth.losses[0]:,.3g} to {growth.losses[1]:,.3g}"
+        gradient = f"Largest gradient: {first} in the first step, {last} in the last one before the failure."
+    else:
+        when, why, of_the_loss = "in its first update", _WHY_AT_ONCE, ""
+        gradient = f"Largest gradient of that step: {first}."
+    where = f" at {end.source}" if end.source else ""
+    weights = f"{growth.weights[0]:,.3g} to {growth.weights[1]:,.3g}"
     statement = Statement(
         id="divergence",
-        summary=(
-            f"The training diverges: {_when(growth, end.step)} the largest weight goes from "
-            f"{growth.weights[0]:,.3g} to {growth.weights[1]:,.3g}{_of_the_loss(growth)}."
-        ),
+        summary=f"The training diverges: {when} the largest weight goes from {weights}{of_the_loss}.",
         cause=(
-            f"{_WHY_AT_ONCE if growth.steps == 1 else _WHY} A dtype with a wider range only ends a few steps later; float32 and bfloat16 do not help. "
+            f"{why} A dtype with a wider range only ends a few steps later; float32 and bfloat16 do not help. "
             "Lower the learning rate, warm it up, or clip gradients."
         ),
-        evidence=tuple(_evidence(trace, growth, end)),
+        evidence=(
+            gradient,
+            f"It surfaces in step {end.step} as {end.id}{where}: {end.summary}",
+            *how_the_run_ended(trace),
+        ),
     )
     return make_finding(
         statement, phase=end.phase, step=end.step, fqn=end.fqn, op=end.op, dtype=end.dtype, source=end.source
     )
-
-
-def _when(growth: Growth, end: int) -> str:
-    return f"in the {growth.steps} steps before step {end}" if growth.steps > 1 else "in its first update"
-
-
-def _of_the_loss(growth: Growth) -> str:
-    first, last = growth.losses
-    return f", the loss from {first:,.3g} to {last:,.3g}" if growth.steps > 1 else ""
-
-
-def _evidence(trace: Trace, growth: Growth, end: Finding) -> Iterator[str]:
-    first, last = (f"{largest:,.3g}" for largest in growth.gradients)
-    if growth.steps > 1:
-        yield f"Largest gradient: {first} in the first step, {last} in the last one before the failure."
-    else:
-        yield f"Largest gradient of that step: {first}."
-    where = f" at {end.source}" if end.source else ""
-    yield f"It surfaces in step {end.step} as {end.id}{where}: {end.summary}"
-    yield from how_the_run_ended(trace)
 
 
 FLOAT16_OVERFLOW = FindingSpec(
@@ -228,9 +218,18 @@ DIVERGENCE = FindingSpec(
 )
 
 
+_BOUNDED = frozenset({"exp", "expm1", "exp2", "div", "reciprocal", "rsqrt", "log", "sqrt"})
+"""Functions of which a bound of the argument, on the line itself, keeps the result finite."""
+
+
 def _of_another_cause(finding: Finding) -> str:
     """What to do where the argument is not outside of a domain; empty where it is."""
-    return of_what_is_written(finding) or of_what_is_too_large(finding)
+    if finding.cause == BEYOND_FLOAT32 and overload_free(finding.op or "") not in _BOUNDED:
+        return (
+            f"The operands of `{finding.op}` are too large for its result to fit float32: scale or clip them before it, or look where they "
+            "come from, the input (units, a corrupt row), the weights, or a learning rate that makes them grow."
+        )
+    return of_what_is_written(finding)
 
 
 DOMAIN_ERROR = FindingSpec(
