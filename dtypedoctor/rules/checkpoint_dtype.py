@@ -2,13 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from dtypedoctor.diagnosis.checkpoint import Subject, plain_dtype
-from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, Confidence, Finding, FindingSpec, Rule, Severity
+from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, Finding, FindingSpec, Rule, Severity
 from dtypedoctor.diagnosis.wording import limit_of, listed, number
 from dtypedoctor.rules import Statement, make_finding
-from dtypedoctor.trace.events import Observed
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.models import (
     MomentsStoredInHalf,
@@ -33,6 +31,7 @@ SPEC = FindingSpec(
 
 LOST = 1e-3
 """Share of elements that a cast may turn into zero without a word."""
+_COMPARED = "the dtypes before and after loading were compared"
 NATIVE_RANGE = "bfloat16"
 """A checkpoint in this dtype may hold anything that float32 can, and was never tried in float16."""
 
@@ -40,20 +39,20 @@ NATIVE_RANGE = "bfloat16"
 def detect_loading(trace: Trace) -> Iterator[Finding]:
     """What loading did to the dtypes of the weights."""
     for model in trace.observed(Pretrained):
-        yield from _pretrained(model)
+        yield from _pretrained(model.what)
     for state in trace.observed(StateLoaded):
-        yield from _state(state)
+        yield from _state(state.what)
     for trained in trace.observed(RoundedAndTrained):
-        yield _trained(trained)
+        yield _trained(trained.what)
     for moments in trace.observed(MomentsStoredInHalf):
-        yield from _moments(moments)
+        yield from _moments(moments.what)
     for cast in trace.observed(OptimizerStateCast):
-        yield _optimizer_state(cast)
+        yield _optimizer_state(cast.what)
 
 
-def _pretrained(seen: Observed[Pretrained]) -> Iterator[Finding]:
-    what = seen.what
-    stored, loaded, requested = _main(what.stored), _main(what.loaded), what.requested
+def _pretrained(what: Pretrained) -> Iterator[Finding]:
+    stored, loaded = (max(census, key=lambda dtype: census[dtype]) for census in (what.stored, what.loaded))
+    requested = what.requested
     if requested is not None and requested != loaded and requested in ("float16", "bfloat16", "float32"):
         summary = f"{what.model} was requested in {requested} and is {loaded}."
         cause = "The request did not reach the model, or only a part of it; no error is raised."
@@ -65,19 +64,20 @@ def _pretrained(seen: Observed[Pretrained]) -> Iterator[Finding]:
         )
     else:
         return
+    counted = (
+        ", ".join(f"{count} elements {dtype}" for dtype, count in census.items())
+        for census in (what.stored, what.loaded)
+    )
     asked = requested or "nothing (the default decides)"
-    evidence = (f"Stored: {_census(what.stored)}. Loaded: {_census(what.loaded)}. Requested: {asked}.",)
-    yield _finding(summary, cause, evidence, loaded)
+    yield _finding(summary, cause, ("Stored: {}. Loaded: {}. Requested: {}.".format(*counted, asked),), loaded)
 
 
-def _state(seen: Observed[StateLoaded]) -> Iterator[Finding]:
-    what = seen.what
-    lost = what.became_inf + what.became_zero
+def _state(what: StateLoaded) -> Iterator[Finding]:
     if not what.became_inf and what.became_zero <= LOST * max(1, what.elements):
         return
-    casts = ", ".join(name.replace("->", " to ") for name in what.casts)
+    casts, _, dtype = _casts(what.casts)
     yield _finding(
-        f"load_state_dict cast {casts} and lost {lost} of {what.elements} elements.",
+        f"load_state_dict cast {casts} and lost {what.became_inf + what.became_zero} of {what.elements} elements.",
         (
             "load_state_dict copies into the tensors that are there, whatever the file holds. In a narrower dtype values that are "
             "too large become inf and those that are too small zero, without a word."
@@ -86,15 +86,13 @@ def _state(seen: Observed[StateLoaded]) -> Iterator[Finding]:
             f"{what.became_inf} elements became inf and {what.became_zero} became zero.",
             f"Tensors that were cast to a smaller range: {listed(what.names)}.",
         ),
-        next(iter(what.casts)).partition("->")[2],
+        dtype,
     )
 
 
-def _trained(seen: Observed[RoundedAndTrained]) -> Finding:
+def _trained(what: RoundedAndTrained) -> Finding:
     """Bits of a checkpoint are gone, and what is trained has no room for them: the run does not go on where the last one ended."""
-    what = seen.what
-    casts = ", ".join(name.replace("->", " to ") for name in what.casts)
-    stored, dtype = next(iter(what.casts)).split("->")
+    casts, stored, dtype = _casts(what.casts)
     return _finding(
         f"load_state_dict cast {casts}, and {what.parameters} parameters that lost bits by it are trained in {dtype}.",
         (
@@ -110,8 +108,7 @@ def _trained(seen: Observed[RoundedAndTrained]) -> Finding:
     )
 
 
-def _moments(seen: Observed[MomentsStoredInHalf]) -> Iterator[Finding]:
-    what = seen.what
+def _moments(what: MomentsStoredInHalf) -> Iterator[Finding]:
     if not what.became_inf and what.became_zero <= LOST * what.compared:
         return
     keys = listed(what.keys)
@@ -134,11 +131,9 @@ def _moments(seen: Observed[MomentsStoredInHalf]) -> Iterator[Finding]:
     )
 
 
-def _optimizer_state(seen: Observed[OptimizerStateCast]) -> Finding:
+def _optimizer_state(what: OptimizerStateCast) -> Finding:
     """torch casts the state to the dtype of the parameters, whatever dtype the optimizer keeps it in."""
-    what = seen.what
-    casts = ", ".join(name.replace("->", " to ") for name in what.casts)
-    stored, dtype = next(iter(what.casts)).split("->")
+    casts, stored, dtype = _casts(what.casts)
     return _finding(
         f"Optimizer.load_state_dict cast {listed(what.keys)} of {what.optimizer} from {casts}, and it steps with that.",
         (
@@ -157,31 +152,18 @@ def _optimizer_state(seen: Observed[OptimizerStateCast]) -> Finding:
 _BITS = {"bfloat16": "8", "float16": "11"}
 
 
-def _finding(
-    summary: str,
-    cause: str,
-    evidence: tuple[str, ...],
-    dtype: str,
-    proven_by: str = "the dtypes before and after loading were compared",
-) -> Finding:
+def _casts(casts: Mapping[str, int]) -> tuple[str, str, str]:
+    """All casts in words, and the dtypes of the first, from and to."""
+    stored, _, dtype = next(iter(casts)).partition("->")
+    return ", ".join(name.replace("->", " to ") for name in casts), stored, dtype
+
+
+def _finding(summary: str, cause: str, evidence: tuple[str, ...], dtype: str, *,
+             severity: Severity = Severity.WARNING, proven_by: str | None = _COMPARED) -> Finding:  # fmt: skip
     statement = Statement(
-        id="checkpoint-dtype-mismatch",
-        severity=Severity.WARNING,
-        proven_by=proven_by,
-        summary=summary,
-        cause=cause,
-        evidence=evidence,
+        id=SPEC.id, severity=severity, proven_by=proven_by, summary=summary, cause=cause, evidence=evidence
     )
     return make_finding(statement, phase="static", dtype=dtype)
-
-
-def _main(census: Mapping[str, int]) -> str:
-    """The dtype of most elements."""
-    return max(census, key=lambda dtype: census[dtype])
-
-
-def _census(census: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} elements {dtype}" for dtype, count in census.items())
 
 
 def check_configured(subject: Subject) -> Iterator[Finding]:
@@ -189,62 +171,42 @@ def check_configured(subject: Subject) -> Iterator[Finding]:
     stored, configured = subject.stored_dtype, subject.config_dtype
     if subject.loaded or stored is None:
         return
+    tensors = Counter(tensor.dtype for tensor in subject.floating)
+    counts = ", ".join(f"{count} tensor(s) in {dtype}" for dtype, count in tensors.most_common())
     if configured is not None and configured != stored:
-        yield _inspected(
-            Severity.WARNING,
-            configured,
+        harm = _HARM.get((stored, configured), ", and half of their bits are lost" if stored == "float32" else "")
+        yield _finding(
             f"The files hold {stored} weights and the config says {configured}.",
-            f"Who loads without naming a dtype gets {configured}: the weights are cast in silence{_harm(stored, configured)}.",
-            (_counts(subject), f"config: dtype is {configured}."),
+            f"Who loads without naming a dtype gets {configured}: the weights are cast in silence{harm}.",
+            (f"Stored: {counts}.", f"config: dtype is {configured}."),
+            configured,
+            proven_by=None,
         )
-    yield from _parts(subject.config, configured)
-    wanted = subject.intent.dtype
-    if wanted is not None and wanted != stored and (stored, wanted) == ("bfloat16", "float16"):
-        yield _inspected(
-            Severity.WARNING,
-            wanted,
-            "A bfloat16 checkpoint is loaded as float16, which has a smaller range.",
-            "Weights and, more often, activations that bfloat16 holds become inf in float16 above 65504.",
-            (_counts(subject), "It is to be loaded as float16."),
-        )
-
-
-def _parts(config: Mapping[str, Any], configured: str | None) -> Iterator[Finding]:
-    for name, part in config.items():
+    for name, part in subject.config.items():
         other = plain_dtype(part.get("dtype") or part.get("torch_dtype")) if isinstance(part, dict) else None
         if other is not None and configured is not None and other != configured:
-            yield _inspected(
-                Severity.INFO,
-                other,
+            yield _finding(
                 f"{name} says {other} and the config as a whole {configured}.",
                 "Which of them wins depends on the version of the library and on how the model is loaded.",
                 (f"dtype is {configured}; {name}.dtype is {other}.",),
+                other,
+                severity=Severity.INFO,
+                proven_by=None,
             )
+    if (stored, subject.intent.dtype) == (NATIVE_RANGE, "float16"):
+        yield _finding(
+            "A bfloat16 checkpoint is loaded as float16, which has a smaller range.",
+            "Weights and, more often, activations that bfloat16 holds become inf in float16 above 65504.",
+            (f"Stored: {counts}.", "It is to be loaded as float16."),
+            "float16",
+            proven_by=None,
+        )
 
 
-def _harm(stored: str, configured: str) -> str:
-    if (stored, configured) == ("bfloat16", "float16"):
-        return ", and values above 65504 become inf"
-    if (stored, configured) == ("float16", "bfloat16"):
-        return ", and 3 bits of each are lost for good"
-    return ", and half of their bits are lost" if stored == "float32" else ""
-
-
-def _counts(subject: Subject) -> str:
-    tensors = Counter(tensor.dtype for tensor in subject.floating)
-    return "Stored: " + ", ".join(f"{count} tensor(s) in {dtype}" for dtype, count in tensors.most_common()) + "."
-
-
-def _inspected(severity: Severity, dtype: str, summary: str, cause: str, evidence: tuple[str, ...]) -> Finding:
-    statement = Statement(
-        id="checkpoint-dtype-mismatch",
-        severity=severity,
-        confidence=Confidence.LIKELY,
-        summary=summary,
-        cause=cause,
-        evidence=evidence,
-    )
-    return make_finding(statement, phase="static", dtype=dtype)
+_HARM = {
+    ("bfloat16", "float16"): ", and values above 65504 become inf",
+    ("float16", "bfloat16"): ", and 3 bits of each are lost for good",
+}
 
 
 RULES = (

@@ -9,7 +9,6 @@ from dtypedoctor.diagnosis.distributed import RECV, SEND, Called, Rank, calls_of
 from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH, Finding, FindingSpec, Rule
 from dtypedoctor.diagnosis.wording import dtype_named, how_the_run_ended, raising_line, rejection_in
 from dtypedoctor.rules import Statement, make_finding, make_finding_of
-from dtypedoctor.trace.events import Raised
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.models import CollectiveCall
 
@@ -31,7 +30,11 @@ _SAME_BYTES = frozenset({"bool", "uint8"})
 
 def compare_ranks(ranks: Sequence[Rank]) -> Iterator[Finding]:
     """The first collective of each process group that ranks call with several dtypes."""
-    for channel, called in _by_channel(ranks).items():
+    channels: dict[str, dict[int, Sequence[Called]]] = {}
+    for rank in ranks:  # of a rank whose records are not all there nothing is known
+        for channel, calls in calls_of(rank.trace).items() if not rank.trace.damage else ():
+            channels.setdefault(channel, {})[rank.number] = calls
+    for channel, called in channels.items():
         for number, here in enumerate(_together(called)):
             dtypes = {call.seen.what.dtype for call in here.values()}
             if len(dtypes) > 1 and dtypes != _SAME_BYTES:
@@ -46,15 +49,6 @@ def _together(called: Mapping[int, Sequence[Called]]) -> Iterator[dict[int, Call
         if len(here) < 2 or not _is_one_call([call.seen.what for call in here.values()]):
             return
         yield here
-
-
-def _by_channel(ranks: Sequence[Rank]) -> dict[str, dict[int, Sequence[Called]]]:
-    """By channel the calls of each rank; none of a rank whose records are not all there."""
-    found: dict[str, dict[int, Sequence[Called]]] = {}
-    for rank in ranks:
-        for channel, calls in calls_of(rank.trace).items() if not rank.trace.damage else ():
-            found.setdefault(channel, {})[rank.number] = calls
-    return {channel: called for channel, called in found.items() if len(called) > 1}
 
 
 def _is_one_call(whats: Sequence[CollectiveCall]) -> bool:
@@ -102,8 +96,7 @@ def _told(channel: str, number: int, name: str, here: Mapping[int, Called]) -> I
         shape = f", {one.shape}" if call.exact else ""
         line = f" at {one.source}" if one.source else ""
         yield f"Rank {rank}, {what} of process group {group}: {one.name} of {one.dtype}{shape}{line}."
-    lines = {call.seen.what.source for call in here.values()}
-    if len(lines) > 1:
+    if len({call.seen.what.source for call in here.values()}) > 1:
         yield f"If these lines are not meant to meet, one rank has called a {name} more or less than the others."
 
 
@@ -123,31 +116,22 @@ _IN_DISTRIBUTED = re.compile(r"/torch/distributed/distributed_c10d\.py:\d+ (?P<n
 def detect_rejected(trace: Trace) -> Iterator[Finding]:
     """A collective that torch refused, because of the dtypes of this rank alone."""
     raised = rejection_in(trace)
-    name = _collective_in(raised.frames) if raised is not None else ""
-    if raised is None or not name:
+    if raised is None:
         return
-    found = [match for one in _REJECTED if (match := one.search(raised.message))]
-    for match in found[:1]:
-        yield _rejected(trace, raised, name, [dtype_named(word) for word in match.groupdict().values() if word])
-
-
-def _rejected(trace: Trace, raised: Raised, name: str, dtypes: Sequence[str]) -> Finding:
-    line = raising_line(raised)
-    where = name if line is None else f"{name} at {line}"
+    called = next((one for frame in raised.frames if (one := _IN_DISTRIBUTED.search(frame))), None)
+    found = next((match for pattern in _REJECTED if (match := pattern.search(raised.message))), None)
+    if called is None or found is None:
+        return
+    name, line = called["name"], raising_line(raised)
+    dtypes = [dtype_named(word) for word in found.groupdict().values() if word]
     statement = Statement(
         id=SPEC.id,
-        summary=f"{where} gets input and output tensors of {' and '.join(dtypes) or 'two dtypes'}.",
+        summary=f"{name if line is None else f'{name} at {line}'} gets input and output tensors of {' and '.join(dtypes) or 'two dtypes'}.",
         cause="A collective casts nothing: what it receives has the dtype of what the ranks send.",
         evidence=how_the_run_ended(trace),
     )
     dtype = dtypes[-1] if dtypes else None
-    return make_finding(statement, phase=raised.phase, step=raised.step, op=name, dtype=dtype, source=line)
-
-
-def _collective_in(frames: Sequence[str]) -> str:
-    """The function of torch.distributed that the program has called; empty where it has called none."""
-    called = (one["name"] for frame in frames if (one := _IN_DISTRIBUTED.search(frame)))
-    return next(called, "")
+    yield make_finding(statement, phase=raised.phase, step=raised.step, op=name, dtype=dtype, source=line)
 
 
 RULES = (Rule(name="collectives", priority=10, specs=(SPEC,), detect=detect_rejected, compare=compare_ranks),)

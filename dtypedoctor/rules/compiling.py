@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.registry import corrections_of_library, spec_of
-from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, Confidence, Finding, FindingSpec, Rule, Severity
+from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, Finding, FindingSpec, Rule, Severity
 from dtypedoctor.diagnosis.wording import rejection_in
 from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.rules import Statement, make_finding
@@ -82,26 +82,30 @@ def detect_compilation(trace: Trace) -> Iterator[Finding]:
 
 def _broken(trace: Trace, breaks: Sequence[Observed[GraphBreak]]) -> Finding:
     counts = next((seen.what for seen in trace.observed(CompileCounts)), None)
-    total = sum(one.what.count for one in breaks)
-    graphs = counts.unique_graphs if counts is not None else 0
     first = breaks[0].what
     origin = _origin(breaks)
     via = f", called by {_short(origin)}" if _function_of(origin) != _function_of(first.frames[-1]) else ""
     places = f"{len(breaks)} places" if len(breaks) > 1 else "one place"
-    ours = any(_FOREIGN.search(text) or _OF_PRECISION.search(text) for text in map(_reason, breaks))
+    reasons = [f"{one.what.kind} {one.what.explanation} {one.what.context}" for one in breaks]
+    ours = any(_FOREIGN.search(text) or _OF_PRECISION.search(text) for text in reasons)
     statement = Statement(
         id="compile-graph-break",
         severity=Severity.WARNING if ours else Severity.INFO,  # a print in a forward is the user's business
-        confidence=Confidence.LIKELY,
-        summary=f"torch.compile breaks the graph {_times(total)} at {places}, first of all at {_short(first.frames[-1])}{via}.",
+        summary=(
+            f"torch.compile breaks the graph {_times(sum(one.what.count for one in breaks))} at {places}, "
+            f"first of all at {_short(first.frames[-1])}{via}."
+        ),
         cause=(
             f"Dynamo stops at what it cannot trace ({first.explanation or first.kind}), compiles the pieces by themselves "
             "and runs what lies between them in plain Python: the speed-up of compiling is lost."
         ),
         evidence=(
-            *(_evidence_of_break(one) for one in breaks[:SHOWN]),
+            *(
+                f"{_times(one.what.count)} at {_short(one.what.frames[-1])}: {one.what.explanation or one.what.kind}"
+                for one in breaks[:SHOWN]
+            ),
             *_more(len(breaks) - SHOWN, "place", "places"),
-            f"{graphs} graphs were compiled in place of one.",
+            f"{counts.unique_graphs if counts is not None else 0} graphs were compiled in place of one.",
         ),
     )
     finding = make_finding(statement, phase="compile", fqn=breaks[0].fqn, source=_file_and_line(origin))
@@ -113,10 +117,9 @@ def _refused(trace: Trace, raised: Raised) -> Finding:
     explanation = _EXPLANATION.search(raised.message)
     kind = raised.message.split("\n", 1)[0]
     lines = [found for found in _USER_LINE.finditer(raised.message) if not _TORCH.search(found["file"])]
-    place = f"{lines[-1]['file']}:{lines[-1]['line']}" if lines else None
+    place = f"{lines[-1]['file']}:{lines[-1]['line']}" if lines else ""
     statement = Statement(
         id="compile-graph-break",
-        confidence=Confidence.LIKELY,
         summary=f"torch.compile with fullgraph=True cannot compile the model{f' at {_short(place)}' if place else ''}: {kind}.",
         cause=(
             f"Dynamo cannot trace what is there ({explanation['text'] if explanation else kind}). Without fullgraph=True it would "
@@ -124,23 +127,19 @@ def _refused(trace: Trace, raised: Raised) -> Finding:
         ),
         evidence=(f"The run ended in step {raised.step} with {raised.type}: {kind}",),
     )
-    finding = make_finding(
-        statement, phase="compile", step=raised.step, source=_file_and_line(place) if place else None
-    )
+    finding = make_finding(statement, phase="compile", step=raised.step, source=_file_and_line(place) or None)
     return _with_custom_op(finding, trace, [raised.message])
 
 
 def _exhausted(trace: Trace, hits: Sequence[Observed[RecompileLimit]], raised: Raised | None) -> Finding:
     fatal = raised is not None and raised.type == REFUSED_LIMIT
-    first = hits[0].what if hits else None
-    name = _function(first.function if first is not None else "a function")
-    guard = _guard(first.guard if first is not None else "")
-    place = first.place if first is not None else ""
-    versions = first.value if first is not None else "too many"
+    name, versions, guard, place = "a function", "too many", "", ""
+    if hits:
+        first = hits[0].what
+        name, versions, guard, place = _function(first.function), str(first.value), _guard(first.guard), first.place
     statement = Statement(
         id="recompile-limit",
         severity=Severity.ERROR if fatal else Severity.WARNING,
-        confidence=Confidence.LIKELY,
         summary=(
             f"Dynamo gives up compiling {name} after {versions} versions of it"
             f"{f'; the guard that failed last: {guard}' if guard else ''}."
@@ -151,9 +150,8 @@ def _exhausted(trace: Trace, hits: Sequence[Observed[RecompileLimit]], raised: R
         ),
         evidence=tuple(_evidence_of_recompiles(trace.observed(Recompiled), hits)),
     )
-    finding = make_finding(
-        statement, phase="compile", fqn=hits[0].fqn if hits else None, source=_file_and_line(place) if place else None
-    )
+    fqn = hits[0].fqn if hits else None
+    finding = make_finding(statement, phase="compile", fqn=fqn, source=_file_and_line(place) or None)
     return _with_custom_op(finding, trace, [str(one.what) for one in (*hits, *trace.observed(GraphBreak))])
 
 
@@ -175,15 +173,6 @@ def _function_of(frame: str) -> tuple[str, str]:
     return place.rpartition(":")[0], rest["function"] if rest else name
 
 
-def _reason(seen: Observed[GraphBreak]) -> str:
-    return f"{seen.what.kind} {seen.what.explanation} {seen.what.context}"
-
-
-def _evidence_of_break(seen: Observed[GraphBreak]) -> str:
-    reason = seen.what.explanation or seen.what.kind
-    return f"{_times(seen.what.count)} at {_short(seen.what.frames[-1])}: {reason}"
-
-
 def _evidence_of_recompiles(
     recompiles: Sequence[Observed[Recompiled]], hits: Sequence[Observed[RecompileLimit]]
 ) -> Iterator[str]:
@@ -197,23 +186,17 @@ def _evidence_of_recompiles(
 
 
 def _with_custom_op(finding: Finding, trace: Trace, texts: Sequence[str]) -> Finding:
-    """The finding; for C functions between packed weights with what hides them from Dynamo.
-
-    What is mere information needs no fix.
-    """
-    if finding.severity is Severity.INFO or finding.remedies:
-        return finding
+    """The finding; for C functions between packed weights with what hides them from Dynamo: the corrections of the library that calls them, or,
+    where it has none, an operator. What is mere information needs no fix."""
     packed = any(note.quant for note in trace.all(ParameterNote))
     foreign = any(_FOREIGN.search(text) for text in texts)
-    return replace(finding, remedies=_hiding(finding.id, trace)) if packed and foreign else finding
-
-
-def _hiding(finding: str, trace: Trace) -> tuple[str, ...]:
-    """What hides C functions from Dynamo: the corrections of the library that calls them, or, where it has none, an operator."""
+    if finding.severity is Severity.INFO or finding.remedies or not (packed and foreign):
+        return finding
     breaks = trace.observed(GraphBreak)
-    of_library = corrections_of_library(finding, _file_and_line(_origin(breaks))) if breaks else ()
+    of_library = corrections_of_library(finding.id, _file_and_line(_origin(breaks))) if breaks else ()
     corrections = registered(Correction)
-    return of_library or tuple(one for one in spec_of(finding).settled_by if not corrections[one].library)
+    in_general = (one for one in spec_of(finding.id).settled_by if not corrections[one].library)
+    return replace(finding, remedies=of_library or tuple(in_general))
 
 
 def _function(name: str) -> str:
@@ -265,13 +248,10 @@ def detect_stale_streams(trace: Trace) -> Iterator[Finding]:
     stale = [seen for seen in uses if seen.what.stale]
     if not stale:
         return
-    launched = sum(o.what.count for o in uses)
-    wrong = sum(o.what.count for o in stale)
-    first = stale[0]
+    launched, wrong = (sum(seen.what.count for seen in some) for some in (uses, stale))
     statement = Statement(
         id="stale-cuda-stream",
-        confidence=Confidence.LIKELY,
-        summary=f"{wrong} of {launched} kernel launches went to another CUDA stream than the current one of {first.what.device}.",
+        summary=f"{wrong} of {launched} kernel launches went to another CUDA stream than the current one of {stale[0].what.device}.",
         cause=(
             "The stream's handle was asked for once and kept. Work on another stream is not ordered with what the current "
             "stream does before and after it, so a weight may be used before it is dequantized, or read while it changes."
@@ -281,7 +261,7 @@ def detect_stale_streams(trace: Trace) -> Iterator[Finding]:
             for o in stale
         ),
     )
-    yield make_finding(statement, phase=first.phase, step=first.step)
+    yield make_finding(statement, phase=stale[0].phase, step=stale[0].step)
 
 
 RULES = (

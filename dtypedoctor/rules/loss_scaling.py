@@ -80,34 +80,19 @@ def detect_scaling(trace: Trace) -> Iterator[Finding]:
     """What goes wrong between a gradient scaler and the parameters that it serves."""
     raised = rejection_in(trace)
     seen = [seen.what for seen in trace.observed(Unscaled)]
-    if raised is not None:
-        yield from _of_the_message(trace, raised, seen)
-    rejected = raised if raised is not None and _rejects_bfloat16(raised) else None
+    last = seen[-1] if seen else UNKNOWN
+    message = raised.message if raised is not None else ""
+    if raised is not None and FLOAT16_GRADIENTS in message:
+        yield _float16_gradients(trace, raised, last)
+    if raised is not None and NOTHING_CHECKED in message:
+        yield _nothing_checked(trace, raised, last)
+    rejected = raised if BFLOAT16_KERNEL in message and "BFloat16" in message else None
     bfloat16 = next((one for one in seen if one.gradients.get("bfloat16")), None)
     if rejected is not None or bfloat16 is not None:
-        yield _bfloat16_gradients(trace, rejected, bfloat16)
+        yield _bfloat16_gradients(trace, rejected, bfloat16 or UNKNOWN)
 
 
-def _of_the_message(trace: Trace, raised: Raised, seen: list[Unscaled]) -> Iterator[Finding]:
-    """What the scaler itself names in the exception that it raises."""
-    if FLOAT16_GRADIENTS in raised.message:
-        yield _float16_gradients(trace, raised, seen)
-    if NOTHING_CHECKED in raised.message:
-        yield _nothing_checked(trace, raised, seen)
-
-
-def _rejects_bfloat16(raised: Raised) -> bool:
-    return BFLOAT16_KERNEL in raised.message and "BFloat16" in raised.message
-
-
-def detect_exhausted_scale(trace: Trace) -> Iterator[Finding]:
-    """A scale that never fits; what is not finite at any scale is its cause and comes before it."""
-    raised = rejection_in(trace)
-    yield from _exhausted(trace, raised if raised is not None and AT_MINIMUM in raised.message else None)
-
-
-def _float16_gradients(trace: Trace, raised: Raised, seen: list[Unscaled]) -> Finding:
-    last = seen[-1] if seen else UNKNOWN
+def _float16_gradients(trace: Trace, raised: Raised, last: Unscaled) -> Finding:
     names, params = last.names.get("float16", []), last.params
     owners = list(dict.fromkeys(module_of(name) for name in names))
     few = bool(owners) and params.get("float16", 0) < sum(params.values())
@@ -136,8 +121,7 @@ def _float16_gradients(trace: Trace, raised: Raised, seen: list[Unscaled]) -> Fi
     )
 
 
-def _nothing_checked(trace: Trace, raised: Raised, seen: list[Unscaled]) -> Finding:
-    last = seen[-1] if seen else UNKNOWN
+def _nothing_checked(trace: Trace, raised: Raised, last: Unscaled) -> Finding:
     params, strangers, frozen = last.params, last.strangers, last.frozen
     count = sum(params.values())
     if strangers:
@@ -164,8 +148,7 @@ def _nothing_checked(trace: Trace, raised: Raised, seen: list[Unscaled]) -> Find
     return make_finding(statement, phase="optimizer", step=raised.step, source=raising_line(raised))
 
 
-def _bfloat16_gradients(trace: Trace, refused: Raised | None, seen: Unscaled | None) -> Finding:
-    served = seen if seen is not None else UNKNOWN
+def _bfloat16_gradients(trace: Trace, refused: Raised | None, served: Unscaled) -> Finding:
     names = served.names.get("bfloat16", [])
     statement = Statement(
         id="scaler-bfloat16",
@@ -186,18 +169,27 @@ def _bfloat16_gradients(trace: Trace, refused: Raised | None, seen: Unscaled | N
     return make_finding(statement, phase="optimizer", step=refused.step, dtype="bfloat16", source=raising_line(refused))
 
 
-def _exhausted(trace: Trace, refused: Raised | None) -> Iterator[Finding]:
-    """The scale has come to its end, or does not come down, and every step is skipped."""
+def detect_exhausted_scale(trace: Trace) -> Iterator[Finding]:
+    """A scale that never fits, so that every step is skipped; what is not finite at any scale is its cause and comes before it."""
+    raised = rejection_in(trace)
+    refused = raised if raised is not None and AT_MINIMUM in raised.message else None
     skipped = unsettled(trace)
     if refused is None and not skipped:
         return
     of_optimizer = [state for state in trace.all(ScalerState) if not skipped or state.optimizer == skipped[0].optimizer]
-    taken = sum(not state.skipped for state in of_optimizer)
     if not skipped:
         skipped = tuple(takewhile(lambda state: state.skipped, reversed(of_optimizer)))[::-1]
-    first = skipped[0].step if skipped else None
-    spoilt = _forward_is_not_finite(trace, first)
-    scales = f"from {skipped[0].scale:.6g} to {skipped[-1].scale:.6g}" if skipped else "to its minimum"
+    step, scales, evidence = refused.step if refused is not None else None, "to its minimum", how_the_run_ended(trace)
+    spoilt = False
+    if skipped:
+        step, last = skipped[0].step, skipped[-1]
+        scales = f"from {skipped[0].scale:.6g} to {last.scale:.6g}"
+        taken = sum(not state.skipped for state in of_optimizer)
+        evidence = (f"Skipped: steps {step} to {last.step}; steps taken before: {taken}.", *evidence)
+        spoilt = any(
+            site.kind in ("output", "loss") and not sample.finite and sample.step >= step
+            for sample, site in trace.measured()
+        )
     statement = Statement(
         id="loss-scale-exhausted",
         severity=Severity.WARNING if spoilt else Severity.ERROR,
@@ -212,53 +204,34 @@ def _exhausted(trace: Trace, refused: Raised | None) -> Iterator[Finding]:
                 "floor or a backoff close to 1, or even a scale of 1 is too large."
             )
         ),
-        evidence=(
-            *(
-                (f"Skipped: steps {skipped[0].step} to {skipped[-1].step}; steps taken before: {taken}.",)
-                if skipped
-                else ()
-            ),
-            *how_the_run_ended(trace),
-        ),
+        evidence=evidence,
     )
-    at = refused.step if first is None and refused is not None else first
-    yield make_finding(
-        statement, phase="optimizer", step=at, source=raising_line(refused) if refused is not None else None
-    )
+    source = raising_line(refused) if refused is not None else None
+    yield make_finding(statement, phase="optimizer", step=step, source=source)
 
 
 def detect_scaled_gradients(trace: Trace) -> Iterator[Finding]:
     """Gradients that are clipped or stepped with the loss scale on them, and losses that are scaled twice."""
     for seen in trace.observed(ScaledUse):
-        yield make_finding_of(seen, _scaled_use(seen.what), dtype="float16", source=seen.what.source or None)
-
-
-def _scaled_use(what: ScaledUse) -> Statement:
-    line, scale = what.source or "A line outside of modules", f"{what.scale:,.6g}"
-    if what.use == CLIPPED:
-        summary = f"{line} clips gradients to {what.limit:.3g} while they are multiplied by the loss scale {scale}: in true gradients, to {what.limit / what.scale:.2g}."
-        cause = "`GradScaler.unscale_` runs after the clipping, so every step is cut to the limit divided by the scale, and a change of the scale changes the steps."
-    elif what.use == TWICE:
-        summary = f"{line} scales a loss by {scale} that is scaled already; the scaler takes one scale off, and gradients are {scale} times too large."
-        cause = "A loss has to be scaled once for each backward pass. An optimizer that normalizes gradients hides it; clipping, epsilon and weight decay do not."
-    else:
-        summary = f"{line} steps the optimizer with gradients that are multiplied by the loss scale {scale}."
-        cause = "Only `GradScaler.step` and `GradScaler.unscale_` take the scale off, and only they skip steps whose gradients are inf or NaN."
-    return Statement(
-        id="scaled-gradients",
-        severity=Severity.WARNING,
-        confidence=Confidence.LIKELY,
-        summary=summary,
-        cause=cause,
-        evidence=(f"The loss of this backward pass was scaled by {scale}, and nothing had taken that off.",),
-    )
-
-
-def _forward_is_not_finite(trace: Trace, step: int | None) -> bool:
-    if step is None:
-        return False
-    forward = (sample for sample, site in trace.measured() if site.kind in ("output", "loss"))
-    return any(not sample.finite and sample.step >= step for sample in forward)
+        what = seen.what
+        line, scale = what.source or "A line outside of modules", f"{what.scale:,.6g}"
+        if what.use == CLIPPED:
+            summary = f"{line} clips gradients to {what.limit:.3g} while they are multiplied by the loss scale {scale}: in true gradients, to {what.limit / what.scale:.2g}."
+            cause = "`GradScaler.unscale_` runs after the clipping, so every step is cut to the limit divided by the scale, and a change of the scale changes the steps."
+        elif what.use == TWICE:
+            summary = f"{line} scales a loss by {scale} that is scaled already; the scaler takes one scale off, and gradients are {scale} times too large."
+            cause = "A loss has to be scaled once for each backward pass. An optimizer that normalizes gradients hides it; clipping, epsilon and weight decay do not."
+        else:
+            summary = f"{line} steps the optimizer with gradients that are multiplied by the loss scale {scale}."
+            cause = "Only `GradScaler.step` and `GradScaler.unscale_` take the scale off, and only they skip steps whose gradients are inf or NaN."
+        statement = Statement(
+            id="scaled-gradients",
+            severity=Severity.WARNING,
+            summary=summary,
+            cause=cause,
+            evidence=(f"The loss of this backward pass was scaled by {scale}, and nothing had taken that off.",),
+        )
+        yield make_finding_of(seen, statement, dtype="float16", source=what.source or None)
 
 
 def _counted(params: Mapping[str, int]) -> str:
@@ -294,18 +267,13 @@ def check_trainable(subject: Subject) -> Iterator[Finding]:
 def _what_training_updates(subject: Subject) -> Iterator[StaticTensor]:
     """What training would update: an adapter's own weights, or everything that is not known to be frozen."""
     adapter = subject.adapter
+    whole = adapter.get("modules_to_save") if adapter is not None else None
     for tensor in subject.floating:
-        if tensor.trainable is False:
-            continue
-        if adapter is None or _saved_whole(tensor, adapter.get("modules_to_save") or ()):
+        saved_whole = isinstance(whole, (list, tuple)) and not set(whole).isdisjoint(tensor.name.split("."))
+        # peft makes float32 of the others when it loads them
+        is_adapter = adapter is not None and adapter.get("autocast_adapter_dtype") is False and tensor.dtype in HALF
+        if tensor.trainable is not False and (adapter is None or saved_whole or is_adapter):
             yield tensor
-        elif adapter.get("autocast_adapter_dtype") is False and tensor.dtype in HALF:
-            yield tensor  # peft makes float32 of the others when it loads them
-
-
-def _saved_whole(tensor: StaticTensor, modules: object) -> bool:
-    parts = tensor.name.split(".")
-    return isinstance(modules, (list, tuple)) and any(module in parts for module in modules)
 
 
 RULES = (

@@ -10,8 +10,8 @@ from dtypedoctor.diagnosis.wording import Complaint, complaint_of, how_the_run_e
 from dtypedoctor.dtypes import DTYPES, WHOLE
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.census import Census
-from dtypedoctor.rules.mismatch.dtype_origin import MERGES, WRITES_AT_INDEX, DtypeOrigin, Provenance, Reason
-from dtypedoctor.trace.events import Op, Raised, Replay, TensorNote
+from dtypedoctor.rules.mismatch.dtype_origin import MERGES, DtypeOrigin, Provenance, Reason
+from dtypedoctor.trace.events import Op, Raised, TensorNote
 from dtypedoctor.trace.model import Trace
 
 
@@ -122,22 +122,17 @@ class Case:
         telling = [operand for operand in deviating if operand.origin.reason not in _SAYS_LITTLE]
         return next(iter([*telling, *deviating]), None)
 
-    @property
-    def writes_at_index(self) -> bool:
-        """Whether the op writes a source into a destination of the same dtype."""
-        return self.family in WRITES_AT_INDEX
-
-    def replay(self, how: str) -> Replay | None:
-        """A replay of the op that was made in the given way."""
-        return self.graph.replay(self.op, how)
-
     def ran(self, how: str) -> bool:
         """Whether the op, replayed in the given way, ran."""
-        replay = self.replay(how)
+        replay = self.graph.replay(self.op, how)
         return replay is not None and not replay.note
 
 
 _SAYS_LITTLE = frozenset({Reason.ELSEWHERE, Reason.CAST, Reason.AUTOCAST_LIST, Reason.FACTORY})
+
+
+INTEGERS = frozenset({"uint8", "int8"})
+"""The dtypes of packed weights."""
 
 
 def case_of(trace: Trace) -> Case | None:
@@ -147,53 +142,27 @@ def case_of(trace: Trace) -> Case | None:
         return None
     graph = graph_of(trace)
     op = next((o for o in reversed(graph.ops) if o.error is not None and o.error in raised.message), None)
-    if op is None or _is_rejected_all_the_same(op, graph):
+    if op is None or op.error is None:
+        return None
+    # With operands of one dtype it raises the same: a shape, an index or a device is wrong, whatever the dtypes are. Packed weights have a wrong
+    # shape first of all, and no other dtype changes that.
+    again = graph.replay(op, "equal-dtypes")
+    is_packed = any(tensor.dtype in INTEGERS for tensor in op.inputs)
+    if again is not None and again.note and not is_packed and again.note.splitlines()[0] == op.error[: len(again.note)]:
         return None
     return Case(trace, raised, op, Provenance(graph, Census(trace)))
 
 
-INTEGERS = frozenset({"uint8", "int8"})
-"""The dtypes of packed weights."""
-
-
-def _is_rejected_all_the_same(op: Op, graph: OpGraph) -> bool:
-    """Whether the op raises the same with operands of one dtype: a shape, an index or a device is wrong, whatever the dtypes are.
-
-    Packed weights have a wrong shape first of all, and no other dtype changes that.
-    """
-    replay = graph.replay(op, "equal-dtypes")
-    if replay is None or not replay.note or op.error is None or any(tensor.dtype in INTEGERS for tensor in op.inputs):
-        return False
-    return replay.note.splitlines()[0] == op.error[: len(replay.note)]
-
-
-_NAMES = {
-    "mm": ("self", "mat2"),
-    "addmm": ("self", "mat1", "mat2"),
-    "bmm": ("self", "mat2"),
-    "baddbmm": ("self", "batch1", "batch2"),
-    "addbmm": ("self", "batch1", "batch2"),
-    "addmv": ("self", "mat", "vec"),
-    "addr": ("self", "vec1", "vec2"),
-}
-"""Parameters of the operators in torch's native_functions.yaml, by family."""
-
-
 def who_is_what(case: Case) -> str:
-    """The dtype of every operand, the odd one first: ``Operand 2 (mat2) is bfloat16, operands 0 (self) and 1 (mat1) are float16``."""
+    """The dtype of every operand, the odd one first: ``Operand 2 is bfloat16, operands 0 and 1 are float16``."""
     dtypes = list(dict.fromkeys(operand.dtype for operand in case.operands))
     if case.odd is not None:
         dtypes.sort(key=case.odd.dtype.__ne__)
-    said = ", ".join(_those_of(case, [o for o in case.operands if o.dtype == dtype]) for dtype in dtypes)
-    return said[:1].upper() + said[1:]
-
-
-def _those_of(case: Case, operands: list[Operand]) -> str:
-    names = _NAMES.get(case.family.rstrip("_"), ())
-    known = names if len(names) == len(case.op.inputs) else ()
-    called = [f"{o.index} ({known[o.index]})" if known else str(o.index) for o in operands]
-    listed = " and ".join(part for part in (", ".join(called[:-1]), called[-1]) if part)
-    return f"operand{'s' if len(called) > 1 else ''} {listed} {'are' if len(called) > 1 else 'is'} {operands[0].dtype}"
+    said = []
+    for dtype in dtypes:
+        *first, last = [str(operand.index) for operand in case.operands if operand.dtype == dtype]
+        said.append(f"operands {', '.join(first)} and {last} are {dtype}" if first else f"operand {last} is {dtype}")
+    return ", ".join(said).capitalize()
 
 
 _MODULE = "module."
@@ -228,12 +197,24 @@ def finding(case: Case, verdict: Verdict) -> Finding:
     """The verdict with everything that was measured about the rejected op."""
     op = case.op
     odd = verdict.blamed if verdict.blamed is not None else case.odd
+    operands = ", ".join(
+        t.dtype + (f" ({short_parameter(t.name)})" if t.name and t.origin != "input" else "")
+        for t in op.inputs
+        if case.meets(t) or t.origin == "parameter"
+    )
+    where = f" at {op.source}" if op.source else ""
+    region = f" inside a {op.autocast} autocast region" if op.autocast else ", no autocast"
     statement = Statement(
         id=verdict.id,
         proven_by=verdict.proven_by,
         summary=verdict.summary,
         cause=verdict.cause,
-        evidence=(operand_summary(case), *verdict.evidence, *_experiments(case, odd), *how_the_run_ended(case.trace)),
+        evidence=(
+            f"{op_name(case)}{where} got {operands}{region}.",
+            *verdict.evidence,
+            *_experiments(case, odd),
+            *how_the_run_ended(case.trace),
+        ),
     )
     found = make_finding(
         statement,
@@ -248,18 +229,6 @@ def finding(case: Case, verdict: Verdict) -> Finding:
         cls=case.census.class_of(op.root, verdict.fqn or ""),
     )
     return replace(found, remedies=tuple(remedy for remedy in found.remedies if remedy not in verdict.unfit))
-
-
-def operand_summary(case: Case) -> str:
-    """Which operands the op got, as a sentence."""
-    operands = ", ".join(
-        t.dtype + (f" ({short_parameter(t.name)})" if t.name and t.origin != "input" else "")
-        for t in case.op.inputs
-        if case.meets(t) or t.origin == "parameter"
-    )
-    where = f" at {case.op.source}" if case.op.source else ""
-    region = f" inside a {case.op.autocast} autocast region" if case.op.autocast else ", no autocast"
-    return f"{op_name(case)}{where} got {operands}{region}."
 
 
 def op_name(case: Case) -> str:
@@ -300,13 +269,8 @@ def described(origin: DtypeOrigin) -> str:
 
 def set_in_words(origin: DtypeOrigin) -> str:
     """Which line of the program gave the tensor its dtype, in parentheses and with a space in front; empty where that is not known."""
-    if origin.set_at is None:
-        return ""
-    return (
-        f" (made {origin.dtype} by {origin.set_by} at {origin.set_at})"
-        if origin.set_by
-        else f" (made {origin.dtype} at {origin.set_at})"
-    )
+    by = f"by {origin.set_by} " if origin.set_by else ""
+    return f" (made {origin.dtype} {by}at {origin.set_at})" if origin.set_at is not None else ""
 
 
 def settled_by(case: Case, operand: Operand | None) -> str | None:
@@ -331,26 +295,17 @@ def ran_in(case: Case, dtype: str | None) -> str | None:
     )
 
 
-def _experiments(case: Case, odd: Operand | None) -> tuple[str, ...]:
-    ways = tuple(_ways_that_ran(case))
-    found = [f"Replayed alone on the same operands, the op runs {' or '.join(ways)}."] if ways else []
+def _experiments(case: Case, odd: Operand | None) -> Iterator[str]:
+    """Which dtypes the rejected op would have taken, and which operator promoted the odd operand."""
+    ways = [f"with all operands in {dtype}" for dtype in case.dtypes if case.ran(f"all-as-{dtype}")]
+    if not ways and case.ran("equal-dtypes"):
+        ways = ["with all operands in one wider dtype"]
+    if ways:
+        yield f"Replayed alone on the same operands, the op runs {' or '.join(ways)}."
     promoted = odd.origin.promoted if odd is not None else None
     narrow = case.graph.replay(promoted, "narrowest-dtype") if promoted is not None else None
     if promoted is not None and narrow is not None and narrow.dtype and odd is not None and narrow.dtype != odd.dtype:
-        found.append(
-            f"{promoted.op} at {promoted.source} returns {odd.dtype}; with all its operands in {narrow.dtype} it returns "
-            f"{narrow.dtype}."
-        )
-    return tuple(found)
-
-
-def _ways_that_ran(case: Case) -> Iterator[str]:
-    """Which dtypes the rejected op would have taken."""
-    in_one_dtype = [dtype for dtype in case.dtypes if case.ran(f"all-as-{dtype}")]
-    for dtype in in_one_dtype:
-        yield f"with all operands in {dtype}"
-    if not in_one_dtype and case.ran("equal-dtypes"):
-        yield "with all operands in one wider dtype"
+        yield f"{promoted.op} at {promoted.source} returns {odd.dtype}; with all its operands in {narrow.dtype} it returns {narrow.dtype}."
 
 
 def _chain(case: Case, odd: Operand | None, verdict: Verdict) -> tuple[Link, ...]:

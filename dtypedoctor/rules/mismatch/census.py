@@ -96,9 +96,7 @@ class Census:
         container = owner_of(name)
         for _ in range(ADAPTER_LEVELS):
             container = owner_of(container)
-            if not container:
-                return False
-            if any(_adapts(note, other) for other in self._inside(root, container)):
+            if container and any(_adapts(note, other) for other in self._inside(root, container)):
                 return True
         return False
 

@@ -3,7 +3,6 @@
 In the middle: what torch's operators do with the dtypes of their operands. Names are without namespace and overload.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -202,19 +201,14 @@ class Provenance:
             return Reason.MODULES_TO_SAVE
         if self.census.is_adapter(user.root, name):
             return Reason.ADAPTER
-        if self._is_norm(user):
-            return Reason.NORM
-        return Reason.KEEP_IN_FP32 if self.census.keeper(user.root, owner) is not None else Reason.LOAD_DTYPE
-
-    def _is_norm(self, op: Op) -> bool:
-        """Whether an op multiplies by the weight of a norm: in the same module, not far above it, is a root mean square."""
-        level, seen = [op], {op.n}
+        # It multiplies by the weight of a norm: in the same module, not far above it, is a root mean square
+        level, seen = [user], {user.n}
         for _ in range(NORM_DEPTH):
-            if any(overload_free(one.op) in ROOTS for one in level):
-                return True
-            level = [maker for maker in self._above(level) if maker.fqn == op.fqn and maker.n not in seen]
+            if any(overload_free(op.op) in ROOTS for op in level):
+                return Reason.NORM
+            level = [maker for maker in self._above(level) if maker.fqn == user.fqn and maker.n not in seen]
             seen.update(maker.n for maker in level)
-        return False
+        return Reason.KEEP_IN_FP32 if self.census.keeper(user.root, owner) is not None else Reason.LOAD_DTYPE
 
     def _above(self, level: list[Op]) -> list[Op]:
         """The ops that made the operands of ``level``; what a module holds or was given is not followed."""
@@ -235,30 +229,24 @@ class Provenance:
         That is an operand which the casted value was computed from, ``layer(x).to(x.dtype)``, or one that its result is combined
         with, ``mask.to(x.dtype) + x``. None where the module got no such operand, or where it gives ``dtype`` back for others too.
         """
-        if self._always_returns(cast, dtype):
+        cls = self.census.class_of(cast.root, cast.fqn)
+        flows = (flow for flow in self.graph.trace.all(Flow) if cls and flow.cls == cls)
+        if any(dtype in flow.outputs and dtype not in flow.inputs for flow in flows):
             return None
-        return self._computed_from(cast, dtype) or self._combined_with(cast, dtype)
 
-    def _computed_from(self, cast: Op, dtype: str) -> tuple[TensorNote, Op] | None:
         level, seen = [cast], {cast.n}
         for _ in range(CALL_DEPTH):
-            found = self._given_to(level, cast, dtype)
-            if found is not None or not level:
-                return found
+            for op in level:
+                for tensor in op.inputs:
+                    if tensor.dtype == dtype and self._was_given(tensor, cast):
+                        return tensor, op
             inside = {op.n: op for op in self._above(level) if _is_inside(op, cast) and op.n not in seen}
             seen.update(inside)
             level = list(inside.values())
-        return None
 
-    def _given_to(self, level: list[Op], cast: Op, dtype: str) -> tuple[TensorNote, Op] | None:
-        """The first operand of ``level`` in ``dtype`` that came into the module of ``cast`` from outside, with its user."""
-        operands = ((tensor, op) for op in level for tensor in op.inputs if tensor.dtype == dtype)
-        return next(((tensor, op) for tensor, op in operands if self._was_given(tensor, cast)), None)
-
-    def _combined_with(self, cast: Op, dtype: str) -> tuple[TensorNote, Op] | None:
         made = {tensor.id for tensor in cast.outputs}
         for user in self.graph.downstream(cast, 1):
-            floats = floating(user.inputs)
+            floats = [tensor for tensor in user.inputs if tensor.dtype in DTYPES]
             if _is_inside(user, cast) and {t.dtype for t in floats} == {dtype}:
                 others = (t for t in floats if t.id not in made and self._was_given(t, cast))
                 return next(((t, user) for t in others), None)
@@ -271,20 +259,14 @@ class Provenance:
         maker = self.graph.producer(tensor)
         return maker is not None and maker.n < cast.n and not _is_inside(maker, cast)
 
-    def _always_returns(self, cast: Op, dtype: str) -> bool:
-        """Whether a module of the same class returned ``dtype`` where it was given none of it."""
-        cls = self.census.class_of(cast.root, cast.fqn)
-        flows = (flow for flow in self.graph.trace.all(Flow) if cls and flow.cls == cls)
-        return any(dtype in flow.outputs and dtype not in flow.inputs for flow in flows)
-
     def shard_unit(self, op: Op, dtype: str) -> str | None:
         """The shard unit whose policy casts its outputs to ``dtype``, where ``op`` casts a result of that unit."""
-        made = next((maker for t in op.inputs if (maker := self.graph.producer(t)) is not None), None)
+        made = next(iter(self.graph.makers(op.inputs)), None)
         for unit in self.graph.trace.observed(ShardUnit):
-            if unit.what.output_dtype == dtype and made is not None:
-                fqn = unit.fqn or ""
-                if made.fqn == fqn or made.fqn.startswith(f"{fqn}." if fqn else ""):
-                    return fqn
+            fqn = unit.fqn or ""
+            inside = made is not None and (not fqn or f"{made.fqn}.".startswith(f"{fqn}."))
+            if inside and unit.what.output_dtype == dtype:
+                return fqn
         return None
 
     def unit_before(self, user: Op, dtype: str) -> str | None:
@@ -316,9 +298,12 @@ class _Walk:
                 break
             origin = self._dequantized(maker) if is_dequantization(maker) else self._begins_at(maker, tensor)
             self._link(maker, tensor.dtype)
-            back = self._cast_back(maker, origin)
-            if back is not None:
-                tensor, user = back
+            is_cast = origin is not None and origin.reason in (Reason.CAST, Reason.FACTORY) and not maker.by_name
+            given = None
+            if is_cast and overload_free(maker.op) in CASTS:  # its dtype may be that of an operand of its module
+                given = self._known.casts_back_to(maker, self._dtype)
+            if given is not None:
+                tensor, user = given
                 continue
             if origin is not None:
                 return self._end(origin)
@@ -334,30 +319,23 @@ class _Walk:
         """The origin, if ``maker`` is where the dtype begins; None where it took it over from an operand."""
         if tensor.dtype != self._dtype or _reads_bits(maker, tensor) or writes(maker):
             return None
-        # what a result may have its dtype from: floating-point operands, and for whole numbers those of the dtype
-        # what a result may have its dtype from: floating-point operands, and for whole numbers those of the dtype
+        # What a result may have its dtype from: floating-point operands, and for whole numbers those of the dtype
         floats = [tensor for tensor in maker.inputs if tensor.dtype in DTYPES or tensor.dtype == self._dtype]
-        same = self._in_this_dtype(floats)
+        same = [tensor for tensor in floats if tensor.dtype == self._dtype]
+        if not same and (not floats or overload_free(maker.op) in LIKE):
+            return self._originates(Reason.FACTORY, maker)
         if not same:
-            is_made = not floats or overload_free(maker.op) in LIKE
-            return self._originates(Reason.FACTORY, maker) if is_made else self._cast(maker)
-        if self._promotes(floats):
-            self._promoted = maker
-        return self._decided_by_weight(maker, same, all_agree=len(same) == len(floats) > 1)
-
-    def _promotes(self, floats: list[TensorNote]) -> bool:
-        """Whether one of them is narrower than the dtype that is looked for."""
+            origin = self._originates(self._known.reason_of_cast(maker, self._dtype), maker)
+            unit = self._known.shard_unit(maker, self._dtype) if origin.reason is Reason.CAST else None
+            return origin if unit is None else replace(origin, reason=Reason.FSDP_OUTPUT, fqn=unit)
         known = DTYPES.get(self._dtype)
-        return known is not None and any(DTYPES[t.dtype].bits < known.bits for t in floats)
+        if known is not None and any(DTYPES[t.dtype].bits < known.bits for t in floats):
+            self._promoted = maker
 
-    def _decided_by_weight(self, maker: Op, same: list[TensorNote], *, all_agree: bool) -> DtypeOrigin | None:
-        """The origin, if a parameter or buffer among the operands of this dtype decides it.
-
-        Where all operands agree, it does so in ops that take one dtype only: elsewhere the other operand may have had it first.
-        """
+        # A parameter or buffer decides it. Where all operands agree, it does so in ops that take one dtype only: elsewhere the other may have had it first
         held = next((t for t in same if t.origin in ("parameter", "buffer")), None)
-        takes_one_dtype = overload_free(maker.op) in PRODUCTS | CONVOLUTIONS
-        return self._named(held, maker) if held is not None and (takes_one_dtype or not all_agree) else None
+        decides = overload_free(maker.op) in PRODUCTS | CONVOLUTIONS or not len(same) == len(floats) > 1
+        return self._named(held, maker) if held is not None and decides else None
 
     def _follow(self, maker: Op, tensor: TensorNote) -> TensorNote | None:
         """The operand that ``tensor`` has its dtype from; for bits that are read as another dtype, where they come from."""
@@ -367,26 +345,8 @@ class _Walk:
             return maker.inputs[-1]  # the memory had that dtype already; what is in it now says more
         if writes(maker):  # an op in place, or with out=, keeps the dtype of the memory that it writes to
             return next((t for t in maker.inputs if t.storage == tensor.storage), None)
-        return self._computed_first(self._in_this_dtype(maker.inputs))
-
-    def _in_this_dtype(self, tensors: list[TensorNote]) -> list[TensorNote]:
-        return [tensor for tensor in tensors if tensor.dtype == self._dtype]
-
-    @staticmethod
-    def _computed_first(tensors: list[TensorNote]) -> TensorNote:
-        """The first tensor that an op has computed, else the first of all."""
-        return next((tensor for tensor in tensors if not tensor.origin), tensors[0])
-
-    def _cast_back(self, maker: Op, origin: DtypeOrigin | None) -> tuple[TensorNote, Op] | None:
-        """Where the dtype comes from that a cast takes from an operand of its module."""
-        if (
-            origin is None
-            or origin.reason not in (Reason.CAST, Reason.FACTORY)
-            or overload_free(maker.op) not in CASTS
-            or maker.by_name
-        ):
-            return None
-        return self._known.casts_back_to(maker, self._dtype)
+        same = [tensor for tensor in maker.inputs if tensor.dtype == self._dtype]
+        return next((tensor for tensor in same if not tensor.origin), same[0])  # one that an op has computed says more
 
     def _named(self, tensor: TensorNote, user: Op) -> DtypeOrigin:
         name = tensor.name or ""
@@ -396,11 +356,6 @@ class _Walk:
         if reason is Reason.LOAD_DTYPE:
             fqn = self._known.census.loaded_with(user.root, fqn, tensor.dtype)
         return replace(self._originates(reason, user), fqn=fqn, name=name)
-
-    def _cast(self, maker: Op) -> DtypeOrigin:
-        origin = self._originates(self._known.reason_of_cast(maker, self._dtype), maker)
-        unit = self._known.shard_unit(maker, self._dtype) if origin.reason is Reason.CAST else None
-        return origin if unit is None else replace(origin, reason=Reason.FSDP_OUTPUT, fqn=unit)
 
     def _dequantized(self, maker: Op) -> DtypeOrigin:
         packed = next((t for t in maker.inputs if t.origin and t.dtype not in DTYPES), None)
@@ -433,16 +388,10 @@ class _Walk:
         return replace(origin, promoted=self._promoted, chain=(*kept, last), set_at=set_at, set_by=set_by)
 
 
-def floating(tensors: Iterable[TensorNote]) -> list[TensorNote]:
-    """The tensors of a floating-point dtype."""
-    return [tensor for tensor in tensors if tensor.dtype in DTYPES]
-
-
 def _is_inside(op: Op, cast: Op) -> bool:
     """Whether an op ran in the same call, in the module of ``cast`` or in one inside it."""
-    return (op.call, op.root) == (cast.call, cast.root) and (
-        op.fqn == cast.fqn or not cast.fqn or op.fqn.startswith(f"{cast.fqn}.")
-    )
+    inside = not cast.fqn or f"{op.fqn}.".startswith(f"{cast.fqn}.")
+    return (op.call, op.root) == (cast.call, cast.root) and inside
 
 
 def _reads_bits(op: Op, tensor: TensorNote) -> bool:

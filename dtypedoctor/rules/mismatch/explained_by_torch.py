@@ -1,11 +1,12 @@
 """Mismatches that torch detects itself and names in its message: recomputed activations, FSDP units, a custom backward without its region."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of
-from dtypedoctor.diagnosis.rule import Confidence, Finding, Link
+from dtypedoctor.diagnosis.rule import Finding, Link
 from dtypedoctor.diagnosis.wording import (
     complaint_of,
     dtype_named,
@@ -28,12 +29,16 @@ _METADATA = re.compile(
 
 def recomputed_outside_of_the_region(case: Case) -> Verdict | None:
     """An op rejects in a recomputation what it took in the forward pass, where an autocast region was open."""
-    if case.op.phase != "recompute" or case.op.autocast is not None:
+    op = case.op
+    if op.phase != "recompute" or op.autocast is not None:
         return None
-    first = _under_autocast(case.graph, case.op)
+    twins = (
+        one for one in case.graph.ops if (one.root, one.fqn, one.op, one.phase) == (op.root, op.fqn, op.op, "forward")
+    )
+    first = next((twin for twin in twins if twin.autocast is not None), None)
     if first is None:
         return None
-    unit = case.raised.modules[0] if case.raised.modules else case.op.fqn
+    unit = case.raised.modules[0] if case.raised.modules else op.fqn
     return Verdict(
         id="recompute-dtype-mismatch",
         fqn=unit,
@@ -47,38 +52,30 @@ def recomputed_outside_of_the_region(case: Case) -> Verdict | None:
     )
 
 
-def _under_autocast(graph: OpGraph, again: Op) -> Op | None:
-    """The op of the forward pass that ``again`` recomputes, where it ran under autocast."""
-    place = (again.root, again.fqn, again.op, "forward")
-    twins = (op for op in graph.ops if (op.root, op.fqn, op.op, op.phase) == place)
-    return next((op for op in twins if op.autocast is not None), None)
-
-
 def recomputed_with_other_dtypes(trace: Trace) -> Iterator[Finding]:
     """torch's own check has found that a recomputation saved tensors of other dtypes than the forward pass."""
     raised = rejection_in(trace)
     complaint = complaint_of(raised.message) if raised is not None else None
     if raised is None or complaint is None or complaint.family != "recompute":
         return
-    changed = next(((saved, again) for saved, again in _METADATA.findall(raised.message) if saved != again), None)
+    changed = next((pair for pair in _METADATA.findall(raised.message) if pair[0] != pair[1]), None)
     if changed is None:
         return
     saved, again = (dtype_named(word) for word in changed)
     unit = raised.modules[0] if raised.modules else None
-    split = _first_difference(graph_of(trace), unit)
+    pair = _first_difference(graph_of(trace), unit)
+    before, after = pair or (None, None)
     evidence = [f"The forward pass saved {saved} where the recomputation has {again}."]
-    if split is not None:
+    proven = None
+    if before is not None and after is not None:
+        dtypes = [op.outputs[0].dtype for op in (before, after)]
         evidence.append(
-            f"The first op that differs is {split[1].op} at {split[1].source}: {split[0].outputs[0].dtype} in the forward pass, "
-            f"{split[1].outputs[0].dtype} in the recomputation."
+            f"The first op that differs is {after.op} at {after.source}: {dtypes[0]} in the forward pass, {dtypes[1]} in the recomputation."
         )
+        proven = f"{after.op} ran twice, in the forward pass and in the recomputation, and returned two dtypes"
     statement = Statement(
         id="recompute-dtype-mismatch",
-        proven_by=(
-            f"{split[1].op} ran twice, in the forward pass and in the recomputation, and returned two dtypes"
-            if split is not None
-            else None
-        ),
+        proven_by=proven,
         summary=f"{short(unit)} is recomputed in {again} where its forward pass was in {saved}.",
         cause=(
             "Checkpointing runs the module a second time in the backward pass and expects the same tensors. Something that "
@@ -91,10 +88,10 @@ def recomputed_with_other_dtypes(trace: Trace) -> Iterator[Finding]:
         phase="recompute",
         step=raised.step,
         fqn=unit,
-        op=split[1].op if split is not None else None,
+        op=after.op if after is not None else None,
         dtype=again,
-        source=split[1].source if split is not None else None,
-        provenance=(_link(split[0]), _link(split[1])) if split is not None else (),
+        source=after.source if after is not None else None,
+        provenance=tuple(map(_link, pair or ())),
     )
 
 
@@ -102,23 +99,14 @@ def _first_difference(graph: OpGraph, unit: str | None) -> tuple[Op, Op] | None:
     """The first op of the recomputation whose results have other dtypes than those of the same op in the forward pass."""
     if unit is None:
         return None
-    first, again = _ops_of(graph, unit, "forward"), _ops_of(graph, unit, "recompute")
+    inside = [op for op in graph.ops if op.fqn == unit or op.fqn.startswith(f"{unit}.")]
+    first, again = ([op for op in inside if op.phase == phase] for phase in ("forward", "recompute"))
     for before, after in zip(first, again, strict=False):
         if before.op != after.op:
             return None
-        if _result_dtypes(before) != _result_dtypes(after):
+        if [t.dtype for t in before.outputs] != [t.dtype for t in after.outputs]:
             return before, after
     return None
-
-
-def _ops_of(graph: OpGraph, unit: str, phase: str) -> list[Op]:
-    """The ops of a module, and of those inside it, in one phase."""
-    inside = (op for op in graph.ops if op.fqn == unit or op.fqn.startswith(f"{unit}."))
-    return [op for op in inside if op.phase == phase]
-
-
-def _result_dtypes(op: Op) -> list[str]:
-    return [tensor.dtype for tensor in op.outputs]
 
 
 def _link(op: Op) -> Link:
@@ -140,24 +128,14 @@ def mixed_shard_units(trace: Trace) -> Iterator[Finding]:
     ``fully_shard`` takes any parameters, and rejects them when the unit is first called: what it was given is enough to tell.
     """
     raised = rejection_in(trace)
-    if raised is not None and _is_about_shards(raised):
-        yield _of_a_unit(trace, _mixed(trace), raised)
+    complaint = complaint_of(raised.message) if raised is not None else None
+    if complaint is not None and complaint.family == "shards":
+        # Known by its name where it has been called, else from the call that made it
+        units: Sequence[Observed[ShardUnit | ShardCall]] = (*trace.observed(ShardUnit), *trace.observed(ShardCall))
+        yield _of_a_unit(trace, next((unit for unit in units if len(_dtypes(unit.what)) > 1), None), raised)
     elif not trace.observed(ShardUnit):  # no unit has been called yet
-        calls = (o for o in trace.observed(ShardCall) if o.what.api == FSDP2)
-        call = next((o for o in calls if len(_dtypes(o.what)) > 1), None)
-        if call is not None:
-            yield _of_a_unit(trace, call, None)
-
-
-def _is_about_shards(raised: Raised) -> bool:
-    complaint = complaint_of(raised.message)
-    return complaint is not None and complaint.family == "shards"
-
-
-def _mixed(trace: Trace) -> Observed[ShardUnit | ShardCall] | None:
-    """The unit that was rejected: known by its name where it has been called, else from the call that made it."""
-    units: tuple[Observed[ShardUnit | ShardCall], ...] = (*trace.observed(ShardUnit), *trace.observed(ShardCall))
-    return next((unit for unit in units if len(_dtypes(unit.what)) > 1), None)
+        calls = (seen for seen in trace.observed(ShardCall) if seen.what.api == FSDP2 and len(_dtypes(seen.what)) > 1)
+        yield from (_of_a_unit(trace, call, None) for call in islice(calls, 1))
 
 
 def _dtypes(unit: ShardUnit | ShardCall) -> Mapping[str, list[str]]:
@@ -172,16 +150,19 @@ def _of_a_unit(trace: Trace, unit: Observed[ShardUnit | ShardCall] | None, raise
     if fqn is None and raised is not None and raised.modules:
         fqn = raised.modules[-1]
     cls = unit.what.cls if unit is not None and isinstance(unit.what, ShardCall) else "of FSDP"
-    name = short(fqn) if fqn is not None else cls
+    yet = ("The unit has not been called: FSDP2 raises at the first forward pass.",) if raised is None else ()
     statement = Statement(
         id="fsdp-mixed-dtypes",
-        confidence=Confidence.LIKELY,
-        summary=f"The shard unit {name} holds parameters of {' and '.join(dtypes) or 'more than one dtype'}.",
+        summary=f"The shard unit {short(fqn) if fqn is not None else cls} holds parameters of {' and '.join(dtypes) or 'more than one dtype'}.",
         cause=(
             "FSDP puts the parameters of a unit into one flat buffer, which has one dtype. Adapters, norms kept in float32 and "
             "4-bit storage (whose storage dtype counts) are the usual exceptions inside a unit of half-precision weights."
         ),
-        evidence=tuple(_unit_evidence(trace, dtypes, raised)),
+        evidence=(
+            *(f"{dtype}: {listed(sorted(names))}." for dtype, names in dtypes.items()),
+            *how_the_run_ended(trace),
+            *yet,
+        ),
     )
     calls = (seen.what for seen in trace.observed(ShardCall))
     sources = (call.source for call in calls if _dtypes(call) and _same(call, dtypes))
@@ -193,14 +174,6 @@ def _of_a_unit(trace: Trace, unit: Observed[ShardUnit | ShardCall] | None, raise
         dtype=min(dtypes, key=lambda dtype: len(dtypes[dtype])) if dtypes else None,
         source=next(sources, None),
     )
-
-
-def _unit_evidence(trace: Trace, dtypes: Mapping[str, list[str]], raised: Raised | None) -> Iterator[str]:
-    for dtype, names in dtypes.items():
-        yield f"{dtype}: {listed(sorted(names))}."
-    yield from how_the_run_ended(trace)
-    if raised is None:
-        yield "The unit has not been called: FSDP2 raises at the first forward pass."
 
 
 def _same(call: ShardCall, dtypes: Mapping[str, list[str]]) -> bool:
@@ -224,7 +197,6 @@ def context_without_region(trace: Trace) -> Iterator[Finding]:
     function = found["function"]
     statement = Statement(
         id="custom-function-autocast",
-        confidence=Confidence.LIKELY,
         summary=f"The backward of {function} asks for the autocast region of its forward, which was not noted.",
         cause=(
             "custom_fwd leaves the region's dtype in the ctx that forward gets as its first argument, and custom_bwd reads it "

@@ -3,11 +3,13 @@
 A norm, a buffer, the input, an adapter, the head; then KV caches, features merged into embeddings, and attention, which reads such caches.
 """
 
+from dataclasses import replace
+
 from dtypedoctor.diagnosis.wording import is_dtype_error, place, short
 from dtypedoctor.dtypes import DTYPES, WHOLE
 from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, described, op_name, ran_in, set_in_words, settled_by
 from dtypedoctor.rules.mismatch.census import owner_of
-from dtypedoctor.rules.mismatch.dtype_origin import ATTENTION, MERGES, DtypeOrigin, Reason
+from dtypedoctor.rules.mismatch.dtype_origin import ATTENTION, MERGES, WRITES_AT_INDEX, DtypeOrigin, Reason
 
 OF_THE_OWNER = frozenset({
     Reason.EMBEDDING, Reason.LOAD_DTYPE, Reason.KEEP_IN_FP32, Reason.NORM, Reason.ATTRIBUTE, Reason.BUFFER, Reason.FSDP_OUTPUT,
@@ -19,10 +21,12 @@ def without_implementation(case: Case) -> Verdict | None:
     """An op rejects a dtype, in which all its operands are, and takes the same numbers in float32 or as real ones."""
     if "without overflow" in (case.op.error or ""):
         return None  # the dtype has the operator, and not the number that is to be written
-    dtype, way = _only_dtype(case), "in float32"
-    proven = ran_in(case, "float32") if dtype else None
-    cause = _NO_WHOLE if dtype in WHOLE else _NO_HALF
-    operand = next(iter(case.operands), None)
+    dtype, cause, operand = "", _NO_HALF, next(iter(case.operands), None)
+    if not case.dtypes and is_dtype_error(case.raised):
+        dtype, cause = next((t.dtype for t in case.op.inputs if t.dtype in WHOLE), ""), _NO_WHOLE
+    elif len(case.dtypes) == 1 and case.dtypes[0] in DTYPES and DTYPES[case.dtypes[0]].bits < FLOAT32_BITS:
+        dtype = case.dtypes[0]
+    way, proven = "in float32", ran_in(case, "float32") if dtype else None
     if proven is None and case.ran("as-real"):
         dtype = next(tensor.dtype for tensor in case.op.inputs if tensor.dtype.startswith("complex"))
         way, cause, operand = "on real numbers", NO_COMPLEX, None
@@ -39,14 +43,6 @@ def without_implementation(case: Case) -> Verdict | None:
     )
 
 
-def _only_dtype(case: Case) -> str:
-    """The one dtype of the operands, where it is narrower than float32 or they are whole numbers; empty for any other."""
-    if not case.dtypes and is_dtype_error(case.raised):
-        return next((tensor.dtype for tensor in case.op.inputs if tensor.dtype in WHOLE), "")
-    known = DTYPES.get(case.dtypes[0]) if len(case.dtypes) == 1 else None
-    return known.name if known is not None and known.bits < FLOAT32_BITS else ""
-
-
 FLOAT32_BITS = DTYPES["float32"].bits
 _NO_HALF = (
     "Decompositions, distances, transforms, some losses and numpy exist in float32 and float64 only, on one device or on all. Their operands are in "
@@ -61,14 +57,18 @@ def by_origin(case: Case) -> Verdict | None:
     odd = case.odd
     if odd is None or len(case.dtypes) < 2:
         return None
-    reason = odd.origin.reason
-    if odd.origin.promoted is not None and reason in WHERE_IT_PROMOTES:
-        return WHERE_IT_PROMOTES[reason](case, odd)
-    if reason in WHATEVER_IT_MEETS:
-        return WHATEVER_IT_MEETS[reason](case, odd)
-    if _is_about_the_head(case, odd):
-        return _head(case, odd)
-    return _adapter(case, odd) if reason is Reason.MODULES_TO_SAVE else _fallback(case, odd)
+    reason, own = odd.origin.reason, odd.tensor
+    # A norm or a buffer is to blame where arithmetic with it made the result wider, the input and an adapter wherever they get to
+    to_blame = odd.origin.promoted is not None or reason in (Reason.MODEL_INPUT, Reason.ADAPTER)
+    explain = OF_A_REASON.get(reason) if to_blame else None
+    if explain is None:
+        # The last layer's own weight is odd, or what it is given was computed in another dtype by a 4-bit layer
+        is_own = own.origin == "parameter" and owner_of(own.name or "") == case.op.fqn
+        if (reason is Reason.COMPUTE_DTYPE or is_own) and case.census.is_head(case.op.root, case.op.fqn):
+            explain = _head
+        else:
+            explain = _adapter if reason is Reason.MODULES_TO_SAVE else _fallback
+    return replace(explain(case, odd), proven_by=settled_by(case, odd), blamed=odd)
 
 
 def _norm(case: Case, odd: Operand) -> Verdict:
@@ -77,31 +77,23 @@ def _norm(case: Case, odd: Operand) -> Verdict:
     kept = f" The model's list of modules to keep in float32 has {entry!r}, which names it." if entry else ""
     return Verdict(
         id="norm-promotes-to-float32",
-        proven_by=settled_by(case, odd),
-        blamed=odd,
         fqn=origin.fqn,
         summary=f"{short(origin.fqn)} outputs {odd.dtype} for {case.rule} activations; {_rejecting(case)} then raises.",
         cause=(
             f"The norm's weight is {odd.dtype}{set_in_words(origin)}. It is multiplied with activations that were cast back to {case.rule}, and the "
             f"product of the two is {odd.dtype}: the norm's output follows its weight.{kept}"
         ),
-        evidence=(f"The keep list's entry {entry!r} is contained in the name {origin.fqn}.",) if entry else (),
     )
 
 
 def _buffer(case: Case, odd: Operand) -> Verdict:
     origin = odd.origin
-    what = (
-        "buffer"
-        if origin.reason is Reason.BUFFER
-        else "tensor (a plain attribute, which `module.to(dtype)` does not touch)"
-    )
+    is_buffer = origin.reason is Reason.BUFFER
+    what = "buffer" if is_buffer else "tensor (a plain attribute, which `module.to(dtype)` does not touch)"
     return Verdict(
         id="buffer-promotes-to-float32",
-        proven_by=settled_by(case, odd),
-        blamed=odd,
         fqn=origin.fqn,
-        summary=f"{what.split()[0].capitalize()} {origin.name} ({odd.dtype}) promotes the activations to {odd.dtype}; {_rejecting(case)} then raises.",
+        summary=f"{'Buffer' if is_buffer else 'Tensor'} {origin.name} ({odd.dtype}) promotes the activations to {odd.dtype}; {_rejecting(case)} then raises.",
         cause=(
             f"{origin.name} is a {odd.dtype} {what}{set_in_words(origin)}. Arithmetic of two floating dtypes returns the wider one, so everything "
             f"after it is {odd.dtype}. Casting parameters only, and mixed-precision policies of shard units, leave buffers alone."
@@ -110,28 +102,23 @@ def _buffer(case: Case, odd: Operand) -> Verdict:
 
 
 def _input(case: Case, odd: Operand) -> Verdict:
+    given = described(odd.origin)
     return Verdict(
         id="model-input-dtype",
-        proven_by=settled_by(case, odd),
-        blamed=odd,
         fqn=place(case.op),
         summary=f"The model gets {odd.dtype} input where its weights are {case.rule}; {_rejecting(case)} raises.",
         cause=(
-            f"{described(odd.origin)[0].upper()}{described(odd.origin)[1:]} reaches {op_name(case)} in that dtype. Nothing between the "
-            f"caller and {short(place(case.op))} casts it."
+            f"{given[0].upper()}{given[1:]} reaches {op_name(case)} in that dtype. Nothing between the caller and {short(place(case.op))} casts it."
         ),
     )
 
 
 def _adapter(case: Case, odd: Operand) -> Verdict:
     origin = odd.origin
-    wrapper = case.census.saved_copy(origin.root, origin.fqn or "")
     region = "autocast does not cast this operator" if case.op.autocast else "no autocast region is open"
     return Verdict(
         id="adapter-dtype-mismatch",
-        proven_by=settled_by(case, odd),
-        blamed=odd,
-        fqn=wrapper or origin.fqn,
+        fqn=case.census.saved_copy(origin.root, origin.fqn or "") or origin.fqn,
         summary=f"The adapter {short(origin.fqn)} is {odd.dtype}, the base model and its activations are {case.rule}.",
         cause=(
             f"{origin.name} is a trainable {odd.dtype} weight{set_in_words(origin)} beside a frozen {case.rule} one. Nothing casts one to the "
@@ -141,88 +128,62 @@ def _adapter(case: Case, odd: Operand) -> Verdict:
 
 
 def _head(case: Case, odd: Operand) -> Verdict:
-    origin = odd.origin
-    wrapper = case.census.saved_copy(origin.root, origin.fqn or "")
-    head = short(place(case.op))
+    origin, fqn, head = odd.origin, place(case.op), short(place(case.op))
     if origin.reason is Reason.COMPUTE_DTYPE:
         cause = (
             f"The 4-bit layer {short(origin.fqn)} computes in {odd.dtype} (its compute dtype, float32 by default) and outputs that; "
             f"{head} is {case.rule} and casts nothing."
         )
     else:
+        fqn = case.census.saved_copy(origin.root, origin.fqn or "") or origin.fqn
         cause = f"The head computes with {described(origin)}; the backbone outputs {case.rule} and nothing casts it."
+    weight = next((operand for operand in case.operands if operand.tensor.origin == "parameter"), None)
+    own = weight.dtype if weight is not None else case.rule
+    made = set_in_words(weight.origin) if weight is not None else ""
+    given = next((dtype for dtype in case.dtypes if dtype != own), None)
     return Verdict(
         id="head-dtype-mismatch",
-        proven_by=settled_by(case, odd),
-        blamed=odd,
-        fqn=place(case.op) if origin.reason is Reason.COMPUTE_DTYPE else wrapper or origin.fqn,
-        summary=f"The last layer, {head}, has {_own_dtype(case)} weights{_made(case)} but gets a {_given_dtype(case)} input.",
+        fqn=fqn,
+        summary=f"The last layer, {head}, has {own} weights{made} but gets a {given} input.",
         cause=cause,
     )
-
-
-def _made(case: Case) -> str:
-    """Which line made the layer's own weight what it is; empty where that is not known."""
-    return next((set_in_words(operand.origin) for operand in case.operands if operand.tensor.origin == "parameter"), "")
-
-
-def _own_dtype(case: Case) -> str | None:
-    """The dtype of the layer's own weight; what it should have been where none of its parameters was an operand."""
-    return next((operand.dtype for operand in case.operands if operand.tensor.origin == "parameter"), case.rule)
-
-
-def _given_dtype(case: Case) -> str | None:
-    return next((dtype for dtype in case.dtypes if dtype != _own_dtype(case)), None)
 
 
 def _fallback(case: Case, odd: Operand) -> Verdict:
     origin, module = odd.origin, place(case.op)
     in_backward = case.op.phase == "backward" and module == ""  # of a custom function: no module computes it
     where = f"the backward pass at {case.op.source}" if in_backward and case.op.source else short(module)
+    ruled_by = "the other operands are"
+    if case.rule == case.op.autocast:
+        ruled_by = "the autocast region casts to"
+    elif case.rule == case.model_dtype:
+        ruled_by = "most of the model's weights are"
+    more = ""
+    if origin.reason is Reason.KEEP_IN_FP32:
+        entry = case.census.keeper(origin.root, origin.fqn or "")
+        more = f" The entry {entry!r} of the model's keep list names it, and its forward casts nothing."
+    elif origin.reason is Reason.FSDP_OUTPUT:
+        more = " A unit's output_dtype is applied at the end of every unit, inner ones too."
     return Verdict(
         id="operand-dtype-mismatch",
-        proven_by=settled_by(case, odd),
-        blamed=odd,
         fqn=origin.fqn if origin.reason in OF_THE_OWNER else None if in_backward else module,
         summary=f"{op_name(case)} in {where} gets {' and '.join(case.dtypes)}.",
-        cause=f"{case.rule} is what {_ruled_by(case)}. The {odd.dtype} operand goes back to {described(origin)}.{_more(case, origin)}",
+        cause=f"{case.rule} is what {ruled_by}. The {odd.dtype} operand goes back to {described(origin)}.{more}",
     )
-
-
-def _is_about_the_head(case: Case, odd: Operand) -> bool:
-    """Whether the last layer's own weight is odd, or what it is given was computed in another dtype by a 4-bit layer."""
-    if odd.origin.reason is Reason.COMPUTE_DTYPE:
-        return case.census.is_head(case.op.root, case.op.fqn)
-    own = odd.tensor.origin == "parameter" and owner_of(odd.tensor.name or "") == case.op.fqn
-    return own and case.census.is_head(case.op.root, case.op.fqn)
 
 
 def _rejecting(case: Case) -> str:
     return f"{op_name(case)} in {short(place(case.op))}"
 
 
-def _ruled_by(case: Case) -> str:
-    if case.rule == case.op.autocast:
-        return "the autocast region casts to"
-    if case.rule == case.model_dtype:
-        return "most of the model's weights are"
-    return "the other operands are"
-
-
-def _more(case: Case, origin: DtypeOrigin) -> str:
-    """What the reason itself adds."""
-    if origin.reason is Reason.KEEP_IN_FP32:
-        entry = case.census.keeper(origin.root, origin.fqn or "")
-        return f" The entry {entry!r} of the model's keep list names it, and its forward casts nothing."
-    if origin.reason is Reason.FSDP_OUTPUT:
-        return " A unit's output_dtype is applied at the end of every unit, inner ones too."
-    return ""
-
-
-WHERE_IT_PROMOTES = {Reason.NORM: _norm, Reason.BUFFER: _buffer, Reason.ATTRIBUTE: _buffer}
-"""The finding by the reason for the odd dtype, where arithmetic with it has made its result wider."""
-WHATEVER_IT_MEETS = {Reason.MODEL_INPUT: _input, Reason.ADAPTER: _adapter}
-"""The finding by the reason for the odd dtype, wherever it gets to."""
+OF_A_REASON = {
+    Reason.NORM: _norm,
+    Reason.BUFFER: _buffer,
+    Reason.ATTRIBUTE: _buffer,
+    Reason.MODEL_INPUT: _input,
+    Reason.ADAPTER: _adapter,
+}
+"""The finding by the reason for the odd dtype."""
 
 OUTLIVES_THE_CALL = frozenset({Reason.ATTRIBUTE, Reason.BUFFER, Reason.ELSEWHERE})
 FLASH = "flash-attention"
@@ -232,10 +193,9 @@ KEY_AND_VALUE = (1, 2)
 
 def cache_of_another_dtype(case: Case) -> Verdict | None:
     """A write into memory that was there before the call, at positions and not under a mask."""
-    if not case.writes_at_index or any(t.dtype == "bool" for t in case.op.inputs):
-        return None
     target, source = _target_and_source(case)
-    if target is None or source is None or not _outlives_the_call(target.origin):
+    is_masked = any(t.dtype == "bool" for t in case.op.inputs)
+    if target is None or source is None or is_masked or not _outlives_the_call(target.origin):
         return None
     return _cache(case, target, f"{op_name(case)} writes {source.dtype} keys or values into it.")
 
@@ -261,22 +221,21 @@ def merged_features(case: Case) -> Verdict | None:
 def attention_operands(case: Case) -> Verdict | None:
     """Queries, keys, values or a mask of different dtypes, or of one that the kernel does not take."""
     family = case.complaint.family if case.complaint is not None else ""
-    if case.family not in ATTENTION and family not in ("attention", FLASH):
-        return None
     odd = case.odd if case.odd is not None else next(iter(case.operands), None)
-    if odd is None:
+    if odd is None or (case.family not in ATTENTION and family not in ("attention", FLASH)):
         return None
-    if _is_memory(odd) and len(case.dtypes) > 1:
+    # What was there before the call, as it was, is a memory as keys or values; in the place of the mask it is a mask or a table of biases
+    is_key_or_value = odd.origin.promoted is None and odd.index in KEY_AND_VALUE
+    if is_key_or_value and _outlives_the_call(odd.origin) and len(case.dtypes) > 1:
         return _cache(case, odd, f"{op_name(case)} reads it beside {case.rule} queries.")
     dtypes = ", ".join(operand.dtype for operand in case.operands)
+    of_kernel = ", and the flash kernel takes float16 and bfloat16 only" if family == FLASH else ""
     return Verdict(
         id="attention-dtype-mismatch",
         fqn=place(case.op),
         summary=f"Attention in {short(place(case.op))} gets {' and '.join(case.dtypes)}.",
         cause=(
-            f"Query, key, value and mask (here {dtypes}) have to agree"
-            + (", and the flash kernel takes float16 and bfloat16 only" if family == FLASH else "")
-            + f". The {odd.dtype} goes back to {described(odd.origin)}."
+            f"Query, key, value and mask (here {dtypes}) have to agree{of_kernel}. The {odd.dtype} goes back to {described(odd.origin)}."
         ),
         proven_by=settled_by(case, odd),
         blamed=odd,
@@ -286,54 +245,33 @@ def attention_operands(case: Case) -> Verdict | None:
 def _cache(case: Case, cache: Operand, use: str) -> Verdict:
     config = case.census.config_dtype(case.op.root)
     others = next((dtype for dtype in case.dtypes if dtype != cache.dtype), "another dtype")
+    configured = ", the dtype of the configuration," if config == cache.dtype else ""
     evidence = [f"No op of this call made the {cache.dtype} tensor: it was there before."]
     if config is not None:
         evidence.append(f"The model's configuration says {config}.")
+    # The operand with the reason by which it counts here
+    last = cache.origin.chain[-1]
+    what = f"{Reason.CACHE}: {cache.origin.name}" if cache.origin.name else str(Reason.CACHE)
+    chain = (*cache.origin.chain[:-1], replace(last, op=what, dtype_in=None))
     return Verdict(
         id="kv-cache-dtype",
         fqn=place(case.op),
         summary=f"The KV cache of {short(place(case.op))} is {cache.dtype}, but what it is used with is {others}.",
-        cause=(
-            f"The cache was allocated in {cache.dtype}"
-            + (", the dtype of the configuration," if config == cache.dtype else "")
-            + f" before the call, and the layers compute in {others}. {use}"
-        ),
+        cause=f"The cache was allocated in {cache.dtype}{configured} before the call, and the layers compute in {others}. {use}",
         proven_by=f"{op_name(case)} run again with all operands in one dtype does not raise"
         if case.ran("equal-dtypes")
         else None,
         evidence=tuple(evidence),
-        blamed=_as_cache(cache),
+        blamed=replace(cache, origin=replace(cache.origin, reason=Reason.CACHE, promoted=None, chain=chain)),
     )
 
 
-def _as_cache(operand: Operand) -> Operand:
-    """The operand with the reason by which it counts here."""
-    origin = operand.origin
-    last = origin.chain[-1]
-    what = f"{Reason.CACHE}: {origin.name}" if origin.name else str(Reason.CACHE)
-    changed = last.__class__(fqn=last.fqn, op=what, dtype_in=None, dtype_out=last.dtype_out, source=last.source)
-    return Operand(
-        index=operand.index,
-        tensor=operand.tensor,
-        origin=DtypeOrigin(
-            reason=Reason.CACHE, dtype=origin.dtype, root=origin.root, fqn=origin.fqn, name=origin.name, op=origin.op,
-            chain=(*origin.chain[:-1], changed),
-        ),
-    )  # fmt: skip
-
-
 def _target_and_source(case: Case) -> tuple[Operand | None, Operand | None]:
-    operands = case.operands if case.writes_at_index else ()
+    """What an op writes into at positions, and what it writes there."""
+    operands = case.operands if case.family in WRITES_AT_INDEX else ()
     if len(operands) < 2 or operands[0].index != 0:
         return None, None
     return operands[0], operands[-1]
-
-
-def _is_memory(operand: Operand) -> bool:
-    """Whether attention reads what was there before the call, as it was, as keys or values; in the place of the mask it is a mask or a
-    table of biases, whatever holds it."""
-    origin = operand.origin
-    return origin.promoted is None and operand.index in KEY_AND_VALUE and _outlives_the_call(origin)
 
 
 def _outlives_the_call(origin: DtypeOrigin) -> bool:

@@ -45,8 +45,7 @@ class Unpacked:
         owner: dotted name of the module that holds the packed weight.
         name: name of the packed weight, where known.
         state_dtype: what the quantization state says.
-        measured: whether its values were compared with those of the packed bytes.
-        error: the relative error found; None where it is not finite, or nothing was measured.
+        measured: the comparison of its values with those of the packed bytes; None where nothing was measured.
         misread: whether the bits of what was read are the weight, in the format that the quantization state says.
     """
 
@@ -55,74 +54,76 @@ class Unpacked:
     owner: str
     name: str | None
     state_dtype: str | None
-    measured: bool
-    error: float | None
+    measured: ComparedOperand | None
     misread: bool = False
 
-    @classmethod
-    def of(cls, provenance: Provenance, op: Op, index: int, origin: DtypeOrigin) -> "Unpacked | None":
-        """The weight that operand ``index`` of ``op`` stands for; None where it is none."""
-        compared = (seen.what for seen in provenance.graph.trace.observed(PackedWeight))
-        measured = next((one for one in compared if (one.of, one.operand) == (op.n, index)), None)
-        origin = provenance.before_casts(origin)
-        misread = measured is not None and is_wrong(measured) and _is_misread(provenance, op, index)
-        if origin.reason in _PACKED:
-            return cls._named(provenance, op, origin, origin.name, measured, misread)
-        if measured is not None and (misread or _may_be_filled_unseen(provenance, op, index, origin, measured)):
-            return cls._named(provenance, op, origin, measured.weight, measured, misread)
-        return None
-
-    @classmethod
-    def of_bits(cls, provenance: Provenance, op: Op, bits: PackedBits) -> "Unpacked | None":
-        """The weight whose bits ``op`` was seen to read in another dtype; None where they are only moved and reach no product.
-
-        Whatever stands between (a join, a scale), the product that its result reaches is the op that uses it.
-        """
-        used = [op, *provenance.graph.downstream(op, MAX_BACK)]
-        product = next((user for user in used if overload_free(user.op) in PRODUCTS), None)
-        is_cast = any(out.dtype != bits.dtype for out in op.outputs)
-        if product is None and not is_cast:
-            return None
-        origin = provenance.before_casts(provenance.of(op.inputs[bits.operand], op))
-        name = origin.name if origin.reason in _PACKED else bits.weight
-        return cls._named(provenance, product or op, origin, name, bits, True)
-
-    @classmethod
-    def _named(cls, provenance: Provenance, op: Op, origin: DtypeOrigin, name: str | None,
-               measured: ComparedOperand | None, misread: bool) -> "Unpacked":  # fmt: skip
-        note = provenance.census.note(op.root, name) if name else None
-        seen = measured.quant_dtype if measured is not None else None
-        stated = note.quant.get("dtype") if note is not None and note.quant else seen
-        return cls(
-            op=op,
-            origin=origin,
-            owner=owner_of(name) if name else origin.fqn or "",
-            name=name,
-            state_dtype=stated or origin.quant_dtype,
-            measured=measured is not None,
-            error=measured.relative_error if measured is not None else None,
-            misread=misread,
-        )
+    @property
+    def called(self) -> str:
+        """The weight's name, or that of the module that holds it."""
+        return self.name or short(self.owner)
 
     @property
     def is_garbage(self) -> bool:
         """Whether what was multiplied is not the weight."""
-        wrong = self.measured and (self.error is None or self.error > GARBAGE)
-        return wrong or (self.origin.reason is Reason.REINTERPRETED and not self.measured)
+        return is_wrong(self.measured) if self.measured is not None else self.origin.reason is Reason.REINTERPRETED
 
     @property
     def evidence(self) -> tuple[str, ...]:
         """What was measured of it."""
-        said = [f"The quantization state of {self.name or short(self.owner)} says {self.state_dtype}."]
-        if self.measured:
-            size = f"{self.error:.3g}" if self.error is not None else "not finite"
+        said = [f"The quantization state of {self.called} says {self.state_dtype}."]
+        if self.measured is not None:
+            error = self.measured.relative_error
             said.append(
                 f"The matrix that was multiplied is {self.origin.dtype}; its relative error against the packed "
-                f"bytes, decoded in float32, is {size}."
+                f"bytes, decoded in float32, is {f'{error:.3g}' if error is not None else 'not finite'}."
             )
         if self.misread:
             said.append(f"The same bits read as {self.state_dtype} are the weight.")
         return tuple(said)
+
+
+def unpacked(provenance: Provenance, op: Op, index: int, origin: DtypeOrigin) -> Unpacked | None:
+    """The weight that operand ``index`` of ``op`` stands for; None where it is none."""
+    compared = (seen.what for seen in provenance.graph.trace.observed(PackedWeight))
+    measured = next((one for one in compared if (one.of, one.operand) == (op.n, index)), None)
+    origin = provenance.before_casts(origin)
+    misread = measured is not None and is_wrong(measured) and _is_misread(provenance, op, index)
+    if origin.reason in _PACKED:
+        return _named(provenance, op, origin, origin.name, measured, misread=misread)
+    if measured is not None and (misread or _may_be_filled_unseen(provenance, op, index, origin, measured)):
+        return _named(provenance, op, origin, measured.weight, measured, misread=misread)
+    return None
+
+
+def unpacked_of_bits(provenance: Provenance, op: Op, bits: PackedBits) -> Unpacked | None:
+    """The weight whose bits ``op`` was seen to read in another dtype; None where they are only moved and reach no product.
+
+    Whatever stands between (a join, a scale), the product that its result reaches is the op that uses it.
+    """
+    used = [op, *provenance.graph.downstream(op, MAX_BACK)]
+    product = next((user for user in used if overload_free(user.op) in PRODUCTS), None)
+    is_cast = any(out.dtype != bits.dtype for out in op.outputs)
+    if product is None and not is_cast:
+        return None
+    origin = provenance.before_casts(provenance.of(op.inputs[bits.operand], op))
+    name = origin.name if origin.reason in _PACKED else bits.weight
+    return _named(provenance, product or op, origin, name, bits, misread=True)
+
+
+def _named(provenance: Provenance, op: Op, origin: DtypeOrigin, name: str | None, measured: ComparedOperand | None,
+           *, misread: bool) -> Unpacked:  # fmt: skip
+    note = provenance.census.note(op.root, name) if name else None
+    seen = measured.quant_dtype if measured is not None else None
+    stated = note.quant.get("dtype") if note is not None and note.quant else seen
+    return Unpacked(
+        op=op,
+        origin=origin,
+        owner=owner_of(name) if name else origin.fqn or "",
+        name=name,
+        state_dtype=stated or origin.quant_dtype,
+        measured=measured,
+        misread=misread,
+    )
 
 
 def is_wrong(compared: ComparedOperand) -> bool:
@@ -141,22 +142,14 @@ def _may_be_filled_unseen(
     """
     if not is_wrong(measured):
         return True
-    first = _before_views(provenance, op, index)
+    first = provenance.graph.producer(op.inputs[index])
+    while first is not None and first.inputs and overload_free(first.op) in CASTS | VIEWS:
+        first = provenance.graph.producer(first.inputs[0])
     if first is not None and overload_free(first.op) not in UNCOMPUTED:
         return False
     if origin.reason is Reason.FACTORY:
         return origin.op is not None and overload_free(origin.op.op) in UNCOMPUTED
-    if origin.reason is Reason.ELSEWHERE:
-        return measured.dtype != measured.quant_dtype
-    return False
-
-
-def _before_views(provenance: Provenance, op: Op, index: int) -> Op | None:
-    """The op that made an operand, views and casts left out; None where it came from outside of the window."""
-    maker = provenance.graph.producer(op.inputs[index])
-    while maker is not None and maker.inputs and overload_free(maker.op) in CASTS | VIEWS:
-        maker = provenance.graph.producer(maker.inputs[0])
-    return maker
+    return origin.reason is Reason.ELSEWHERE and measured.dtype != measured.quant_dtype
 
 
 def _is_misread(provenance: Provenance, op: Op, index: int) -> bool:
@@ -199,53 +192,40 @@ def packed_weight_used_as_dense(case: Case) -> Verdict | None:
 def stale_buffer(case: Case) -> Verdict | None:
     """A product rejects a weight that was dequantized to one dtype and is read from memory typed as another."""
     for operand in case.operands:
-        found = Unpacked.of(case.provenance, case.op, operand.index, operand.origin)
-        read = found.origin.dtype if found is not None else None
-        if found is not None and read is not None and found.is_garbage and found.state_dtype not in (None, read):
-            return Verdict(
-                id="stale-dequant-buffer",
-                fqn=found.owner,
-                summary=_stale_summary(found, read),
-                cause=_STALE.format(state=found.state_dtype, read=read),
-                proven_by=_GARBAGE,
-                evidence=found.evidence,
-                blamed=operand,
-            )
+        found = unpacked(case.provenance, case.op, operand.index, operand.origin)
+        if found is not None and found.is_garbage and found.state_dtype not in (None, found.origin.dtype):
+            return _garbage(found, operand)
     return None
 
 
 def dequantized_to_another_dtype(case: Case) -> Verdict | None:
     """A product rejects a weight that is what its quantization state says, which is not what the activations are."""
-    odd = _dequantized_operand(case)
-    if odd is None:
-        return None
-    found = Unpacked.of(case.provenance, case.op, odd.index, odd.origin)
-    if found is None:
+    compared = (seen.what for seen in case.trace.observed(PackedWeight) if seen.what.of == case.op.n)
+    right = {one.operand for one in compared if not is_wrong(one)}
+    odd = next(
+        (
+            operand
+            for operand in case.operands
+            if operand.dtype != case.rule and (operand.origin.reason is Reason.QUANT_STATE or operand.index in right)
+        ),
+        None,
+    )
+    found = unpacked(case.provenance, case.op, odd.index, odd.origin) if odd is not None else None
+    if odd is None or found is None:
         return None
     if found.is_garbage:
-        return Verdict(
-            id="quant-state-dtype",
-            fqn=found.owner,
-            summary=_kernel_summary(found),
-            cause=_KERNEL.format(state=found.state_dtype),
-            proven_by=_GARBAGE,
-            evidence=found.evidence,
-            blamed=odd,
-        )
-    hidden = case.op.autocast == case.rule
+        return _garbage(found, odd)
+    hidden = (
+        f" The {case.op.autocast} autocast region hides that wherever a product is on its list, but {op_name(case)} writes "
+        "to memory that exists already, where autocast casts nothing."
+    )
     return Verdict(
         id="quant-state-dtype",
         fqn=found.owner,
-        summary=f"{found.name or short(found.owner)} dequantizes to {odd.dtype}, the activations are {case.rule}.",
+        summary=f"{found.called} dequantizes to {odd.dtype}, the activations are {case.rule}.",
         cause=(
             f"The quantization state of the packed weight says {odd.dtype}, so that is what it is dequantized to; nothing casts "
-            f"it to the {case.rule} of what it is multiplied with."
-            + (
-                f" The {case.op.autocast} autocast region hides that wherever a product is on its list, but {op_name(case)} writes "
-                "to memory that exists already, where autocast casts nothing."
-                if hidden
-                else ""
-            )
+            f"it to the {case.rule} of what it is multiplied with.{hidden if case.op.autocast == case.rule else ''}"
         ),
         proven_by=settled_by(case, odd),
         evidence=found.evidence,
@@ -254,16 +234,66 @@ def dequantized_to_another_dtype(case: Case) -> Verdict | None:
     )
 
 
+def _garbage(found: Unpacked, blamed: Operand | None = None) -> Verdict:
+    """What was multiplied is not the weight: read in another dtype than it was written in, or written by a kernel of another format."""
+    state, read = found.state_dtype, found.origin.dtype
+    if state != read:
+        name = "stale-dequant-buffer"
+        summary = f"{found.called} is dequantized to {state} and read as {read}: its values are garbage."
+        cause = (
+            f"The kernel that dequantizes is chosen by the quantization state ({state}), the memory that it writes to was made for "
+            f"another dtype ({read}), by an earlier call or model. Nothing is converted: {state} bit patterns are read as {read} numbers. "
+            "Casting the result converts wrong values; autocast does so in silence."
+        )
+    else:
+        name = "quant-state-dtype"
+        summary = f"{found.called} is dequantized by a kernel of another format than its {state} state."
+        cause = (
+            f"The quantization state says {state}, and so does the memory, but the kernel that filled it writes another format: a choice "
+            f"between two 16-bit kernels has none for {state}. Part of the memory is not even written to."
+        )
+    return Verdict(
+        id=name,
+        fqn=found.owner,
+        summary=summary,
+        cause=cause,
+        proven_by="the same packed weight, dequantized in float32 from its state, is not the matrix that was multiplied",
+        evidence=found.evidence,
+        blamed=blamed,
+    )
+
+
 def silently_wrong_weights(trace: Trace) -> Iterator[Finding]:
     """Products that ran on something else than the packed weight that they were meant to use."""
     found = sorted(_wrong(trace), key=lambda one: one.op.n)
-    if found:
-        yield _silent(found)
+    if not found:
+        return
+    first, verdict = found[0], _garbage(found[0])
+    owners = list(dict.fromkeys(one.owner for one in found))
+    others = (f"As wrong: the packed weights of {listed(owners[1:])}.",) if len(owners) > 1 else ()
+    statement = Statement(
+        id=verdict.id,
+        proven_by=verdict.proven_by,
+        summary=verdict.summary,
+        cause=verdict.cause,
+        evidence=(*verdict.evidence, *others, "No operation has complained, and everything is finite."),
+    )
+    yield make_finding(
+        statement,
+        phase=first.op.phase,
+        step=first.op.step,
+        fqn=first.owner,
+        op=first.op.op,
+        dtype=first.origin.dtype,
+        source=first.op.source,
+        provenance=first.origin.chain,
+    )
 
 
 def _wrong(trace: Trace) -> Iterator[Unpacked]:
     """One weight of each product: the one whose bits were seen on the way to it, else the one that its operand should have been."""
-    suspects = _suspects(trace)
+    compared = (seen.what for seen in trace.observed(PackedWeight))
+    suspects: list[ComparedOperand] = [*(seen.what for seen in trace.observed(PackedBits)), *filter(is_wrong, compared)]
     if not suspects:
         return
     graph = graph_of(trace)
@@ -271,80 +301,12 @@ def _wrong(trace: Trace) -> Iterator[Unpacked]:
     by_number = {op.n: op for op in graph.ops if op.error is None}
     told = set()
     for seen in suspects:
-        op = by_number.get(seen.of)
-        unpacked = _unpacked(provenance, op, seen) if op is not None else None
-        if unpacked is not None and unpacked.is_garbage and unpacked.op.n not in told:
-            told.add(unpacked.op.n)
-            yield unpacked
-
-
-def _suspects(trace: Trace) -> list[ComparedOperand]:
-    """Operands that hold packed bits, and operands that are not the weight which they should be."""
-    compared = (seen.what for seen in trace.observed(PackedWeight))
-    return [*(seen.what for seen in trace.observed(PackedBits)), *filter(is_wrong, compared)]
-
-
-def _unpacked(provenance: Provenance, op: Op, seen: ComparedOperand) -> Unpacked | None:
-    if isinstance(seen, PackedBits):
-        return Unpacked.of_bits(provenance, op, seen)
-    return Unpacked.of(provenance, op, seen.operand, provenance.of(op.inputs[seen.operand], op))
-
-
-def _silent(found: list[Unpacked]) -> Finding:
-    first = found[0]
-    read = first.origin.dtype
-    stale = first.state_dtype != read
-    name = "stale-dequant-buffer" if stale else "quant-state-dtype"
-    owners = list(dict.fromkeys(one.owner for one in found))
-    others = (f"As wrong: the packed weights of {listed(owners[1:])}.",) if len(owners) > 1 else ()
-    statement = Statement(
-        id=name,
-        proven_by=_GARBAGE,
-        summary=_stale_summary(first, read) if stale else _kernel_summary(first),
-        cause=_STALE.format(state=first.state_dtype, read=read) if stale else _KERNEL.format(state=first.state_dtype),
-        evidence=(*first.evidence, *others, "No operation has complained, and everything is finite."),
-    )
-    return make_finding(
-        statement,
-        phase=first.op.phase,
-        step=first.op.step,
-        fqn=first.owner,
-        op=first.op.op,
-        dtype=read,
-        source=first.op.source,
-        provenance=first.origin.chain,
-    )
-
-
-_GARBAGE = "the same packed weight, dequantized in float32 from its state, is not the matrix that was multiplied"
-_STALE = (
-    "The kernel that dequantizes is chosen by the quantization state ({state}), the memory that it writes to was made for "
-    "another dtype ({read}), by an earlier call or model. Nothing is converted: {state} bit patterns are read as {read} numbers. "
-    "Casting the result converts wrong values; autocast does so in silence."
-)
-_KERNEL = (
-    "The quantization state says {state}, and so does the memory, but the kernel that filled it writes another format: a choice "
-    "between two 16-bit kernels has none for {state}. Part of the memory is not even written to."
-)
-
-
-def _stale_summary(found: Unpacked, read: str) -> str:
-    return f"{found.name or short(found.owner)} is dequantized to {found.state_dtype} and read as {read}: its values are garbage."
-
-
-def _kernel_summary(found: Unpacked) -> str:
-    return f"{found.name or short(found.owner)} is dequantized by a kernel of another format than its {found.state_dtype} state."
-
-
-def _dequantized_operand(case: Case) -> Operand | None:
-    """The odd operand that goes back to a packed weight, if one does."""
-    compared = (o.what for o in case.trace.observed(PackedWeight) if o.what.of == case.op.n)
-    seen = {one.operand for one in compared if not is_wrong(one)}
-    return next(
-        (
-            o
-            for o in case.operands
-            if o.dtype != case.rule and (o.origin.reason is Reason.QUANT_STATE or o.index in seen)
-        ),
-        None,
-    )
+        if (op := by_number.get(seen.of)) is None:
+            continue
+        if isinstance(seen, PackedBits):
+            found = unpacked_of_bits(provenance, op, seen)
+        else:
+            found = unpacked(provenance, op, seen.operand, provenance.of(op.inputs[seen.operand], op))
+        if found is not None and found.is_garbage and found.op.n not in told:
+            told.add(found.op.n)
+            yield found

@@ -4,18 +4,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.ops import overload_free, writes
-from dtypedoctor.diagnosis.rule import Confidence, Finding, Link, Severity
+from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, place, short
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.rules import Statement, make_finding
-from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, described, op_name, ran_in, who_is_what
+from dtypedoctor.rules.mismatch.case import Case, Verdict, described, op_name, ran_in, who_is_what
 from dtypedoctor.rules.mismatch.census import Census
 from dtypedoctor.rules.mismatch.dtype_origin import (
-    ACCUMULATIONS,
     CASTS,
     CONVOLUTIONS,
+    MERGES,
     PRODUCTS,
-    DtypeOrigin,
     Reason,
 )
 from dtypedoctor.trace.events import Flow
@@ -28,80 +27,74 @@ CAST_BY_AUTOCAST = PRODUCTS | CONVOLUTIONS | {"scaled_dot_product_attention"}
 
 def custom_function(case: Case) -> Verdict | None:
     """A hand-written backward pass that lost its forward's autocast region, or re-entered one that its sums are not cast in."""
-    context = _context(case)
+    if case.op.function is None or case.op.phase not in ("backward", "recompute"):
+        return None
+    calls = (seen.what for seen in case.trace.observed(CustomFunction) if seen.n < case.op.n)
+    context = next((call for call in reversed([*calls]) if call.function == case.op.function), None)
     if context is None:
         return None
-    forward, used, decorated = context.forward_autocast, context.fwd_used_autocast, context.decorated
-    if forward and not case.op.autocast:
+    forward, backward = context.forward_autocast, case.op.autocast
+    if forward and not backward:
         why = (
             f"custom_fwd and custom_bwd of {case.op.function} belong to another device type than its operands, so they saw no "
             "autocast region and restore none."
-            if decorated
+            if context.decorated
             else f"{case.op.function} is not decorated with custom_fwd and custom_bwd, so its backward does not know of the region."
         )
-        cause = f"The forward ran inside a {forward} autocast region and the backward outside of any. {why} {_MEET}"
-        proof = ran_in(case, forward) if case.ran("equal-dtypes") else None
-    elif case.op.autocast and decorated and used:
         cause = (
-            f"custom_bwd re-enters the {case.op.autocast} autocast region of the forward, so the products of the backward come "
-            f"in {case.op.autocast}; {op_name(case)} writes to memory that exists already, where autocast casts nothing, and that "
-            f"memory has the dtype of {_saved(case)}."
+            f"The forward ran inside a {forward} autocast region and the backward outside of any. {why} Gradients in the region's dtype meet "
+            "the tensors that were saved before they were cast."
         )
-        proof = ran_in(case, case.op.autocast) if case.ran("equal-dtypes") else None
+    elif backward and context.decorated and context.fwd_used_autocast:
+        saved = described(case.odd.origin) if case.odd is not None else "what the forward saved"
+        cause = (
+            f"custom_bwd re-enters the {backward} autocast region of the forward, so the products of the backward come "
+            f"in {backward}; {op_name(case)} writes to memory that exists already, where autocast casts nothing, and that "
+            f"memory has the dtype of {saved}."
+        )
     else:
         return None
+    ran = [f"under {region} autocast" if region else "without autocast" for region in (forward, backward)]
     return Verdict(
         id="custom-function-autocast",
         fqn=place(case.op),
         summary=f"The backward of {case.op.function} in {short(place(case.op))} mixes {' and '.join(case.dtypes)}.",
         cause=cause,
-        proven_by=proof,
+        proven_by=ran_in(case, backward or forward) if case.ran("equal-dtypes") else None,
         reason=f"{Reason.CUSTOM_FUNCTION}: {case.op.function}",
         unfit=_unfit(case),
-        evidence=(_both_regions(case, context),),
+        evidence=(f"{case.op.function}: its forward at {context.forward_source} ran {ran[0]}, its backward {ran[1]}.",),
     )
-
-
-def _both_regions(case: Case, context: CustomFunction) -> str:
-    forward = f"its forward at {context.forward_source} ran {_under(context.forward_autocast)}"
-    return f"{case.op.function}: {forward}, its backward {_under(case.op.autocast)}."
-
-
-def _under(region: str | None) -> str:
-    return f"under {region} autocast" if region else "without autocast"
-
-
-_MEET = "Gradients in the region's dtype meet the tensors that were saved before they were cast."
-
-
-def _context(case: Case) -> CustomFunction | None:
-    """What the instruments saw of the custom function in whose backward the op ran."""
-    if case.op.function is None or case.op.phase not in ("backward", "recompute"):
-        return None
-    earlier = (seen.what for seen in case.trace.observed(CustomFunction) if seen.n < case.op.n)
-    return next((one for one in reversed([*earlier]) if one.function == case.op.function), None)
-
-
-def _saved(case: Case) -> str:
-    return described(case.odd.origin) if case.odd is not None else "what the forward saved"
 
 
 def autocast_bypass(case: Case) -> Verdict | None:
     """An op that autocast does not cast for: in place, with ``out=``, or not on its list."""
-    region = case.op.autocast
-    if region is None or region not in case.dtypes or (case.writes_at_index and case.family not in ACCUMULATIONS):
+    region, op = case.op.autocast, op_name(case)
+    if region is None or region not in case.dtypes or case.family in MERGES:
         return None
+    if case.op.inplace:
+        why = f"autocast leaves in-place ops such as {op} alone, because their result has the dtype of memory that exists already."
+    elif case.op.out_variant:
+        why = (
+            f"autocast leaves ops with an out= argument such as {op} alone, because that memory has its dtype already."
+        )
+    else:
+        why = f"{op} is not on the list of ops whose operands autocast casts."
+
+    # The odd operand, followed to the tensor behind the casts that gave it its dtype
+    odd, before, rest = case.odd, None, "operands in another dtype"
+    if odd is not None:
+        before = replace(odd, origin=case.provenance.before_casts(odd.origin))
+        known = before.origin is not odd.origin and before.origin.reason is not Reason.ELSEWHERE
+        rest = described(odd.origin) + (f" of {described(before.origin)}" if known else "")
     return Verdict(
         id="autocast-bypass",
         fqn=place(case.op),
-        summary=f"{op_name(case)} in {short(place(case.op))} is not cast by the {region} autocast region around it.",
-        cause=(
-            f"{who_is_what(case)}: {_why_not_cast(case)} The {region} ones come from {_cast_ones(case, region)}; "
-            f"the other comes from {_the_rest(case)}."
-        ),
-        blamed=_before_casts(case),
+        summary=f"{op} in {short(place(case.op))} is not cast by the {region} autocast region around it.",
+        cause=f"{who_is_what(case)}: {why} The {region} ones come from {_cast_ones(case, region)}; the other comes from {rest}.",
+        blamed=before,
         proven_by=ran_in(case, region),
-        reason=f"{Reason.INPLACE if writes(case.op) else Reason.AUTOCAST_LIST}: {op_name(case)} is not cast",
+        reason=f"{Reason.INPLACE if writes(case.op) else Reason.AUTOCAST_LIST}: {op} is not cast",
         unfit=_unfit(case),
     )
 
@@ -111,49 +104,18 @@ def _unfit(case: Case) -> frozenset[str]:
     return frozenset() if case.op.inplace and case.family == "addmm" else frozenset({"out-of-place-addmm"})
 
 
-def _why_not_cast(case: Case) -> str:
-    op = op_name(case)
-    if case.op.inplace:
-        return f"autocast leaves in-place ops such as {op} alone, because their result has the dtype of memory that exists already."
-    if case.op.out_variant:
-        return (
-            f"autocast leaves ops with an out= argument such as {op} alone, because that memory has its dtype already."
-        )
-    return f"{op} is not on the list of ops whose operands autocast casts."
-
-
 def _cast_ones(case: Case, region: str) -> str:
     """Where the operands in the dtype of the region come from: casts that the code asks for, elsewhere, or ops that autocast casts for."""
-    origins = [operand.origin for operand in case.operands if operand.dtype == region]
-    cast = [origin.chain[0] for origin in origins if _is_made_under_autocast(origin)]
-    by_hand = [f"a cast to {region} at {link.source}" for link in cast if overload_free(link.op) in CASTS]
-    others = [described(origin) for origin in origins if not _is_made_under_autocast(origin)]
-    return " and ".join([*dict.fromkeys([*by_hand, *others]), *_by_autocast(cast)])
-
-
-def _is_made_under_autocast(origin: DtypeOrigin) -> bool:
-    """Whether an op that autocast casts for made the tensor; its chain then begins with that op."""
-    return origin.reason is Reason.AUTOCAST_LIST and len(origin.chain) > 1
-
-
-def _by_autocast(links: list[Link]) -> list[str]:
-    """The ops among ``links`` that are no casts themselves, in one phrase; nothing where there is none."""
-    ops = [f"{link.op} at {link.source}" for link in links if overload_free(link.op) not in CASTS]
-    return [f"{' and '.join(dict.fromkeys(ops))}, whose operands autocast casts"] if ops else []
-
-
-def _the_rest(case: Case) -> str:
-    before = _before_casts(case)
-    if case.odd is None or before is None:
-        return "operands in another dtype"
-    known = before.origin is not case.odd.origin and before.origin.reason is not Reason.ELSEWHERE
-    return described(case.odd.origin) + (f" of {described(before.origin)}" if known else "")
-
-
-def _before_casts(case: Case) -> Operand | None:
-    """The odd operand, followed to the tensor behind the casts that gave it its dtype."""
-    odd = case.odd
-    return None if odd is None else replace(odd, origin=case.provenance.before_casts(odd.origin))
+    by_hand, elsewhere, by_autocast = [], [], []
+    for origin in (operand.origin for operand in case.operands if operand.dtype == region):
+        if origin.reason is not Reason.AUTOCAST_LIST or len(origin.chain) < 2:
+            elsewhere.append(described(origin))
+        elif overload_free(origin.chain[0].op) in CASTS:
+            by_hand.append(f"a cast to {region} at {origin.chain[0].source}")
+        else:
+            by_autocast.append(f"{origin.chain[0].op} at {origin.chain[0].source}")
+    casting = [f"{' and '.join(dict.fromkeys(by_autocast))}, whose operands autocast casts"] if by_autocast else []
+    return " and ".join([*dict.fromkeys([*by_hand, *elsewhere]), *casting])
 
 
 def wrong_device(case: Case) -> Verdict | None:
@@ -165,7 +127,6 @@ def wrong_device(case: Case) -> Verdict | None:
     region = next((r for r in reversed(seen.regions) if r.device != device and r.wanted in case.dtypes), None)
     if region is None or any(r.device == device for r in seen.regions):
         return None
-    proof = ran_in(case, region.wanted)
     return Verdict(
         id="autocast-wrong-device",
         fqn=place(case.op),
@@ -174,10 +135,7 @@ def wrong_device(case: Case) -> Verdict | None:
             f"A region casts for its own device type only. The one that {region.source or 'the caller'} enters does nothing for "
             f"tensors on {device!r}, so {op_name(case)} gets {' and '.join(case.dtypes)}, which it would have cast to {region.wanted}."
         ),
-        proven_by=proof,
-        evidence=(f"With all operands in {region.wanted}, as the region would have cast them, the same op runs.",)
-        if proof
-        else (),
+        proven_by=ran_in(case, region.wanted),
     )
 
 
@@ -194,12 +152,12 @@ def contradicted_by(case: Case) -> Finding | None:
     seen = _open_regions(case)
     inner = [r for r in seen.regions if r.dtype == region] if seen is not None else []
     return _contradiction(
-        root=case.op.root,
-        dtypes=(str(model), str(region)),
+        case.census,
+        case.op.root,
+        region=str(region),
         where=(case.op.phase, case.op.step, inner[0].source if inner else None),
         proof=ran_in(case, str(model)),
         consequence=f"{op_name(case)} at {case.op.source} gets {' and '.join(case.dtypes)}, and raises.",
-        weights=case.census.weights_in_words(case.op.root),
     )
 
 
@@ -213,44 +171,36 @@ def contradicting_region(trace: Trace) -> Iterator[Finding]:
             told.add(flow.root)
             regions = (seen.what for seen in trace.observed(AutocastRegion))
             source = next((region.source for region in regions if region.dtype == flow.autocast), None)
-            yield _contradiction(
-                root=flow.root,
-                dtypes=(str(model), str(flow.autocast)),
-                where=("static", None, source),
-                proof=None,
-                consequence=None,
-                weights=census.weights_in_words(flow.root),
-            )
+            yield _contradiction(census, flow.root, region=str(flow.autocast), where=("static", None, source))
 
 
-def _contradiction(*, root: int, dtypes: tuple[str, str], where: tuple[str, int | None, str | None], proof: str | None,
-                   consequence: str | None, weights: str) -> Finding:  # fmt: skip
-    model, region = dtypes
+def _contradiction(census: Census, root: int, *, region: str, where: tuple[str, int | None, str | None],
+                   proof: str | None = None, consequence: str = "") -> Finding:  # fmt: skip
     phase, step, source = where
-    entered = f", entered at {source}{_by_whom(source)}" if source else ""
+    model, which = census.dtype_of(root), f"model {root + 1}" if root > 0 else "the model"
+    entered = f", entered at {source}" if source else ""
+    if source and source.startswith(OWN_WORKLOADS):
+        entered += ", where the workload opens what the scenario asks for"
+    if consequence:
+        danger = f"; operations that it leaves alone still get {model} tensors, and the two meet."
+    else:
+        danger = f", {'whose largest value is 65,504' if region == 'float16' else 'which drops 3 bits of each number'}."
     statement = Statement(
         id="autocast-contradicts-model",
         severity=Severity.ERROR if consequence else Severity.WARNING,
         proven_by=proof,
         summary=f"A {region} autocast region is around a {model} model.",
-        cause=_why_it_matters(model, region, met=consequence is not None),
+        cause=(
+            f"The model is in {model}, and autocast casts the operands of most products to {region}{danger}"
+            + (f" {_UNSET}" if region == "float16" else "")
+        ),
         evidence=(
-            f"The weights of {_model(root)}, in elements: {weights}. The region is {region}{entered}.",
-            *((consequence,) if consequence else ()),
+            f"The weights of {which}, in elements: {census.weights_in_words(root)}. The region is {region}{entered}.",
+            *filter(None, [consequence]),
             *((f"Replayed alone, with all operands in {model}, the same op runs.",) if proof else ()),
         ),
     )
     return make_finding(statement, phase=phase, step=step, dtype=region, source=source)
-
-
-def _why_it_matters(model: str, region: str, *, met: bool) -> str:
-    casts = f"The model is in {model}, and autocast casts the operands of most products to {region}"
-    if met:
-        cause = f"{casts}; operations that it leaves alone still get {model} tensors, and the two meet."
-    else:
-        danger = "whose largest value is 65,504" if region == "float16" else "which drops 3 bits of each number"
-        cause = f"{casts}, {danger}."
-    return f"{cause} {_UNSET}" if region == "float16" else cause
 
 
 _UNSET = (
@@ -259,30 +209,19 @@ _UNSET = (
 )
 
 
-def _by_whom(source: str) -> str:
-    """A region that the doctor's own workload enters is one that the scenario asks for."""
-    return ", where the workload opens what the scenario asks for" if source.startswith(OWN_WORKLOADS) else ""
-
-
-def _model(root: int) -> str:
-    """The first model needs no number: most runs have no other."""
-    return f"model {root + 1}" if root > 0 else "the model"
-
-
 def region_without_effect(trace: Trace) -> Iterator[Finding]:
     """Regions for a device type on which nothing was computed, in a run that has no other."""
-    regions = [region for region in trace.observed(AutocastRegion) if not region.what.off]
-    devices = {site.device for site in trace.sites.values() if site.kind == "output"}
-    useless = next((o for o in regions if o.what.wanted and o.what.device not in devices), None)
-    if useless is None or not devices or any(o.what.device in devices for o in regions):
+    regions = [seen for seen in trace.observed(AutocastRegion) if not seen.what.off]
+    devices = sorted({site.device for site in trace.sites.values() if site.kind == "output"})
+    useless = [seen for seen in regions if seen.what.wanted and seen.what.device not in devices]
+    if not useless or not devices or any(seen.what.device in devices for seen in regions):
         return
-    device = useless.what.device
+    first, on = useless[0], ", ".join(devices)
     statement = Statement(
         id="autocast-wrong-device",
         severity=Severity.INFO,
-        confidence=Confidence.LIKELY,
-        summary=f"An autocast region for {device!r} is around computations on {', '.join(sorted(devices))} only: it casts nothing.",
+        summary=f"An autocast region for {first.what.device!r} is around computations on {on} only: it casts nothing.",
         cause="A region casts for its own device type only; everything runs in the dtypes of weights and inputs.",
-        evidence=(f"Every module returned tensors on {', '.join(sorted(devices))}.",),
+        evidence=(f"Every module returned tensors on {on}.",),
     )
-    yield make_finding(statement, phase=useless.phase, step=useless.step, source=useless.what.source)
+    yield make_finding(statement, phase=first.phase, step=first.step, source=first.what.source)

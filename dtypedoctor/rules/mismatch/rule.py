@@ -2,10 +2,10 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.checkpoint import QuantState, StaticTensor, Subject, plain_dtype
+from dtypedoctor.diagnosis.checkpoint import QuantState, Subject, plain_dtype
 from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH, OF_ANY_FINDING, Confidence, Finding, FindingSpec, Rule, Severity
 from dtypedoctor.diagnosis.wording import (
     Complaint,
@@ -51,13 +51,15 @@ from dtypedoctor.rules.mismatch.regions import (
 from dtypedoctor.trace.events import Raised
 from dtypedoctor.trace.model import Trace
 
-EXPECTED = "expected scalar type"
-"""A message in which the dtype that an operator wants comes before the one that it got."""
 _EXPECTS = re.compile(r"\bexpects (\w+) and gets (\w+)\.")
 
 
-def _cast_to_what_is_expected(finding: Finding) -> str:
-    """What to do where an operator wants whole numbers, as for indices; empty where operands have to agree."""
+def _instead(finding: Finding) -> str:
+    """What to do where an operator wants whole numbers, as for indices, or has no complex ones; empty where operands have to agree."""
+    if finding.cause == NO_COMPLEX:
+        return (
+            f"Keep complex tensors out of `{finding.op}`: give it `torch.view_as_real(x)`, which shares their memory."
+        )
     expects = _EXPECTS.search(finding.summary)
     if expects is None:
         return ""
@@ -72,7 +74,7 @@ OPERAND_DTYPE_MISMATCH = FindingSpec(
     references=("https://github.com/unslothai/unsloth/issues/4970",),
     ablations=("autocast-off", *OF_ANY_FINDING),
     do_this="Give all operands of `{op}` one dtype: cast the {dtype} one to {other}.",
-    instead=_cast_to_what_is_expected,
+    instead=_instead,
     edits=("make-in-dtype", "cast-where-set", "cast-met-weights", "cast-operand", "autocast-around"),
 )
 AUTOCAST_BYPASS = FindingSpec(
@@ -247,13 +249,6 @@ RECOMPUTE_DTYPE_MISMATCH = FindingSpec(
 )
 
 
-def _of_complex_numbers(finding: Finding) -> str:
-    """What to do where an operator has no complex numbers; empty where it has no half precision."""
-    if finding.cause != NO_COMPLEX:
-        return ""
-    return f"Keep complex tensors out of `{finding.op}`: give it `torch.view_as_real(x)`, which shares their memory."
-
-
 UNSUPPORTED_DTYPE = FindingSpec(
     id="unsupported-dtype",
     title="An operator is not implemented for half precision",
@@ -264,7 +259,7 @@ UNSUPPORTED_DTYPE = FindingSpec(
         "https://github.com/HomebrewML/HeavyBall/issues/57",
     ),
     do_this="Cast the operands of `{op}` in {module} to float32, and its result back: `f(x.float()).to(x.dtype)`.",
-    instead=_of_complex_numbers,
+    instead=_instead,
     edits=("cast-exported", "cast-around"),
 )
 FSDP_MIXED_DTYPES = FindingSpec(
@@ -330,6 +325,8 @@ CHECKS: tuple[Callable[[Case], Verdict | None], ...] = (
 
 WITH_WHOLE = (packed_weight_used_as_dense, by_origin)
 """What may be wrong where whole numbers meet floating-point ones: autocast casts neither of them to the other."""
+WITHOUT_COMPLAINT = (packed_weight_used_as_dense, without_implementation)
+"""What may be wrong where operands have one dtype, and the message does not speak of dtypes."""
 
 OF_A_REGION = frozenset({"autocast-bypass", "custom-function-autocast"})
 """Findings that an autocast region in the model's own dtype would not have led to."""
@@ -341,15 +338,16 @@ SPOKEN_FOR = frozenset({"recompute", "shards"})
 def detect_mismatch(trace: Trace) -> Iterator[Finding]:
     """Everything about dtypes that do not go together, the root before its consequences."""
     explained = tuple(_rejection(trace))
+    ids = {finding.id for finding in explained}
     yield from explained
     yield from context_without_region(trace)
     yield from recomputed_with_other_dtypes(trace)
     yield from mixed_shard_units(trace)
-    if not any(f.id in ("stale-dequant-buffer", "quant-state-dtype") for f in explained):
+    if ids.isdisjoint(("stale-dequant-buffer", "quant-state-dtype")):
         yield from silently_wrong_weights(trace)
-    if not any(f.id == "autocast-contradicts-model" for f in explained):
+    if "autocast-contradicts-model" not in ids:
         yield from contradicting_region(trace)
-    if not any(f.id == "autocast-wrong-device" for f in explained):
+    if "autocast-wrong-device" not in ids:
         yield from region_without_effect(trace)
 
 
@@ -360,19 +358,21 @@ def _rejection(trace: Trace) -> Iterator[Finding]:
     if raised is None or (complaint is not None and complaint.family in SPOKEN_FOR):
         return
     case = case_of(trace)
-    if case is not None:
-        yield from _explained(case)
-    elif complaint is not None and not is_own_statement(raised):
-        yield _by_message(trace, raised, complaint)
-
-
-def _explained(case: Case) -> Iterator[Finding]:
-    """The finding of a rejected operator, after the contradiction that it follows from, where there is one."""
-    verdict = _verdict(case)
-    if verdict is None:
-        if case.complaint is not None:
-            yield _by_message(case.trace, case.raised, case.complaint, _UNEXPLAINED)
+    if case is None:
+        if complaint is not None and not is_own_statement(raised):
+            yield _by_message(trace, raised, complaint, _NOT_TRACED)
         return
+
+    # Packed bytes may have a wrong shape first of all
+    about_dtypes = CHECKS if complaint is not None or len(case.dtypes) > 1 else WITHOUT_COMPLAINT
+    checks = WITH_WHOLE if case.whole else about_dtypes
+    verdict = next((verdict for check in checks if (verdict := check(case)) is not None), None)
+    if verdict is None:
+        if complaint is not None:
+            yield _by_message(trace, raised, complaint, _UNEXPLAINED)
+        return
+
+    # The contradiction between model and region comes before what follows from it
     found = finding(case, verdict)
     root = contradicted_by(case) if verdict.id in OF_A_REGION else None
     if root is not None:
@@ -381,44 +381,30 @@ def _explained(case: Case) -> Iterator[Finding]:
     yield found
 
 
-def _verdict(case: Case) -> Verdict | None:
-    about_dtypes = case.complaint is not None or len(case.dtypes) > 1
-    if case.whole:
-        return next((verdict for check in WITH_WHOLE if (verdict := check(case)) is not None), None)
-    checks = (
-        CHECKS if about_dtypes else (packed_weight_used_as_dense, without_implementation)
-    )  # packed bytes may have a wrong shape first of all
-    return next((verdict for check in checks if (verdict := check(case)) is not None), None)
-
-
 _NOT_TRACED = "The message says so; no op trace shows the operands, so where the odd one comes from is not known."
 _UNEXPLAINED = "The message says so; what the op trace shows of the operands explains it no further."
 
 
-def _found_where_another_is_expected(raised: Raised, complaint: Complaint) -> str:
-    """The dtype that an operator has got where it wants whole numbers, or the other way round; empty where operands just differ."""
-    named = complaint.dtypes if EXPECTED in raised.message else ()
-    return named[1] if len(named) > 1 and not WHOLE.isdisjoint(named) else ""
-
-
-def _what_it_gets(complaint: Complaint, found: str) -> str:
-    if found:
-        return f"expects {complaint.dtypes[0]} and gets {found}"
-    return f"got {' and '.join(complaint.dtypes) or 'different dtypes'}"
-
-
-def _by_message(trace: Trace, raised: Raised, complaint: Complaint, cause: str = _NOT_TRACED) -> Finding:
+def _by_message(trace: Trace, raised: Raised, complaint: Complaint, cause: str) -> Finding:
     """What the exception alone says, where no op trace was open, or none of the checks knows what it shows."""
     module = raised.modules[-1] if raised.modules else None
-    found = _found_where_another_is_expected(raised, complaint)
+    gets = f"got {' and '.join(complaint.dtypes) or 'different dtypes'}"
+    dtype = next(iter(complaint.dtypes), None)
+    # An operator that wants whole numbers, or the other way round, names what it wants before what it got
+    if (
+        "expected scalar type" in raised.message
+        and len(complaint.dtypes) > 1
+        and not WHOLE.isdisjoint(complaint.dtypes)
+    ):
+        wanted, dtype = complaint.dtypes[:2]
+        gets = f"expects {wanted} and gets {dtype}"
     statement = Statement(
         id="operand-dtype-mismatch",
         confidence=Confidence.POSSIBLE,
-        summary=f"{raised.op or 'An operation'} in {short(module)} {_what_it_gets(complaint, found)}.",
+        summary=f"{raised.op or 'An operation'} in {short(module)} {gets}.",
         cause=cause,
         evidence=how_the_run_ended(trace),
     )
-    dtype = found or next(iter(complaint.dtypes), None)
     return make_finding(
         statement,
         phase=raised.phase,
@@ -436,13 +422,16 @@ def check_kept(subject: Subject) -> Iterator[Finding]:
     if target not in HALF or subject.quant_states:
         return
     kept = [
-        t
+        t.name
         for t in subject.floating
-        if (subject.loaded or subject.keeps(t, target)) and _stays_float32(subject, t, target)
+        if (subject.loaded or subject.keeps(t, target))
+        and subject.in_memory(t) == "float32"
+        and not t.name.endswith("inv_freq")
     ]
     if not kept:
         return
     why = "the model's class lists them to be kept so" if not subject.loaded else "they are so in memory"
+    model = subject.config.get("model_type")
     statement = Statement(
         id=NORM_PROMOTES_TO_FLOAT32.id,
         severity=Severity.INFO,
@@ -450,18 +439,12 @@ def check_kept(subject: Subject) -> Iterator[Finding]:
         summary=f"{len(kept)} tensor(s) stay float32 in a {target} model.",
         cause=f"A float32 weight can make a module's output float32, at which the next {target} layer raises without autocast. "
         f"They are float32 because {why}.",
-        evidence=(f"They are {listed([tensor.name for tensor in kept])}.", *_keep_lists(subject)),
+        evidence=(
+            f"They are {listed(kept)}.",
+            *(f"{attribute} of {model} holds {', '.join(names)}." for attribute, names in subject.keep_in_fp32.items()),
+        ),
     )
     yield make_finding(statement, phase="static", dtype="float32")
-
-
-def _stays_float32(subject: Subject, tensor: StaticTensor, target: str) -> bool:
-    return subject.in_memory(tensor) == "float32" and target != "float32" and not tensor.name.endswith("inv_freq")
-
-
-def _keep_lists(subject: Subject) -> Iterator[str]:
-    for attribute, modules in subject.keep_in_fp32.items():
-        yield f"{attribute} of {subject.config.get('model_type')} holds {', '.join(modules)}."
 
 
 FLOAT16_ONLY = frozenset({"awq", "gptq"})
@@ -469,92 +452,82 @@ FLOAT16_ONLY = frozenset({"awq", "gptq"})
 
 def check_quantized(subject: Subject) -> Iterator[Finding]:
     """``quant_state.dtype`` against the model's and the compute dtype, and kernels that know float16 only."""
-    yield from _states(subject)
-    yield from _float16_kernels(subject)
-
-
-def _states(subject: Subject) -> Iterator[Finding]:
     target = subject.load_dtype
-    odd = [state for state in subject.quant_states if target is not None and state.dtype != target]
-    if not odd:
-        yield from _computing(subject)
-        return
-    first = odd[0]
+    settings = subject.config.get("quantization_config")
+    settings = settings if isinstance(settings, dict) else {}
+    configured = plain_dtype(settings.get("bnb_4bit_compute_dtype"))
+    computed = {state: state.compute_dtype or configured for state in subject.quant_states}
+    unlike_model = {state: dtype for state, dtype in computed.items() if target is not None and state.dtype != target}
+    if unlike_model:
+        yield _unlike_model(unlike_model, subject, str(target))
+    else:
+        yield from _unlike_computed(computed)
+
+    method = str(settings.get("quant_method", "")).lower()
+    if method in FLOAT16_ONLY and target not in (None, "float16"):
+        statement = Statement(
+            id=OPERAND_DTYPE_MISMATCH.id,
+            severity=Severity.WARNING,
+            summary=f"A {method} checkpoint, whose kernels compute in float16 only, is loaded as {target}.",
+            cause=f"{method} kernels take float16 activations. Other dtypes raise or are cast at every layer, and activations of a "
+            "model that was trained in bfloat16 may leave float16's range there.",
+            evidence=(f"quant_method is {method}; the model is loaded as {target}.",),
+        )
+        found = make_finding(statement, phase="static", dtype=target)
+        yield replace(found, references=("https://github.com/vllm-project/vllm/issues/1114", *found.references))
+
+
+def _unlike_model(odd: Mapping[QuantState, str | None], subject: Subject, target: str) -> Finding:
+    """Packed weights come back in another dtype than the model is loaded in; ``odd`` gives what each computes in."""
+    first = next(iter(odd))
+    counts = Counter(state.dtype for state in subject.quant_states).most_common()
+    compute = ", ".join(sorted({dtype for dtype in odd.values() if dtype is not None}))
     statement = Statement(
         id=QUANT_STATE_DTYPE.id,
         severity=Severity.WARNING,
-        confidence=Confidence.LIKELY,
         summary=f"{len(odd)} packed weight(s) dequantize to {first.dtype} in a model of {target}.",
         cause=f"A packed weight comes back in quant_state.dtype, whatever the model's dtype is. Fused kernels that multiply it "
         f"with {target} activations raise without autocast; under autocast the mismatch stays hidden in the forward pass.",
-        evidence=tuple(_state_evidence(subject, odd, target)),
+        evidence=(
+            f"quant_state.dtype: {', '.join(f'{dtype} in {count}' for dtype, count in counts)} weight(s).",
+            f"The model is loaded as {target}; {listed([state.weight for state in odd])} are not.",
+            *((f"compute_dtype is {compute}.",) if compute else ()),
+        ),
     )
-    yield make_finding(statement, phase="static", fqn=module_of(first.weight), dtype=first.dtype)
+    return make_finding(statement, phase="static", fqn=module_of(first.weight), dtype=first.dtype)
 
 
-def _state_evidence(subject: Subject, odd: list[QuantState], target: str | None) -> Iterator[str]:
-    counts = Counter(state.dtype for state in subject.quant_states)
-    yield (
-        "quant_state.dtype: "
-        + ", ".join(f"{dtype} in {count}" for dtype, count in counts.most_common())
-        + " weight(s)."
-    )
-    yield f"The model is loaded as {target}; {listed([state.weight for state in odd])} are not."
-    compute = {state.compute_dtype or _compute_dtype(subject) for state in odd} - {None}
-    if compute:
-        yield f"compute_dtype is {', '.join(sorted(filter(None, compute)))}."
-
-
-def _computing(subject: Subject) -> Iterator[Finding]:
+def _unlike_computed(computed: Mapping[QuantState, str | None]) -> Iterator[Finding]:
     """The module computes in another dtype than its weight comes back in, which costs a cast of the weight in each call."""
-    for state in subject.quant_states:
-        compute = state.compute_dtype or _compute_dtype(subject)
-        if compute is None or compute == state.dtype:
+    for state, dtype in computed.items():
+        if dtype is None or dtype == state.dtype:
             continue
         statement = Statement(
             id=QUANT_STATE_DTYPE.id,
             severity=Severity.INFO,
-            confidence=Confidence.LIKELY,
-            summary=f"Packed weights dequantize to {state.dtype} and are multiplied in {compute}.",
+            summary=f"Packed weights dequantize to {state.dtype} and are multiplied in {dtype}.",
             cause="bitsandbytes' own modules cast the weight once more. Fused kernels that take it as it comes back do not, and "
             "raise or compute on bits of the wrong format.",
-            evidence=(f"{state.weight}: quant_state.dtype is {state.dtype}, compute_dtype is {compute}.",),
+            evidence=(f"{state.weight}: quant_state.dtype is {state.dtype}, compute_dtype is {dtype}.",),
         )
         yield make_finding(statement, phase="static", fqn=module_of(state.weight), dtype=state.dtype)
         return
 
 
-def _compute_dtype(subject: Subject) -> str | None:
-    settings = subject.config.get("quantization_config")
-    return plain_dtype(settings.get("bnb_4bit_compute_dtype")) if isinstance(settings, dict) else None
-
-
-def _float16_kernels(subject: Subject) -> Iterator[Finding]:
-    settings = subject.config.get("quantization_config")
-    method = str(settings.get("quant_method", "")).lower() if isinstance(settings, dict) else ""
-    target = subject.load_dtype
-    if method not in FLOAT16_ONLY or target in (None, "float16"):
-        return
-    statement = Statement(
-        id=OPERAND_DTYPE_MISMATCH.id,
-        severity=Severity.WARNING,
-        confidence=Confidence.LIKELY,
-        summary=f"A {method} checkpoint, whose kernels compute in float16 only, is loaded as {target}.",
-        cause=f"{method} kernels take float16 activations. Other dtypes raise or are cast at every layer, and activations of a "
-        "model that was trained in bfloat16 may leave float16's range there.",
-        evidence=(f"quant_method is {method}; the model is loaded as {target}.",),
-    )
-    found = make_finding(statement, phase="static", dtype=target)
-    yield replace(found, references=("https://github.com/vllm-project/vllm/issues/1114", *found.references))
-
-
 def check_sharding(subject: Subject) -> Iterator[Finding]:
     """Mixed units: an error where the model is to be sharded, else worth knowing."""
-    wanted = subject.intent.fsdp
-    mixed = {unit: dtypes for unit, dtypes in _units(subject).items() if len(dtypes) > 1}
+    # A unit is a repeated layer, as wrapping policies take them (a name up to its first number); the rest is one more
+    units: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for tensor in subject.tensors:
+        if not tensor.name.endswith("inv_freq"):
+            layer = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", tensor.name)
+            units[layer[0] if layer else ""][subject.in_memory(tensor)].append(tensor.name)
+    mixed = {unit: dtypes for unit, dtypes in units.items() if len(dtypes) > 1}
     if not mixed:
         return
     unit, dtypes = next(iter(mixed.items()))
+    by_size = sorted(dtypes.items(), key=lambda item: -len(item[1]))
+    wanted = subject.intent.fsdp
     statement = Statement(
         id=FSDP_MIXED_DTYPES.id,
         severity=Severity.ERROR if wanted else Severity.INFO,
@@ -562,31 +535,12 @@ def check_sharding(subject: Subject) -> Iterator[Finding]:
         summary=f"{len(mixed)} unit(s) hold parameters of several dtypes, which FSDP does not shard together.",
         cause="FSDP1 flattens a unit's parameters into one tensor, and FSDP2 gathers them as one: both need one dtype in each "
         "unit. The packed bytes of 4-bit weights count with their storage dtype.",
-        evidence=tuple(_sharding_evidence(unit, dtypes)),
+        evidence=tuple(
+            f"{unit or 'Outside of all layers'}: {len(names)} tensor(s) are {dtype}: {listed([name.removeprefix(f'{unit}.') for name in names])}."
+            for dtype, names in by_size
+        ),
     )
     yield make_finding(statement, phase="static", fqn=unit)
-
-
-def _sharding_evidence(unit: str, dtypes: dict[str, list[StaticTensor]]) -> Iterator[str]:
-    for dtype, tensors in sorted(dtypes.items(), key=lambda item: -len(item[1])):
-        names = [tensor.name.removeprefix(f"{unit}.") for tensor in tensors]
-        yield f"{unit or 'Outside of all layers'}: {len(tensors)} tensor(s) are {dtype}: {listed(names)}."
-
-
-def _units(subject: Subject) -> dict[str, dict[str, list[StaticTensor]]]:
-    """Parameters by unit and dtype. A unit is a repeated layer, as wrapping policies take them; the rest is one more."""
-    units: dict[str, dict[str, list[StaticTensor]]] = defaultdict(lambda: defaultdict(list))
-    for tensor in subject.tensors:
-        if not tensor.name.endswith("inv_freq"):
-            units[_unit_of(tensor.name)][subject.in_memory(tensor)].append(tensor)
-    return units
-
-
-def _unit_of(name: str) -> str:
-    """The name up to its first number: ``model.layers.3`` of ``model.layers.3.mlp.up_proj.weight``."""
-    parts = name.split(".")
-    first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    return ".".join(parts[: first + 1]) if first is not None else ""
 
 
 RULES = (
