@@ -33,40 +33,28 @@ def advise(
         began: when it ran: a file that was changed since is not the one that ran.
         own_files: whether the program's files may be read: without them there are neither edits nor lines.
     """
-    scenes = [_scene(finding, trace, script, began) for finding in findings]
-    advice = tuple(_advice(scenes, own_files=own_files))
+    here, path = working_directory(), None
+    if script and (here is not None or Path(script).is_absolute()):  # it may have deleted its working directory
+        path = Path(script).resolve()
+    folders = tuple(folder for folder in (here and here.resolve(), path and path.parent) if folder is not None)
+    scenes = [Scene(finding, trace, folders, path, began=began) for finding in findings]
+    advice = tuple(_advice(scene, own_files=own_files) for scene in scenes)
     return advice, _excerpts(scenes[0]) if scenes and own_files else ()
 
 
-def _scene(finding: Finding, trace: Trace, script: str | None, began: float) -> Scene:
-    here, path = working_directory(), None
-    if script and (
-        here is not None or Path(script).is_absolute()
-    ):  # the program may have deleted its working directory
-        path = Path(script).resolve()
-    folders = (here and here.resolve(), path and path.parent)
-    return Scene(finding, trace, tuple(folder for folder in folders if folder is not None), path, began=began)
-
-
-def _advice(scenes: Sequence[Scene], *, own_files: bool) -> Iterator[Advice]:
-    for scene in scenes:
-        finding = scene.finding
-        spec = spec_of(finding.id)
-        if spec.partly_frozen is not None and _is_partly_frozen(scene):
-            text, code = (_filled(part, scene) for part in spec.partly_frozen)
-            yield Advice(finding=finding.id, text=text, code=code)
-        elif spec.instead is not None and (text := spec.instead(finding)):
-            yield Advice(finding=finding.id, text=text)
-        else:
-            first, *others = _ways(spec, scene, own_files=own_files)
-            yield replace(first, others=tuple(others))
-
-
-def _ways(spec: FindingSpec, scene: Scene, *, own_files: bool) -> Iterator[Advice]:
+def _advice(scene: Scene, *, own_files: bool) -> Advice:
     """What may mend it, each way with its edits; one without any where none is seen."""
+    finding, spec = scene.finding, spec_of(scene.finding.id)
+    if spec.partly_frozen is not None and _is_partly_frozen(scene):
+        text, code = (_filled(part, scene) for part in spec.partly_frozen)
+        return Advice(finding=finding.id, text=text, code=code)
+    if spec.instead is not None and (text := spec.instead(finding)):
+        return Advice(finding=finding.id, text=text)
+    ways = []
     for edits, maker in edits_for(scene, spec.edits) if own_files else [((), "")]:
         text = f"{_text(spec, scene, INSTEAD.get(maker, ''))} {REMARKS.get(maker, '')}".rstrip()
-        yield Advice(finding=scene.finding.id, text=text, edits=edits, maker=maker if edits else "")
+        ways.append(Advice(finding=finding.id, text=text, edits=edits, maker=maker if edits else ""))
+    return replace(ways[0], others=tuple(ways[1:]))
 
 
 def _excerpts(scene: Scene) -> tuple[Excerpt, ...]:
@@ -129,17 +117,15 @@ def _text(spec: FindingSpec, scene: Scene, of_edit: str) -> str:
     do_this = of_edit or (spec.of_line if scene.finding.source else "") or spec.do_this
     text = _filled(do_this, scene) if do_this else _first_way(scene.finding)
     milder = scene.finding.severity is Severity.INFO and spec.severity is not Severity.INFO
-    return f"It may stay as it is. To change it: {_uncapitalized(text)}" if milder else text
-
-
-def _uncapitalized(text: str) -> str:
-    return f"{text[:1].lower()}{text[1:]}"
+    return f"It may stay as it is. To change it: {text[:1].lower()}{text[1:]}" if milder else text
 
 
 def _filled(text: str, scene: Scene) -> str:
     """``text`` with the names and dtypes of the finding."""
     finding = scene.finding
-    module = _module_in_words(finding)
+    module = finding.module.partition(" (")[0] or short(finding.fqn)
+    if finding.fqn is None and finding.phase == "backward":
+        module = "the backward pass"
     about_optimizer = "{model}" in text or "{before_optimizer}" in text
     model, before = _optimizer_of(scene) if about_optimizer else ("", "")
     return text.format(
@@ -153,12 +139,6 @@ def _filled(text: str, scene: Scene) -> str:
         other=scene.other or "that of the others",
         device=str(scene.trace.environment.get("device", "cpu")).partition(":")[0],
     )
-
-
-def _module_in_words(finding: Finding) -> str:
-    if finding.fqn is None and finding.phase == "backward":
-        return "the backward pass"
-    return finding.module.partition(" (")[0] or short(finding.fqn)
 
 
 def _parameters_of(scene: Scene) -> list[ParameterNote]:
@@ -191,23 +171,17 @@ def _cost_of_float32(scene: Scene) -> str:
 
 
 def _optimizer_of(scene: Scene) -> tuple[str, str]:
-    """What the program calls the model whose parameters it gives to its optimizer, and where; a general name where that cannot be seen."""
+    """What the program calls the model in ``AdamW(model.parameters())``, and where; a general name where that cannot be seen."""
     optimizer = next((seen.what.optimizer for seen in scene.trace.observed(Updates)), "")
     source = scene.failing_file()
-    for node in source.every(ast.Call) if source is not None and optimizer else ():
-        name = _name_of_model(node) if ast.unparse(node.func).rpartition(".")[2] == optimizer else ""
-        if name and source is not None:
-            return name, f"Before {optimizer} is made ({scene.shown(source.path)}:{node.lineno}),"
+    for made in source.every(ast.Call) if source is not None and optimizer else ():
+        if source is None or ast.unparse(made.func).rpartition(".")[2] != optimizer:
+            continue
+        for node in ast.walk(made):
+            if isinstance(node, ast.Attribute) and node.attr in ("parameters", "named_parameters"):
+                where = f"{scene.shown(source.path)}:{made.lineno}"
+                return ast.unparse(node.value), f"Before {optimizer} is made ({where}),"
     return "model", "Before the optimizer is made,"
-
-
-def _name_of_model(made: ast.Call) -> str:
-    """What is called ``model`` in ``AdamW(model.parameters())``; empty where that cannot be seen."""
-    for call in ast.walk(made):
-        function = call.func if isinstance(call, ast.Call) else None
-        if isinstance(function, ast.Attribute) and function.attr in ("parameters", "named_parameters"):
-            return ast.unparse(function.value)
-    return ""
 
 
 def _all_alike(scene: Scene) -> str:

@@ -1,7 +1,7 @@
 """Edits that give operands, weights and regions another dtype: on the line that failed, on the line that set a dtype, or in a whole file."""
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from dtypedoctor.diagnosis.ops import graph_of, overload_free
 from dtypedoctor.diagnosis.rule import Link
@@ -22,7 +22,7 @@ from dtypedoctor.diagnosis.scene import (
     with_keyword,
 )
 from dtypedoctor.dtypes import DTYPES
-from dtypedoctor.trace.events import Op, ParameterNote, TensorNote
+from dtypedoctor.trace.events import Op, ParameterNote
 
 
 def cast_operand(scene: Scene) -> Changes | list[Changes] | None:
@@ -55,8 +55,7 @@ def cast_around(scene: Scene) -> list[Changes]:
         return []
     source, node = found[0], found[1]
     lacking = max(1, sum(tensor.dtype == scene.finding.dtype for tensor in op.inputs))
-    operands = [*_method_of(node), *_positional(node)][:lacking]
-    changes = [change for operand in operands for change in source.after(operand, cast("float32"))]
+    changes = [change for operand in _operands(node)[:lacking] for change in source.after(operand, cast("float32"))]
     begin, end, back = source.start(node), source.end(node), cast(scene.finding.dtype or "float32")
     each = [(begin, begin, f"[t{back} for t in ".encode()), (end, end, b"]")]
     results: list[list[Change]] = [[], list(source.after(node, back)), each]
@@ -68,51 +67,35 @@ def cast_around(scene: Scene) -> list[Changes]:
 
 def _arguments(source: Source, node: ast.Call, op: Op, scene: Scene) -> Changes | None:
     """What a call gets, cast."""
-    held = _held(op)
+    # The dtype of a parameter among the operands, or else of a buffer
+    of_parameters, of_buffers = (
+        floats(t for t in op.inputs if t.origin == origin) for origin in ("parameter", "buffer")
+    )
+    held = next(iter([*of_parameters, *of_buffers]), None)
     if _calls_module(scene) and held is not None and node.args:
         return _module_input(source, node, op, scene, held)
     if op.inplace and isinstance(node.func, ast.Attribute):
         return _into_destination(source, node, node.func.attr, op)
-    out = [keyword.value for keyword in node.keywords if keyword.arg == "out"]
-    return (
-        _into_out(source, node, source.text(out[0]), _tensors_in(node, op, len(op.inputs) - 1))
-        if out
-        else _odd_arguments(source, node, op, scene)
-    )
-
-
-def _into_out(source: Source, node: ast.Call, out: str, tensors: Sequence[int]) -> Changes | None:
-    """``function(a, b, out=c)``: the arguments in the dtype of ``c``."""
+    out = next((source.text(keyword.value) for keyword in node.keywords if keyword.arg == "out"), None)
+    if out is None:
+        return _odd_arguments(source, node, op, scene)
+    tensors = _tensors_in(node, op, len(op.inputs) - 1)
     return some(source, [change for i in tensors for change in source.after(node.args[i], f".to({out}.dtype)")])
-
-
-def _held(op: Op) -> str | None:
-    """The dtype of a parameter among the operands, or else of a buffer."""
-    for origin in ("parameter", "buffer"):
-        dtypes = floats(tensor for tensor in op.inputs if tensor.origin == origin)
-        if dtypes:
-            return dtypes[0]
-    return None
 
 
 def _module_input(source: Source, node: ast.Call, op: Op, scene: Scene, held: str) -> Changes | None:
     """The input of a module, cast to the dtype that it holds; its output cast back where what follows needs that."""
     argument = node.args[0]
     if _outermost_call(scene) == (source, node):
-        argument = next(filter(None, (_argument_of(tensor, node, held) for tensor in op.inputs)), argument)
+        # An operand of another dtype, whose name says which argument it is
+        others = (t.name or "" for t in op.inputs if t.dtype in DTYPES and t.dtype != held)
+        numbers = (int(name[5:]) for name in others if name.startswith("args.") and name[5:].isdigit())
+        argument = next((node.args[number] for number in numbers if number < len(node.args)), argument)
     changes = source.after(argument, cast(held))
     given = [dtype for dtype in floats(op.inputs) if dtype != held]
     if given and held == scene.finding.dtype and scene.finding.id not in _KEEPS_DTYPE:
         changes += source.after(node, cast(given[0]))  # what follows is in the dtype of the activations
     return source, changes
-
-
-def _argument_of(tensor: TensorNote, node: ast.Call, held: str) -> ast.expr | None:
-    """The argument of the outermost call that an operand of another dtype is, as its name ``args.1`` says."""
-    number = (tensor.name or "").removeprefix("args.")
-    if tensor.dtype not in DTYPES or tensor.dtype == held or not number.isdigit() or int(number) >= len(node.args):
-        return None
-    return node.args[int(number)]
 
 
 _KEEPS_DTYPE = frozenset({"head-dtype-mismatch", "model-input-dtype"})
@@ -175,112 +158,70 @@ def _tensors_in(node: ast.Call, op: Op, count: int, *, behind: int = 0) -> list[
 
 def _side(source: Source, node: ast.BinOp, op: Op, scene: Scene) -> list[Changes]:
     """``left @ right``: the odd side in the dtype of the other; or its variable, for what comes after as well."""
-    dtypes = [t.dtype for t in op.inputs if t.dtype in DTYPES]
+    dtypes = floats(op.inputs)
     if len(dtypes) != 2 or scene.finding.dtype not in dtypes:
         return []
     odd = dtypes.index(scene.finding.dtype)
     side, into = (node.left, node.right)[odd], cast(dtypes[1 - odd])
     ways = [(source, list(source.after(side, into)))]
-    name, statements = _root(side), source.around(node, ast.stmt)
-    if name and statements:
-        ways.append((source, list(source.before(statements[-1], f"{name} = {name}{into}"))))
+    root: ast.expr = side  # the variable of ``grad.t()``
+    while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
+        root = root.func if isinstance(root, ast.Call) else root.value
+    statements = source.around(node, ast.stmt)
+    if isinstance(root, ast.Name) and statements:
+        ways.append((source, list(source.before(statements[-1], f"{root.id} = {root.id}{into}"))))
     return ways
-
-
-def _root(node: ast.expr) -> str:
-    """The variable of ``grad.t()``; empty where something is computed before."""
-    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _odd_arguments(source: Source, node: ast.Call, op: Op, scene: Scene) -> Changes | None:
     """``function(a, b, c)``: the arguments of the odd dtype in that of the others."""
-    wanted = _wanted_dtype(op, scene)
-    if wanted is None:
+    # The dtype of the parameter among the operands, unless that is the odd one; else the one that the odd operand meets
+    held = next(iter(floats(t for t in op.inputs if t.origin == "parameter")), None)
+    wanted = held if held is not None and held != scene.finding.dtype else scene.other
+    given = _operands(node)
+    if len(given) < len(op.inputs):
+        given += [keyword.value for keyword in node.keywords if not isinstance(keyword.value, ast.Constant)]
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    if called == "linear" and overload_free(op.op) == "addmm":  # addmm(bias, input, weight)
+        given = [*given[-1:], *given[:-1]]
+    if wanted is None or len(given) != len(op.inputs):  # which of them is which operand is not known
         return None
-    given = _given_operands(node, op)
-    if len(given) != len(op.inputs):  # which of them is which operand is not known
-        return None
-    odd = _operands_unlike(op, wanted)
-    changes = [change for i in odd for change in source.after(given[i], cast(wanted))]
+    odd = [one for one, t in zip(given, op.inputs, strict=True) if t.dtype in DTYPES and t.dtype != wanted]
+    changes = [change for one in odd for change in source.after(one, cast(wanted))]
     most = scene.most_weights
     if most in ("bfloat16", "float16") and scene.finding.dtype == most and op.autocast is None:
         changes += source.after(node, cast(most))  # what follows is in the dtype of most weights
     return source, changes
 
 
-def _given_operands(node: ast.Call, op: Op) -> list[ast.expr]:
-    """What a call gives that may be tensors, in the order of the operands of ``op``."""
-    named = [keyword.value for keyword in node.keywords if not isinstance(keyword.value, ast.Constant)]
-    given = [*_method_of(node), *_positional(node)]
-    if len(given) < len(op.inputs):
-        given += named
-    called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-    if called == "linear" and overload_free(op.op) == "addmm":  # addmm(bias, input, weight)
-        return [*given[-1:], *given[:-1]]
-    return given
-
-
-def _operands_unlike(op: Op, dtype: str) -> list[int]:
-    """Which floating-point operands have another dtype."""
-    return [i for i, tensor in enumerate(op.inputs) if tensor.dtype in DTYPES and tensor.dtype != dtype]
-
-
-def _wanted_dtype(op: Op, scene: Scene) -> str | None:
-    """The dtype of the parameter among the operands, unless that is the odd one; else the one that the odd operand meets."""
-    held = next((t.dtype for t in op.inputs if t.origin == "parameter" and t.dtype in DTYPES), None)
-    return held if held is not None and held != scene.finding.dtype else scene.other
-
-
-def _positional(node: ast.Call) -> list[ast.expr]:
-    """The positional arguments that may be tensors."""
-    return [argument for argument in node.args if not isinstance(argument, ast.Constant)]
-
-
-def _method_of(node: ast.Call) -> list[ast.expr]:
-    """What a method is called on; empty for a function."""
-    if isinstance(node.func, ast.Attribute) and not names_a_module(node.func.value):
-        return [node.func.value]
-    return []
+def _operands(node: ast.Call) -> list[ast.expr]:
+    """What a method is called on, and the positional arguments that may be tensors."""
+    is_method = isinstance(node.func, ast.Attribute) and not names_a_module(node.func.value)
+    on = [node.func.value] if is_method and isinstance(node.func, ast.Attribute) else []
+    return [*on, *(argument for argument in node.args if not isinstance(argument, ast.Constant))]
 
 
 _FACTORIES = frozenset({"zeros", "ones", "empty", "full", "randn", "rand", "arange", "eye", "linspace"})
 
 
 def make_in_dtype(scene: Scene) -> Changes | None:
-    """Names the dtype where the odd tensor is made: ``torch.zeros(n)`` is float32 whatever it is used with.
+    """Names the dtype where the odd tensor, or the one that it meets, is made: ``torch.zeros(n)`` is float32 whatever it is used with.
 
     Keys and values are made alike, in one function or on one line; what else a function or a script makes (a sum, positions) keeps its dtype.
     """
-    made = _factory_of(scene)
-    if made is None:
-        return None
-    source, call, wanted = made
-    calls = [node for node in ast.walk(function_around(source, call)) if isinstance(node, ast.Call)]
-    in_function = function_around(source, call) is not source.tree
-    alike = [
-        one for one in calls if ast.unparse(one) == ast.unparse(call) and (in_function or one.lineno == call.lineno)
-    ]
-    return source, [change for node in alike for change in with_keyword(source, node, f"dtype=torch.{wanted}")]
-
-
-def _factory_of(scene: Scene) -> tuple[Source, ast.expr, str] | None:
-    """The call that made one of the two operands, and the dtype of the other."""
     for links, wanted in ((scene.finding.provenance, scene.other), (scene.finding.met, scene.finding.dtype)):
-        last = links[-1] if links else None
-        made = _factory_at(scene, last.source or "") if last is not None and last.op.startswith("factory") else None
-        if made is not None and wanted is not None:
-            return *made, wanted
+        is_made = bool(links) and links[-1].op.startswith("factory")
+        at = scene.line_at(links[-1].source or "") if is_made and wanted is not None else None
+        call = next(filter(_is_factory, at[0].on_line(at[1])), None) if at is not None else None
+        if at is None or call is None:
+            continue
+        function = function_around(at[0], call)
+        in_function = function is not at[0].tree
+        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+        alike = [one for one in calls if ast.unparse(one) == ast.unparse(call)]
+        here = [one for one in alike if in_function or one.lineno == call.lineno]
+        return at[0], [change for node in here for change in with_keyword(at[0], node, f"dtype=torch.{wanted}")]
     return None
-
-
-def _factory_at(scene: Scene, place: str) -> tuple[Source, ast.expr] | None:
-    at = scene.line_at(place)
-    if at is None:
-        return None
-    source, line = at
-    return next(((source, node) for node in source.on_line(line) if _is_factory(node)), None)
 
 
 def _is_factory(node: ast.AST) -> bool:
@@ -293,59 +234,42 @@ def _is_factory(node: ast.AST) -> bool:
 
 def cast_where_set(scene: Scene) -> Changes | None:
     """Casts the odd parameter or buffer to the dtype that it meets, on the line that gave it its own."""
-    return _set_to(scene, scene.other)
+    return _set_notes(scene, list(_odd_notes(scene)), scene.other)
 
 
 def cast_met_weights(scene: Scene) -> Changes | None:
     """Casts the weights that the odd operand meets."""
-    names = [_name_in(link) for link in scene.finding.met[-1:]]
-    notes = [note for name in names for note in _alike(scene, name)]
+    notes = [note for link in scene.finding.met[-1:] for note in _alike(scene, _name_in(link))]
     return _set_notes(scene, notes, scene.finding.dtype)
 
 
 def set_float32(scene: Scene) -> Changes | None:
     """Makes the parameters of the finding float32, on the line that gave them their dtype."""
-    return _set_to(scene, "float32")
-
-
-def _set_to(scene: Scene, dtype: str | None) -> Changes | None:
-    return _set_notes(scene, list(_odd_notes(scene)), dtype)
+    return _set_notes(scene, list(_odd_notes(scene)), "float32")
 
 
 def _set_notes(scene: Scene, parameters: Sequence[ParameterNote], dtype: str | None) -> Changes | None:
-    """Gives parameters a dtype, on the lines that gave them theirs."""
-    notes = [note for note in parameters if note.set_span and note.dtype != dtype]
-    source = scene.source(_file_of(notes[0])) if notes else None
-    if source is None or dtype is None:
+    """Gives parameters a dtype, on the lines that gave them theirs, in the file of the first."""
+    notes = [note for note in parameters if note.set_at and note.set_span and note.dtype != dtype]
+    files = [(note.set_at or "").rpartition(":")[0] for note in notes]
+    source = scene.source(files[0]) if files else None
+    if source is None or dtype is None or not has_torch(source):
         return None
-    here = [source.spanned(note.set_span) for note in notes if _file_of(note) == _file_of(notes[0])]
-    return some(
-        source, [change for node in here for change in _recast(source, node, dtype)] if has_torch(source) else []
-    )
-
-
-def _file_of(note: ParameterNote) -> str:
-    """The file of the line that gave a parameter its dtype."""
-    return (note.set_at or "").rpartition(":")[0]
+    here = [source.spanned(note.set_span) for note, file in zip(notes, files, strict=True) if file == files[0]]
+    return some(source, [change for node in here for change in _recast(source, node, dtype)])
 
 
 def _odd_notes(scene: Scene) -> Iterator[ParameterNote]:
-    """The parameters and buffers that the finding is about."""
-    links = [_name_in(link) for link in scene.finding.provenance[-1:]]
-    for name in [name for name in links if name in scene.parameters] or _first_inside(scene):
+    """The parameters and buffers that the finding is about: the last of its provenance, or the first of its module that a line gave its dtype."""
+    names = [name for link in scene.finding.provenance[-1:] if (name := _name_in(link)) in scene.parameters]
+    inside = (note for note in _inside(scene).values() if note.dtype in DTYPES and note.set_at)
+    for name in names or [note.name for note in inside][:1]:
         yield from _alike(scene, name)
 
 
 def _name_in(link: Link) -> str:
     """The parameter's name in ``load-dtype: head.weight (model.float())``."""
     return link.op.partition(": ")[2].partition(" (")[0]
-
-
-def _first_inside(scene: Scene) -> list[str]:
-    """The first parameter of the finding's module that a line of the program gave its dtype."""
-    inside = f"{scene.finding.fqn}." if scene.finding.fqn else ""
-    notes = (note for note in scene.parameters.values() if note.name.startswith(inside))
-    return [note.name for note in notes if note.dtype in DTYPES and note.set_at][:1]
 
 
 def _alike(scene: Scene, name: str) -> Iterator[ParameterNote]:
@@ -364,38 +288,25 @@ def _alike(scene: Scene, name: str) -> Iterator[ParameterNote]:
 
 
 def cast_promoted_output(scene: Scene) -> Changes | None:
-    """Casts what a norm returns to the dtype of its input, where it returns it on the line that promotes."""
-    found = _promoting_line(scene)
-    value = _returned_on(*found) if found is not None else None
-    if found is None or value is None or not has_torch(found[0]):
-        return None
-    source = found[0]
-    into = _dtype_of_input(source, value) or f"torch.{scene.other}"
-    return source, list(source.after(value, f".to({into})"))
-
-
-def _promoting_line(scene: Scene) -> tuple[Source, int] | None:
-    """Where an operator of mixed dtypes returned the wider one, nearest to the origin of that dtype."""
+    """Casts what a norm returns to the dtype of its input, where it returns it on the line that promotes, nearest to the origin of that dtype."""
     places = [link.source for link in scene.finding.provenance if link.dtype_in and link.dtype_out]
-    return scene.line_at(places[-1] or "") if places and scene.other else None
+    found = scene.line_at(places[-1] or "") if places and scene.other else None
+    if found is None or not has_torch(found[0]):
+        return None
+    source, line = found
+    returns = [node for node in source.every(ast.Return) if node.lineno <= line <= (node.end_lineno or node.lineno)]
+    value = returns[0].value if returns else None
+    if value is None:
+        return None
 
-
-def _returned_on(source: Source, line: int) -> ast.expr | None:
-    """The value of the ``return`` that a line is a part of."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Return) and node.lineno <= line <= (node.end_lineno or node.lineno):
-            return node.value
-    return None
-
-
-def _dtype_of_input(source: Source, value: ast.expr) -> str:
-    """``x.dtype`` for the input ``x`` of the ``forward(self, x)`` that returns ``value``; empty where ``x`` is assigned to."""
-    function = function_around(source, value)
-    if not isinstance(function, ast.FunctionDef) or function.name != "forward" or len(function.args.args) < 2:
-        return ""
-    name = function.args.args[1].arg
-    names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]
-    return "" if any(isinstance(node.ctx, ast.Store) for node in names) else f"{name}.dtype"
+    # ``x.dtype`` for the input ``x`` of ``forward(self, x)``, unless ``x`` is assigned to
+    into, function = f"torch.{scene.other}", function_around(source, value)
+    if isinstance(function, ast.FunctionDef) and function.name == "forward" and len(function.args.args) > 1:
+        name = function.args.args[1].arg
+        names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]
+        if not any(isinstance(node.ctx, ast.Store) for node in names):
+            into = f"{name}.dtype"
+    return source, list(source.after(value, f".to({into})"))
 
 
 _METHODS = frozenset({"half", "float", "bfloat16", "double"})
@@ -403,8 +314,10 @@ _METHODS = frozenset({"half", "float", "bfloat16", "double"})
 
 def _recast(source: Source, node: ast.expr | None, dtype: str) -> list[Change]:
     """Changes the call that set a dtype: the method's name, the dtype that it names, or a cast of its result."""
-    if isinstance(node, ast.Attribute):  # self.weight = nn.Parameter(...)
-        return _parameter(source, node, dtype)
+    if isinstance(node, ast.Attribute):  # self.weight = nn.Parameter(values): the values in another dtype
+        made = next((one.value for one in source.every(ast.Assign) if node in one.targets), None)
+        is_parameter = isinstance(made, ast.Call) and source.text(made.func).endswith("Parameter") and made.args
+        return source.after(made.args[0], cast(dtype)) if is_parameter and isinstance(made, ast.Call) else []
     if not isinstance(node, ast.Call):
         return []
     method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
@@ -412,9 +325,9 @@ def _recast(source: Source, node: ast.expr | None, dtype: str) -> list[Change]:
         return [other_method(source, node, method, f"to(torch.{dtype})")]
     if (named := _named_dtype(node)) is not None:
         return [source.instead(named, f"torch.{dtype}")]
-    made = _assigned(source, node) if method == "to" else None
-    if made is not None:
-        return [source.instead(made, f"torch.{dtype}")]
+    assigned = _assigned(source, node) if method == "to" else None
+    if assigned is not None:
+        return [source.instead(assigned, f"torch.{dtype}")]
     is_buffer = method == "register_buffer" and len(node.args) > 1
     return source.after(node.args[1] if is_buffer else node, cast(dtype))
 
@@ -433,15 +346,6 @@ def _named_dtype(node: ast.Call) -> ast.Attribute | None:
     given = [*node.args, *(keyword.value for keyword in node.keywords)]
     named = [value for value in given if isinstance(value, ast.Attribute) and value.attr in DTYPES]
     return next((value for value in named if ast.unparse(value.value) == "torch"), None)
-
-
-def _parameter(source: Source, target: ast.Attribute, dtype: str) -> list[Change]:
-    """``self.weight = nn.Parameter(values)``: the values in another dtype."""
-    assignments = (node for node in ast.walk(source.tree) if isinstance(node, ast.Assign))
-    made = next((node.value for node in assignments if any(one is target for one in node.targets)), None)
-    if isinstance(made, ast.Call) and source.text(made.func).endswith("Parameter") and made.args:
-        return source.after(made.args[0], cast(dtype))
-    return []
 
 
 def half_to_bfloat16(scene: Scene) -> Changes | None:
@@ -503,9 +407,8 @@ def half_to_float32(scene: Scene) -> Changes | None:
 
 
 def _half_to(scene: Scene, dtype: str) -> Changes | None:
-    return next(
-        ((source, changes) for source in scene.program_files() if (changes := without_halves(source, dtype))), None
-    )
+    changed = ((source, without_halves(source, dtype)) for source in scene.program_files())
+    return next((way for way in changed if way[1]), None)
 
 
 def without_halves(source: Source, dtype: str) -> list[Change]:
@@ -522,16 +425,12 @@ def _without_half(source: Source, node: ast.AST, dtype: str) -> list[Change]:
         return [source.instead(node, f"torch.{dtype}")]
     if isinstance(node, ast.Call):
         return _call_without_half(source, node, dtype)
-    if isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
-        return _option_without_half(source, node.arg or "", node.value, dtype)
-    return []
-
-
-def _option_without_half(source: Source, name: str, value: ast.Constant, dtype: str) -> list[Change]:
-    """``dtype="float16"``, ``mixed_precision="fp16"``; not ``variant="fp16"``, which names a file."""
-    if value.value == "float16" and "dtype" in name:
+    # ``dtype="float16"``, ``mixed_precision="fp16"``; not ``variant="fp16"``, which names a file
+    name = (node.arg or "") if isinstance(node, ast.keyword) else ""
+    value = node.value if isinstance(node, ast.keyword) else None
+    if isinstance(value, ast.Constant) and value.value == "float16" and "dtype" in name:
         return [source.instead(value, repr(dtype))]
-    if value.value == "fp16" and "precision" in name:
+    if isinstance(value, ast.Constant) and value.value == "fp16" and "precision" in name:
         return [source.instead(value, repr("bf16" if dtype == "bfloat16" else "no"))]
     return []
 
@@ -554,22 +453,16 @@ def _call_without_half(source: Source, call: ast.Call, dtype: str) -> list[Chang
 
 def region_in_dtype_of_model(scene: Scene) -> Changes | None:
     """The autocast region gets the dtype of the model's weights; Accelerate refuses float16 on a CPU."""
-    wanted = scene.most_weights
-    made = in_calls(
-        scene,
-        "autocast",
-        lambda source, call: [source.instead(k.value, f"torch.{wanted}") for k in call.keywords if k.arg == "dtype"],
-    )
+    wanted = scene.most_weights or ""
+
+    def named(option: str, text: str) -> Callable[[Source, ast.Call], list[Change]]:
+        return lambda source, call: [source.instead(k.value, text) for k in call.keywords if k.arg == option]
+
+    made = in_calls(scene, "autocast", named("dtype", f"torch.{wanted}"))
     short = {"bfloat16": "bf16"} if _device(scene) == "cpu" else {"bfloat16": "bf16", "float16": "fp16"}
     if made is not None or wanted not in short:
         return made
-    return in_calls(
-        scene,
-        "",
-        lambda source, call: [
-            source.instead(k.value, f'"{short[wanted]}"') for k in call.keywords if k.arg == "mixed_precision"
-        ],
-    )
+    return in_calls(scene, "", named("mixed_precision", f'"{short[wanted]}"'))
 
 
 def _device(scene: Scene) -> str:
@@ -629,58 +522,40 @@ def custom_function_decorators(scene: Scene) -> Changes | None:
     """Gives forward and backward of a custom function the decorators that carry the region over; takes them away where ``setup_context`` leaves no ctx for it."""
     for source in scene.program_files():
         changes: list[Change] = []
-        for node in source.every(ast.ClassDef):
-            if any(ast.unparse(base).endswith("Function") for base in node.bases):
-                changes += _decorated(source, node, _device(scene))
+        for cls in source.every(ast.ClassDef):
+            if not any(ast.unparse(base).endswith("Function") for base in cls.bases):
+                continue
+            methods = {one.name: one for one in cls.body if isinstance(one, ast.FunctionDef)}
+            for name, decorator in _DECORATORS.items():
+                if (method := methods.get(name)) is None:
+                    continue
+                given = [one for one in method.decorator_list if decorator in source.text(one)]
+                if "setup_context" in methods:
+                    changes += [source.without(one) for one in given]
+                elif not given:
+                    changes += source.before(method, f'@torch.amp.{decorator}(device_type="{_device(scene)}")')
         if changes:
             return (source, changes) if has_torch(source) else None
     return None
-
-
-def _decorated(source: Source, cls: ast.ClassDef, device: str) -> list[Change]:
-    """The changes of one class."""
-    methods = {one.name: one for one in cls.body if isinstance(one, ast.FunctionDef)}
-    lost = "setup_context" in methods
-    changes: list[Change] = []
-    for name, decorator in _DECORATORS.items():
-        if name in methods:
-            changes += _decoration(source, methods[name], decorator, "" if lost else device)
-    return changes
-
-
-def _decoration(source: Source, method: ast.FunctionDef, decorator: str, device: str) -> list[Change]:
-    """The decorator for ``device`` where the method lacks it; without a device, the decorator taken away."""
-    given = [one for one in method.decorator_list if decorator in source.text(one)]
-    if not device:
-        return [source.without(one) for one in given]
-    return source.before(method, f'@torch.amp.{decorator}(device_type="{device}")') if not given else []
 
 
 _DECORATORS = {"forward": "custom_fwd", "backward": "custom_bwd"}
 
 
 def without_integer_cast(scene: Scene) -> list[Changes]:
-    """Takes ``.to(other.dtype)`` away, which made integers of numbers, on the line that the finding names: a change for each."""
+    """Takes ``.to(other.dtype)`` away, which made integers of numbers, on the line that the finding names: a change for each; a dtype that is named stays."""
     found = scene.failing_line()
-    if found is None:
-        return []
-    calls = [node for node in found[0].on_line(found[1]) if isinstance(node, ast.Call)]
-    return [(found[0], changes) for call in calls if (changes := _cast_to_another(found[0], call))]
-
-
-def _cast_to_another(source: Source, call: ast.Call) -> list[Change]:
-    """``.to(other.dtype)`` taken away; empty for a dtype that is named."""
-    if not isinstance(call.func, ast.Attribute) or call.func.attr != "to" or not call.args:
-        return []
-    if not ast.unparse(call.args[0]).endswith(".dtype"):
-        return []
-    return [(_closed(source, source.end(call.func.value)), source.end(call), b"")]
-
-
-def _closed(source: Source, end: int) -> int:
-    """Behind the parenthesis that follows an expression, if one does."""
-    rest = source.data[end:]
-    return end + len(rest) - len(rest.lstrip().removeprefix(b")")) if rest.lstrip().startswith(b")") else end
+    ways: list[Changes] = []
+    for call in found[0].on_line(found[1]) if found is not None else ():
+        if found is None or not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            continue
+        if call.func.attr == "to" and call.args and ast.unparse(call.args[0]).endswith(".dtype"):
+            begin = found[0].end(call.func.value)
+            rest = found[0].data[begin:].lstrip()
+            if rest.startswith(b")"):  # what is cast stands in parentheses
+                begin = len(found[0].data) - len(rest) + 1
+            ways.append((found[0], [(begin, found[0].end(call), b"")]))
+    return ways
 
 
 def plain_linear_only(scene: Scene) -> Changes | None:
@@ -698,7 +573,7 @@ def plain_linear_only(scene: Scene) -> Changes | None:
 
 
 def dequantized_weights(scene: Scene) -> Changes | None:
-    """Unpacks the 4-bit weights that the program's own function multiplies with."""
+    """Unpacks the 4-bit weights of the finding's module that the program's own function multiplies with."""
     found = scene.failing_node()
     if found is None or found[2]:
         return None
@@ -706,18 +581,13 @@ def dequantized_weights(scene: Scene) -> Changes | None:
     imports = [
         one for one in source.tree.body if source.text(one).startswith(("import bitsandbytes", "from bitsandbytes"))
     ]
-    weights = _packed_in(scene, source, function_around(source, node))
+    packed = {f"self.{name}" for name, note in _inside(scene).items() if note.quant}
+    names = [one for one in ast.walk(function_around(source, node)) if isinstance(one, ast.Attribute)]
+    weights = [(one, text) for one in names if (text := source.text(one)) in packed]
     if not imports or not weights:
         return None
     unpacked = [source.instead(one, f"dequantize_4bit({text}, {text}.quant_state)") for one, text in weights]
     return source, [*source.before(imports[0], "from bitsandbytes.functional import dequantize_4bit"), *unpacked]
-
-
-def _packed_in(scene: Scene, source: Source, function: ast.AST) -> list[tuple[ast.expr, str]]:
-    """Where a method of the finding's module names packed weights of it, and how."""
-    packed = {f"self.{name}" for name, note in _inside(scene).items() if note.quant}
-    used = [(one, source.text(one)) for one in ast.walk(function) if isinstance(one, ast.Attribute)]
-    return [(one, text) for one, text in used if text in packed]
 
 
 def _inside(scene: Scene) -> dict[str, ParameterNote]:

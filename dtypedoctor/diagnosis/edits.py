@@ -18,9 +18,13 @@ from dtypedoctor.diagnosis.scene import Change, Changes, Scene, Source, may_be_s
 def edits_for(scene: Scene, makers: Sequence[str]) -> Iterator[tuple[tuple[Edit, ...], str]]:
     """The lines that each maker changes which sees what to change, and its name; where none does, no lines, and the name of what would help."""
     shown: set[tuple[Edit, ...]] = {()}
-    written = "cast-written" if _is_a_write(scene) else ""
+    # The operator that raised writes to one of its operands, whose dtype stays: so the others are cast, whichever is the odd one
+    op = scene.rejected
+    is_a_write = op is not None and scene.finding.id == "operand-dtype-mismatch" and (op.inplace or op.out_variant)
+    written = "cast-written" if is_a_write else ""
     for name in value_edits.fitting(scene, tuple(makers)):
-        for source, changes in _ways(MAKERS[name](scene)):
+        made = MAKERS[name](scene)
+        for source, changes in [made] if isinstance(made, tuple) else made or []:
             edits = _with_copies(scene, name, source, changes)
             if edits not in shown:
                 shown.add(edits)
@@ -29,34 +33,17 @@ def edits_for(scene: Scene, makers: Sequence[str]) -> Iterator[tuple[tuple[Edit,
         yield (), written
 
 
-def _ways(made: Changes | list[Changes] | None) -> list[Changes]:
-    """What a maker has made: one change, several of which each may be the right one, or none."""
-    return [made] if isinstance(made, tuple) else made or []
-
-
-def _is_a_write(scene: Scene) -> bool:
-    """Whether the operator that raised writes to one of its operands, whose dtype stays: so the others are cast, whichever is the odd one."""
-    op = scene.rejected
-    return op is not None and scene.finding.id == "operand-dtype-mismatch" and (op.inplace or op.out_variant)
-
-
 _OF_WEIGHTS = frozenset(
     {"set-float32", "cast-where-set", "cast-met-weights", "cast-weights-where-set", "weights-to-float32", "half-to-bfloat16", "half-to-float32", "bfloat16-to-float32"}
 )  # fmt: skip
 """Makers that give weights another dtype."""
 
 
-def _with_copies(scene: Scene, maker: str, source: Source, changes: list[Change]) -> tuple[Edit, ...]:
+def _with_copies(scene: Scene, maker: str, changed: Source, changes: list[Change]) -> tuple[Edit, ...]:
     """The changed lines, with those that keep copies of weights from sharing the storage of the weights, in other files of the program too."""
     dtypes = dtypes_in(changes) if maker in _OF_WEIGHTS else set()
-    edits = _checked(scene, source, [*changes, *still_copying(source, changes, dtypes)])
-    return edits + _elsewhere(scene, maker, source, dtypes) if edits and dtypes else edits
-
-
-def _elsewhere(scene: Scene, maker: str, changed: Source, dtypes: set[str]) -> tuple[Edit, ...]:
-    """What follows in the other files of the program from a change of one that gives weights these dtypes."""
-    edits: tuple[Edit, ...] = ()
-    for source in scene.imported_files():
+    edits = _checked(scene, changed, [*changes, *still_copying(changed, changes, dtypes)])
+    for source in scene.imported_files() if edits and dtypes else ():
         if source.path != changed.path:
             also = _ELSEWHERE[maker](source) if maker in _ELSEWHERE else []
             edits += _checked(scene, source, [*also, *still_copying(source, also, dtypes)])
@@ -72,7 +59,7 @@ _ELSEWHERE: dict[str, Callable[[Source], list[Change]]] = {
 
 
 def _checked(scene: Scene, source: Source, changes: list[Change]) -> tuple[Edit, ...]:
-    """The changed lines; empty where the result is no Python, or has a line that must not be shown."""
+    """The changed lines; empty where the file is no Python once they are applied one by one, or has a line that must not be shown."""
     file = scene.shown(source.path)
     # split as bytes: a text has more ends of lines than Python's source has, form feeds for one
     before = [line.decode() for line in source.data.splitlines()]
@@ -82,18 +69,11 @@ def _checked(scene: Scene, source: Source, changes: list[Change]) -> tuple[Edit,
         for number, old in enumerate(before, 1)
         if after.get(number, old) != old
     )
-    shown = all(may_be_shown(source, edit.line, edit.old, edit.new) for edit in edits)
-    return edits if shown and _parses(before, edits) else ()
-
-
-def _parses(lines: Sequence[str], edits: Iterable[Edit]) -> bool:
-    """Whether the file is Python once the edits are applied one by one."""
-    changed = {edit.line: edit.new for edit in edits}
     try:
-        ast.parse("\n".join(changed.get(number, line) for number, line in enumerate(lines, 1)))
+        ast.parse("\n".join(after.get(number, line) for number, line in enumerate(before, 1)))
     except (SyntaxError, ValueError, RecursionError):
-        return False
-    return True
+        return ()
+    return edits if all(may_be_shown(source, edit.line, edit.old, edit.new) for edit in edits) else ()
 
 
 def _lines_after(data: bytes, changes: Iterable[Change]) -> Mapping[int, str]:

@@ -5,15 +5,13 @@ import re
 from collections.abc import Iterator, Mapping
 
 from dtypedoctor.diagnosis.dtype_edits import half_in_float32
-from dtypedoctor.diagnosis.ops import MASKING, Mask, graph_of, mask_before, overload_free
+from dtypedoctor.diagnosis.ops import MASKING, graph_of, mask_before, overload_free
 from dtypedoctor.diagnosis.scene import (
-    ATOMS,
     Change,
     Changes,
     Scene,
     Source,
     cast,
-    function_around,
     has_torch,
     in_calls,
     names_a_module,
@@ -55,12 +53,19 @@ _IN_HALF = dict.fromkeys(("acos", "asin"), ".clamp(-0.99, 0.99)")
 
 def keep_in_domain(scene: Scene) -> list[Changes]:
     """Keeps the argument of what returned NaN or inf inside of its domain, on the line that the finding names: a change for each function that it may be."""
-    found = scene.failing_line()
+    found, dtype = scene.failing_line(), scene.finding.dtype
     if found is None:
         return []
     source, line = found
-    names = _names_of_operator(scene)
-    bounds = {name: bound for name, bound in _bounds(scene).items() if name in names}
+    # What the failing operator is called in Python, or the one that it differentiates
+    family = overload_free(scene.finding.op or "").rstrip("_")
+    here = (op for op in scene.trace.all(Op) if op.source == scene.finding.source)
+    names = {family, family.removesuffix("_backward"), *(name for op in here if (name := differentiated(op)))}
+    if family == "div":
+        names.add("sqrt")  # the backward pass of a square root divides by it
+    of_half = _IN_HALF if dtype in ("float16", "bfloat16") else {}
+    known = _ARGUMENT | of_half | (_IN_FLOAT16 if dtype == "float16" else {})
+    bounds = {name: bound for name, bound in known.items() if name in names}
     made = (_bounded(source, node, bounds, names) for node in source.on_line(line))
     return [(source, changes) for changes in made if changes]
 
@@ -97,22 +102,6 @@ def _operand(node: ast.expr | None) -> ast.expr | None:
         inner = next(iter(node.args), None) if names_a_module(node.func.value) else node.func.value
         return _operand(inner) if inner is None or ast.unparse(inner) not in ("self", "cls", *_NUMBERS) else node
     return node if isinstance(node, ast.Name | ast.Attribute | ast.Subscript | ast.Call) else None
-
-
-def _names_of_operator(scene: Scene) -> set[str]:
-    """What the failing operator is called in Python, or the one that it differentiates."""
-    family = overload_free(scene.finding.op or "").rstrip("_")
-    here = [op for op in scene.trace.all(Op) if op.source == scene.finding.source]
-    derived = {name for op in here if (name := differentiated(op))}
-    of_division = {"sqrt"} if family == "div" else set()  # the backward pass of a square root divides by it
-    return {family, family.removesuffix("_backward"), *derived, *of_division}
-
-
-def _bounds(scene: Scene) -> dict[str, str]:
-    """What bounds the arguments of functions in the dtype of the finding."""
-    dtype = scene.finding.dtype
-    half = _IN_HALF if dtype in ("float16", "bfloat16") else {}
-    return _ARGUMENT | half | (_IN_FLOAT16 if dtype == "float16" else {})
 
 
 _DIVISIONS = frozenset({"div", "divide", "true_divide"})
@@ -197,165 +186,100 @@ def _mean_of_labels(source: Source, node: ast.Call) -> list[Change]:
 _INFINITIES = frozenset({"float('-inf')", "-float('inf')", "-torch.inf", "-math.inf", "-np.inf", "-inf"})
 
 
-def _is_infinity(node: ast.expr) -> bool:
-    """Whether an expression is minus infinity, as a number or as a tensor of it alone."""
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.tensor" and node.args:
-        return _is_infinity(node.args[0])
-    return ast.unparse(node) in _INFINITIES
-
-
-def _infinities(source: Source, recorded: str = "") -> Iterator[tuple[ast.expr, str]]:
-    """What fills a tensor with minus infinity, and an expression of the dtype of that tensor: the one that was recorded where the tensor has no name."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            yield from _filled(source, node, node.func, recorded)
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript) and _is_infinity(node.value):
-            yield node.value, f"{source.text(node.targets[0].value)}.dtype"
-
-
-def _filled(source: Source, node: ast.Call, function: ast.Attribute, recorded: str) -> Iterator[tuple[ast.expr, str]]:
-    """``x.masked_fill(mask, -inf)``, ``torch.where(mask, x, -inf)``, ``torch.full(size, -inf)``."""
-    is_function = ast.unparse(function.value) == "torch"
-    given = node.args if is_function else [function.value, *node.args]
-    if len(given) < 2:
-        return
-    kept, value = sorted((given[-2 if function.attr == "where" and is_function else 0], given[-1]), key=_is_infinity)
-    if function.attr in _FILL and _is_infinity(value):
-        yield value, _dtype_of(source, kept, recorded)
-    elif function.attr == "full" and _is_infinity(value):
-        options = {keyword.arg: source.text(keyword.value) for keyword in node.keywords}
-        yield value, options.get("dtype", "torch.get_default_dtype()")
-
-
-_FILL = frozenset({"masked_fill", "masked_fill_", "full_like", "where"})
-"""Functions that put a value into a tensor of the dtype of another argument."""
-
-
-def _dtype_of(source: Source, node: ast.expr, recorded: str) -> str:
-    """An expression of the dtype of a tensor that calls nothing a second time; empty where there is none."""
-    if recorded and isinstance(node, ast.BinOp | ast.Call):
-        return recorded
-    if any(isinstance(part, ast.Call) for part in ast.walk(node)):
-        return ""
-    text = source.text(node)
-    return f"{text}.dtype" if isinstance(node, ATOMS) else f"({text}).dtype"
+def _infinities(source: Source) -> list[ast.expr]:
+    """What puts minus infinity into a tensor: an argument of a call, or what is assigned to elements."""
+    given = [
+        one for call in source.every(ast.Call) for one in (*call.args, *(option.value for option in call.keywords))
+    ]
+    given += [made.value for made in source.every(ast.Assign) if isinstance(made.targets[0], ast.Subscript)]
+    return [node for node in given if ast.unparse(node) in _INFINITIES]
 
 
 def finite_mask(scene: Scene) -> Changes | None:
-    """Masks with the smallest finite number of the dtype in the place of -inf, so that a row without any key stays finite.
+    """Masks with the smallest finite number of the narrowest dtype that the mask has in the place of -inf, so that a row without any key stays finite.
 
     That is on the line that has filled the mask, in whichever file; where that is not known, wherever the failing file fills one.
     """
-    mask = _mask(scene)
+    graph = graph_of(scene.trace)
+    here = (op for op in graph.ops if op.op == scene.finding.op and op.source == scene.finding.source)
+    mask = next(filter(None, (mask_before(graph, op) for op in here)), None)
     at = scene.line_at(mask.fill.source or "") if mask is not None else None
     source = at[0] if at is not None else scene.failing_file()
     if source is None or not has_torch(source):
         return None
-    filled = _fills_on(source, at[1], mask) if mask is not None and at is not None else dict(_infinities(source))
-    changes = [source.instead(value, f"torch.finfo({dtype}).min") for value, dtype in filled.items() if dtype]
+    values = _infinities(source)
+    if at is not None:
+        on_line = [node for node in ast.walk(source.tree) if isinstance(node, ast.expr) and _is_on(node, at[1])]
+        masking = [node for node in on_line if _masks(source, node)]
+        values = [node for node in masking if not any(node in ast.walk(one) for one in masking if one is not node)]
+    dtype = mask.narrowest if mask is not None else scene.finding.dtype
+    changes = [source.instead(value, f"torch.finfo(torch.{dtype}).min") for value in values]
     for keyword in source.every(ast.keyword):
         if keyword.arg == "key_padding_mask" and isinstance(keyword.value, ast.Name):
             changes += source.after(keyword.value, f" & ~{keyword.value.id}.all(-1, keepdim=True)")
     return some(source, changes)
 
 
-def _mask(scene: Scene) -> Mask | None:
-    """How the rows of -inf came before the failing operator."""
-    graph = graph_of(scene.trace)
-    here = (op for op in graph.ops if op.op == scene.finding.op and op.source == scene.finding.source)
-    return next(filter(None, (mask_before(graph, op) for op in here)), None)
-
-
-def _fills_on(source: Source, line: int, mask: Mask) -> dict[ast.expr, str]:
-    """What fills the mask in the statement on a line, each with the dtype that has to hold it: the narrowest that the mask is cast to."""
-    made_in = mask.fill.outputs[0].dtype
-    own = dict(_infinities(source, f"torch.{made_in}")) if mask.narrowest == made_in else {}
-    statement = next((node for node in source.every(ast.stmt) if _is_simple_on(node, line)), None)
-    inside = (node for node in ast.walk(statement) if isinstance(node, ast.expr)) if statement is not None else ()
-    values = [node for node in inside if _masks(source, node)]
-    inner = [node for node in values if not any(node in ast.walk(other) for other in values if other is not node)]
-    return {node: own.get(node) or _dtype_cast_to(source, node, mask) for node in inner}
-
-
-def _is_simple_on(node: ast.stmt, line: int) -> bool:
-    """Whether a statement that holds no others stands on a line."""
-    return not hasattr(node, "body") and node.lineno <= line <= (node.end_lineno or line)
+def _is_on(node: ast.expr, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or line)
 
 
 def _masks(source: Source, node: ast.expr) -> bool:
     """Whether an expression is -inf, a large negative number, or a variable of the file that is one."""
-    if not isinstance(node, ast.Name):
-        return _is_infinity(node) or _number_of(node) <= -MASKING
-    assignments = (one for one in source.tree.body if isinstance(one, ast.Assign))
-    made = [one.value for one in assignments if _names(one.targets[0], node.id)]
-    return len(made) == 1 and not isinstance(made[0], ast.Name) and _masks(source, made[0])
-
-
-def _number_of(node: ast.expr) -> float:
-    """The number that an expression is written as; 0 for any other."""
+    if isinstance(node, ast.Name):
+        assignments = (one for one in source.tree.body if isinstance(one, ast.Assign))
+        made = [one.value for one in assignments if _names(one.targets[0], node.id)]
+        return len(made) == 1 and not isinstance(made[0], ast.Name) and _masks(source, made[0])
     try:
-        return float(ast.literal_eval(node))
+        return ast.unparse(node) in _INFINITIES or float(ast.literal_eval(node)) <= -MASKING
     except (TypeError, ValueError, OverflowError, SyntaxError):
-        return 0.0
-
-
-def _dtype_cast_to(source: Source, node: ast.expr, mask: Mask) -> str:
-    """The parameter of the function that the mask is cast to, or else the dtype by its name."""
-    function = function_around(source, node)
-    names = {one.arg for one in ast.walk(function) if isinstance(one, ast.arg)}
-    calls = [call for call in ast.walk(function) if isinstance(call, ast.Call) and call.args]
-    casts = [ast.unparse(call.args[0]) for call in calls if source.text(call.func).endswith(".to")]
-    return next((name for name in casts if name in names), f"torch.{mask.narrowest}")
+        return False  # no number
 
 
 def finite_fill(scene: Scene) -> Changes | None:
     """A finite number in the place of -inf, where it is one of several values that are averaged."""
     source = scene.failing_file()
-    changes = [source.instead(value, "-1e4") for value, _ in _infinities(source)] if source is not None else []
-    return (source, changes) if source is not None and changes else None
+    return (
+        some(source, [source.instead(value, "-1e4") for value in _infinities(source)]) if source is not None else None
+    )
 
 
 def smaller_masks(scene: Scene) -> Changes | None:
     """Masks with an eighth of the smallest finite number, where the sum of several masks left the range of the dtype."""
-    places = [scene.line_at(op.source or "") for op in scene.trace.all(Op) if _made_infinity(op)]
-    for source, _ in filter(None, places):
-        texts = [(node, source.text(node)) for node in source.every(ast.Attribute)]
-        lows = [(node, text) for node, text in texts if text.startswith("torch.finfo(") and text.endswith(").min")]
-        return some(source, [source.instead(node, f"{text} / 8") for node, text in lows])
+    for op in scene.trace.all(Op):
+        made = any(t.num_neginf for t in op.outputs) and not any(t.num_neginf or t.num_posinf for t in op.inputs)
+        at = scene.line_at(op.source or "") if made and overload_free(op.op) == "add" else None
+        if at is not None:
+            texts = {node: at[0].text(node) for node in at[0].every(ast.Attribute)}
+            lows = (one for one in texts.items() if one[1].startswith("torch.finfo(") and one[1].endswith(").min"))
+            return some(at[0], [at[0].instead(node, f"{text} / 8") for node, text in lows])
     return None
-
-
-def _made_infinity(op: Op) -> bool:
-    """Whether a sum of finite numbers is -inf."""
-    is_sum = overload_free(op.op) in ("add", "add_")
-    return is_sum and any(t.num_neginf for t in op.outputs) and not any(t.num_neginf or t.num_posinf for t in op.inputs)
 
 
 def skip_batch(scene: Scene) -> list[Changes]:
     """Goes on with the next batch where one holds inf or NaN, in a loop that trains: a change for each such loop."""
     loops = [(s, loop) for s in scene.program_files() if has_torch(s) for loop in s.every(ast.For) if _trains(loop)]
-    return [(source, changes) for source, loop in loops if (changes := _skipping(source, loop))]
-
-
-def _skipping(source: Source, loop: ast.For) -> list[Change]:
-    names, first = _batch_of(source, loop)
-    if not names or first is None:
-        return []
-    batch = f"[{', '.join(names)}]"
-    if len(names) == 1:  # what a tokenizer returns is no dictionary that torch knows
-        batch = f"dict({names[0]}) if hasattr({names[0]}, 'keys') else {names[0]}"
-    leaves = f"x for x in torch.utils._pytree.tree_leaves({batch}) if torch.is_tensor(x)"
-    test = f"if not all(x.isfinite().all() for x in [{leaves}]):"
-    return source.before(first, test, "    continue  # inf or NaN in the data")
+    ways: list[Changes] = []
+    for source, loop in loops:
+        names, first = _batch_of(source, loop)
+        if not names or first is None:
+            continue
+        batch = f"[{', '.join(names)}]"
+        if len(names) == 1:  # what a tokenizer returns is no dictionary that torch knows
+            batch = f"dict({names[0]}) if hasattr({names[0]}, 'keys') else {names[0]}"
+        leaves = f"x for x in torch.utils._pytree.tree_leaves({batch}) if torch.is_tensor(x)"
+        test = f"if not all(x.isfinite().all() for x in [{leaves}]):"
+        ways.append((source, source.before(first, test, "    continue  # inf or NaN in the data")))
+    return [way for way in ways if way[1]]
 
 
 def _trains(loop: ast.For) -> bool:
     """Whether a loop itself, and none inside of it, makes backward passes."""
-    calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
-    inner = [node for node in ast.walk(loop) if isinstance(node, ast.For) and node is not loop]
-    return any(isinstance(node.func, ast.Attribute) and node.func.attr == "backward" for node in calls) and not any(
-        map(_trains, inner)
-    )
+    inside = list(ast.walk(loop))
+    attributes = {
+        node.func.attr for node in inside if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    return "backward" in attributes and not any(_trains(one) for one in inside[1:] if isinstance(one, ast.For))
 
 
 def _batch_of(source: Source, loop: ast.For) -> tuple[list[str], ast.stmt | None]:
@@ -385,14 +309,13 @@ def _stepped(scene: Scene) -> tuple[Source, ast.Expr, str] | None:
 def optimizer_after_model(scene: Scene) -> Changes | None:
     """Makes the optimizer after the last statement that gives the model another layer."""
     at = _stepped(scene)
-    if at is None:
-        return None
-    source, _, name = at
-    for made in source.every(ast.Assign):
-        following = _after_last_change(source, made, name) if ast.unparse(made.targets[0]) == name else None
-        moved = source.before(following, source.text(made)) if following is not None else []
+    for made in at[0].every(ast.Assign) if at is not None else ():
+        if at is None or ast.unparse(made.targets[0]) != at[2]:
+            continue
+        following = _after_last_change(at[0], made, at[2])
+        moved = at[0].before(following, at[0].text(made)) if following is not None else []
         if moved and made.lineno == made.end_lineno:
-            return source, [source.without(made), *moved]
+            return at[0], [at[0].without(made), *moved]
     return None
 
 
@@ -403,20 +326,15 @@ def _after_last_change(source: Source, made: ast.Assign, name: str) -> ast.stmt 
     """
     call = made.value
     model = ast.unparse(call.args[0]).partition(".")[0] if isinstance(call, ast.Call) and call.args else ""
-    later = _behind(source, made)
+    blocks = [source.tree.body, *(function.body for function in source.every(ast.FunctionDef))]
+    block = next((block for block in blocks if made in block), [])
+    later = block[block.index(made) + 1 :] if block else []
     changing = [
         n for n, one in enumerate(later[:-1]) if isinstance(one, ast.Assign) and _belongs(one.targets[0], model)
     ]
     if not changing or any(_names(one, name) for one in later[: changing[-1] + 1]):
         return None
     return later[changing[-1] + 1]
-
-
-def _behind(source: Source, statement: ast.stmt) -> list[ast.stmt]:
-    """The statements behind one in its block, which is that of the file or of a function."""
-    blocks = [source.tree.body, *(function.body for function in source.every(ast.FunctionDef))]
-    block = next((block for block in blocks if statement in block), [statement])
-    return block[block.index(statement) + 1 :]
 
 
 def _names(node: ast.AST, name: str) -> bool:
@@ -451,8 +369,12 @@ def counter_in_tensor(scene: Scene) -> Changes | None:
     """Keeps a number that changes, and that compiled code depends on, in a tensor."""
     counted = _counters(scene)
     for source in scene.program_files():
-        values = [node.value for node in source.every(ast.Assign) if _sets(node.targets[0], counted)]
-        values = [one for one in values if not (isinstance(one, ast.Constant) and isinstance(one.value, str))]
+        values = []
+        for made in source.every(ast.Assign):
+            target, value = made.targets[0], made.value
+            is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
+            if isinstance(target, ast.Attribute) and target.attr in counted and not is_text:
+                values.append(value)
         if values and has_torch(source):
             return source, [source.instead(value, f"torch.tensor({source.text(value)})") for value in values]
     return None
@@ -461,11 +383,6 @@ def counter_in_tensor(scene: Scene) -> Changes | None:
 def _counters(scene: Scene) -> set[str]:
     """The attributes that compiled code was compiled anew for."""
     return {name for text in scene.finding.evidence for name in _COUNTER.findall(text)}
-
-
-def _sets(target: ast.expr, names: set[str]) -> bool:
-    """Whether ``target`` is an attribute of one of these names."""
-    return isinstance(target, ast.Attribute) and target.attr in names
 
 
 def without_scaler(scene: Scene) -> Changes | None:
@@ -523,15 +440,13 @@ def _updating(scene: Scene) -> tuple[Source, ast.stmt, str] | None:
     source, line = at
     inside = (node for node in ast.walk(source.tree) if isinstance(node, ast.Expr | ast.Assign | ast.AugAssign))
     statements = [node for node in inside if node.lineno <= line <= (node.end_lineno or 0)]
-    return (source, statements[-1], _holder(source, statements[-1])) if statements else None
-
-
-def _holder(source: Source, statement: ast.Expr | ast.Assign | ast.AugAssign) -> str:
-    """What holds the tensors that a statement updates: ``shadow`` for the variable ``s`` of ``for s, p in zip(shadow, parameters)``."""
-    holder = _updated(statement)
-    for loop in reversed(source.around(statement, ast.For)):
+    if not statements:
+        return None
+    # ``shadow`` for the variable ``s`` of ``for s, p in zip(shadow, parameters)``
+    holder = _updated(statements[-1])
+    for loop in reversed(source.around(statements[-1], ast.For)):
         holder = next((over for name, over in _pairs(loop) if ast.unparse(holder) == name), holder)
-    return ast.unparse(holder)
+    return source, statements[-1], ast.unparse(holder)
 
 
 def _updated(statement: ast.Expr | ast.Assign | ast.AugAssign) -> ast.expr:
@@ -583,37 +498,24 @@ def _made(source: Source, holder: str) -> Iterator[ast.expr]:
 def _in_float32(source: Source, value: ast.expr) -> list[Change]:
     """The dtypes that an expression names become float32; where it names none, each tensor that it makes is cast."""
     named = [change for node in ast.walk(value) for change in half_in_float32(source, node)]
-    return named or [change for one in _elements(value) for change in source.after(one, ".float()")]
-
-
-def _elements(value: ast.expr) -> list[ast.expr]:
-    """The tensors that an expression makes; none where it makes no tensor that is seen, an empty list say."""
-    if isinstance(value, ast.DictComp):
-        return _elements(value.value)
-    if isinstance(value, ast.ListComp):
-        return _elements(value.elt)
-    clones = isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] in (
-        "clone",
-        "deepcopy",
-        "zeros_like",
-    )
-    return [value] if clones else []
+    made = value
+    while isinstance(made, ast.DictComp | ast.ListComp):
+        made = made.value if isinstance(made, ast.DictComp) else made.elt
+    # An empty list, say, is no tensor
+    called = ast.unparse(made.func).rpartition(".")[2] if isinstance(made, ast.Call) else ""
+    return named or (list(source.after(made, ".float()")) if called in ("clone", "deepcopy", "zeros_like") else [])
 
 
 def _in_place_of_half(source: Source, statement: ast.stmt) -> list[Change]:
-    """The line itself: what it casts to half precision is float32, and ``lerp_`` gets the dtype of what it writes to."""
+    """The line itself: what it casts to half precision is float32, and ``lerp_``, which takes one dtype only, gets that of what it writes to."""
     changes = [change for node in ast.walk(statement) for change in half_in_float32(source, node)]
-    calls = [
-        node for node in ast.walk(statement) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    ]
-    return changes or [change for call in calls for change in _lerp(source, call, ast.unparse(call.func))]
-
-
-def _lerp(source: Source, call: ast.Call, function: str) -> list[Change]:
-    """``lerp_`` takes one dtype only, where other operators promote."""
-    if function.endswith("._foreach_lerp_") and len(call.args) > 1:
-        return [source.instead(call.args[1], f"[t.float() for t in {source.text(call.args[1])}]")]
-    return source.after(call.args[0], ".float()") if function.endswith(".lerp_") and call.args else []
+    for call in ast.walk(statement) if not changes else ():
+        function = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+        if isinstance(call, ast.Call) and function.endswith("._foreach_lerp_") and len(call.args) > 1:
+            changes.append(source.instead(call.args[1], f"[t.float() for t in {source.text(call.args[1])}]"))
+        elif isinstance(call, ast.Call) and function.endswith(".lerp_") and call.args:
+            changes += source.after(call.args[0], ".float()")
+    return changes
 
 
 def _swapped_in(source: Source, holder: str) -> Iterator[Change]:
