@@ -85,9 +85,8 @@ def with_tie_breakers(finding: Finding, trace: Trace) -> Finding:
     """The finding, with the ablations that would settle something about it behind the fixes."""
     if finding.severity is Severity.INFO:
         return finding
-    offered = [
-        name for name in TIE_BREAKERS if name in spec_of(finding.id).ablations and TIE_BREAKERS[name](finding, trace)
-    ]
+    wanted = spec_of(finding.id).ablations
+    offered = [name for name, tells in TIE_BREAKERS.items() if name in wanted and tells(finding, trace)]
     return replace(finding, remedies=tuple(dict.fromkeys((*finding.remedies, *offered))))
 
 
@@ -97,26 +96,18 @@ def _autocast(finding: Finding, trace: Trace) -> bool:
     return finding.dtype in dtypes if spec_of(finding.id).fits_wider_dtype else bool(dtypes)
 
 
-def _fused_attention(finding: Finding, trace: Trace) -> bool:
-    """A fused kernel shows nothing of what is inside it, and has arithmetic of its own."""
-    return finding.op is not None and FUSED.search(finding.op) is not None
-
-
 def _compiled(finding: Finding, trace: Trace) -> bool:
     """With every operator on record nothing is compiled, so a finding from such a trace is not the compiler's."""
     compiled = any(seen.what.unique_graphs for seen in trace.observed(CompileCounts))
     return compiled and finding.severity is Severity.ERROR
 
 
-def _scaled(finding: Finding, trace: Trace) -> bool:
-    """A gradient leaves the range by itself, or because the loss was multiplied."""
-    return bool(trace.all(ScalerState))
-
-
 TIE_BREAKERS: Mapping[str, Callable[[Finding, Trace], bool]] = {
     "autocast-off": _autocast,
-    "eager-attention": _fused_attention,
+    # a fused kernel shows nothing of what is inside it, and has arithmetic of its own
+    "eager-attention": lambda finding, trace: FUSED.search(finding.op or "") is not None,
     "compile-off": _compiled,
-    "loss-scale-one": _scaled,
+    # a gradient leaves the range by itself, or because the loss was multiplied
+    "loss-scale-one": lambda finding, trace: bool(trace.all(ScalerState)),
 }
 """By ablation, whether the trace has what it takes away; which findings it settles something about, their specs say."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,7 @@ class StaticTensor:
     @property
     def elements(self) -> int:
         """Number of elements."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +159,12 @@ def noted(name: str, trace: Trace, intent: Intent) -> Subject:
     return Subject(
         name=name,
         tensors=tuple(
-            StaticTensor(name=note.name, dtype=note.dtype, shape=tuple(note.shape), trainable=_trainable(note))
+            StaticTensor(
+                name=note.name,
+                dtype=note.dtype,
+                shape=tuple(note.shape),
+                trainable=note.requires_grad and not note.buffer,
+            )
             for note in notes.values()
         ),
         quant_states=tuple(
@@ -178,10 +181,6 @@ def noted(name: str, trace: Trace, intent: Intent) -> Subject:
         loaded=True,
         intent=intent,
     )
-
-
-def _trainable(note: ParameterNote) -> bool:
-    return note.requires_grad and not note.buffer
 
 
 def cached(model_id: str) -> Path | None:
@@ -209,42 +208,25 @@ def kept_in_float32(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
     The lists of all classes in the model's file are joined, since a model is made of several of them.
     """
-    kind = config.get("model_type")
-    source = _source(kind) if isinstance(kind, str) and kind.isidentifier() else None
-    return _lists(source) if source is not None else {}
-
-
-def _source(kind: str) -> Path | None:
-    package = find_spec("transformers")
-    if package is None or package.origin is None:
-        return None
-    path = Path(package.origin).parent / "models" / kind / f"modeling_{kind}.py"
-    return path if path.is_file() else None
+    kind, package = config.get("model_type"), find_spec("transformers")
+    if not (isinstance(kind, str) and kind.isidentifier()) or package is None or package.origin is None:
+        return {}
+    source = Path(package.origin).parent / "models" / kind / f"modeling_{kind}.py"
+    return _lists(source) if source.is_file() else {}
 
 
 @cache
 def _lists(source: Path) -> dict[str, tuple[str, ...]]:
     found: dict[str, list[str]] = {}
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ClassDef):
-            for statement in node.body:
-                name, values = _assigned(statement)
-                if name in LISTS:
-                    found.setdefault(name, []).extend(values)
+    classes = (
+        node for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)
+    )
+    for statement in (statement for node in classes for statement in node.body if isinstance(statement, ast.Assign)):
+        name = ast.unparse(statement.targets[0])
+        if name in LISTS and isinstance(statement.value, ast.List | ast.Set | ast.Tuple):
+            texts = (part.value for part in statement.value.elts if isinstance(part, ast.Constant))
+            found.setdefault(name, []).extend(text for text in texts if isinstance(text, str))
     return {name: tuple(dict.fromkeys(values)) for name, values in found.items() if values}
-
-
-def _assigned(statement: ast.stmt) -> tuple[str, list[str]]:
-    """Name and value of ``name = ["text", …]``; an empty name for anything else."""
-    if not (isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)):
-        return "", []
-    try:
-        value = ast.literal_eval(statement.value)
-    except ValueError:
-        return "", []
-    return statement.targets[0].id, [text for text in value or () if isinstance(text, str)] if isinstance(
-        value, (list, set, tuple)
-    ) else []
 
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -277,9 +259,10 @@ def read_checkpoint(path: Path, intent: Intent | None = None) -> Subject:
     entries = [entry for file in files for entry in read_entries(file)]
     config = _json(folder / CONFIG)
     quantized = {entry.name.partition(STATE)[0] for entry in entries if STATE in entry.name}
+    parts = {f"{name}{part}" for name in quantized for part in STATE_PARTS}
     return Subject(
         name=str(path),
-        tensors=tuple(_tensor(entry) for entry in entries if not _is_part(entry.name, quantized)),
+        tensors=tuple(_tensor(entry) for entry in entries if STATE not in entry.name and entry.name not in parts),
         quant_states=tuple(_quant_states(entries)),
         config=config,
         adapter=_json(folder / ADAPTER) if (folder / ADAPTER).is_file() else None,
@@ -299,12 +282,6 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{path}: holds no settings")
     return value
-
-
-def _is_part(name: str, quantized: set[str]) -> bool:
-    if STATE in name:
-        return True
-    return any(name.endswith(part) and name.removesuffix(part) in quantized for part in STATE_PARTS)
 
 
 def _tensor(entry: Entry) -> StaticTensor:
@@ -332,14 +309,6 @@ def _quant_states(entries: list[Entry]) -> Iterator[QuantState]:
             raise UsageError(f"{entry.file}: {entry.name} is no quantization state ({reason(error)})") from error
 
 
-def _shards(index: Path) -> set[str]:
-    """The files that an index names."""
-    named = _json(index).get("weight_map", {})
-    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
-        raise UsageError(f"{index}: weight_map is no mapping of tensors to files", "Download it again.")
-    return set(named.values())
-
-
 def _cut(entries: list[Entry]) -> Iterator[str]:
     """A header is whole long before its file is: what it names says something, what is not there cannot be loaded."""
     for file in sorted({entry.file for entry in entries if entry.cut}):
@@ -354,10 +323,12 @@ def _gaps(folder: Path, files: list[Path]) -> Iterator[str]:
     if pickled:
         yield f"{', '.join(pickled[:3])}: a pickle, which is code and cannot be read without running it"
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        missing = sorted(_shards(index) - {file.name for file in files})
-        if missing:
-            yield f"{', '.join(missing[:3])}: named in the index and not there"
+    named = _json(index).get("weight_map", {})
+    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+        raise UsageError(f"{index}: weight_map is no mapping of tensors to files", "Download it again.")
+    missing = sorted(set(named.values()) - {file.name for file in files})
+    if missing:
+        yield f"{', '.join(missing[:3])}: named in the index and not there"
     if not files:
         yield "weights: there is no safetensors file"
     if not (folder / CONFIG).is_file() and not (folder / ADAPTER).is_file():

@@ -10,15 +10,15 @@ tests for and replaces.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from dtypedoctor.diagnosis.ops import Ancestry, OpGraph, all_finite, ancestry, graph_of, has_nan, nonfinite
+from dtypedoctor.diagnosis.ops import OpGraph, all_finite, ancestry, graph_of, has_nan, nonfinite
 from dtypedoctor.diagnosis.wording import OF_NO_TENSOR, is_own_statement, own_line, type_of
 from dtypedoctor.dtypes import DTYPES, parts_of
-from dtypedoctor.trace.events import Caught, Observed, Op, Raised, Sample, ScalerState, Site
+from dtypedoctor.trace.events import Observed, Op, Raised, Sample, ScalerState, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import NonfiniteReached
 
@@ -57,59 +57,49 @@ class Reached:
 
 def reached(trace: Trace) -> Iterator[Reached]:
     """The values that got to an end that counts, in order."""
-    failed = _failed_assertions(trace)
-    everything = [_as_guard(seen, failed) for seen in trace.observed(NonfiniteReached)]
-    found = [seen for seen in everything if seen.what.what in ENDS]
+    raised, graph = trace.last(Raised), graph_of(trace)
+    failed_at = own_line(raised) if raised is not None and raised.type == "AssertionError" else None
+    # An assertion that has ended the program has not accepted the value, and is a guard
+    everything = [
+        replace(seen, what=replace(seen.what, what="guard"))
+        if seen.what.what == "asserted" and failed_at is not None and failed_at == seen.what.source
+        else seen
+        for seen in trace.observed(NonfiniteReached)
+    ]
     tested = {seen.what.id for seen in everything if seen.what.what in _TESTS}
-    trained = _finite_losses(trace)
+    trained = max((s.n for s, site in trace.measured() if s.finite and site.kind == "loss"), default=-1)
     skipped = {state.step for state in trace.all(ScalerState) if state.skipped}
-    for seen in found:
-        if not _is_left_out(seen, tested, trained) and _is_failure(graph_of(trace), seen, skipped):
+    for seen in everything:
+        end = seen.what.what
+        # The program tests for it: that it leaves torch, or is still there at the end, is meant then, or the training goes on from finite losses
+        is_meant = (end in _AFTER_A_TEST and seen.what.id in tested) or (end == "guard" and trained > seen.n)
+        if end in ENDS and not is_meant and _is_failure(graph, seen, skipped):
             yield Reached(seen)
 
 
-def _failed_assertions(trace: Trace) -> set[str | None]:
-    """The lines of the assertions that have ended the program, or a test."""
-    ended = [trace.last(Raised), *(caught for caught in trace.all(Caught) if caught.ending)]
-    return {own_line(one) for one in ended if one is not None and one.type == "AssertionError"}
-
-
-def _as_guard(seen: Observed[NonfiniteReached], failed: Collection[str | None]) -> Observed[NonfiniteReached]:
-    """What reached an end; an assertion that has failed has not accepted it, and is a guard."""
-    has_failed = seen.what.what == "asserted" and seen.what.source in failed
-    return replace(seen, what=replace(seen.what, what="guard")) if has_failed else seen
-
-
-def _is_left_out(seen: Observed[NonfiniteReached], tested: Collection[int], trained: Iterable[int]) -> bool:
-    """Whether the program tests for the value: that it leaves torch, or is still there at the end, is meant then, or the training goes on from finite losses."""
-    if seen.what.what in _AFTER_A_TEST:
-        return seen.what.id in tested
-    return seen.what.what == "guard" and any(n > seen.n for n in trained)
-
-
 def _is_failure(graph: OpGraph, seen: Observed[NonfiniteReached], skipped: Collection[int]) -> bool:
-    """Whether a value is wrong where it got to; of one that no op is known to have made, only NaN that is read as a number.
-
-    A program that tests for 0/0, or computes with it no more, and goes on to its end has meant it, where nothing in half precision has led there.
-    """
-    last = behind(graph, seen)
-    is_idle = seen.what.what in ("guard", "unused") and graph.trace.last(Raised) is None
-    if last is not None and is_idle and not _saw_half(graph, last):
+    """Whether a value is wrong where it got to; of one that no op is known to have made, only NaN that is read as a number."""
+    last, end = behind(graph, seen), seen.what.what
+    if last is None:
+        return end == "item" and seen.what.value == "nan" and seen.step not in skipped
+    # A program that tests for 0/0, or computes with it no more, and goes on to its end has meant it, where nothing in half precision has led there
+    is_idle = end in ("guard", "unused") and graph.trace.last(Raised) is None
+    if is_idle and not _saw_half(graph, last):
         return False
-    if last is not None:
-        return _counts(graph, seen, last, skipped)
-    return seen.what.what == "item" and seen.what.value == "nan" and seen.step not in skipped
+    found = ancestry(graph, last)
+    if found.given and not found.computed and last.step in skipped:
+        return False  # of gradients, and the scaler has found it
+    if not found.computed and not found.nan_makers:
+        return end == "item" and seen.step not in skipped and any(has_nan(tensor) for _, tensor in found.given)
+    if not found.computed and seen.what.value != "nan":
+        return False
+    return end == "item" or end in LEAVING or not _is_replaced(graph, last)
 
 
 def _saw_half(graph: OpGraph, last: Op) -> bool:
     """Whether any op up to ``last`` used or made a tensor in less than float32."""
     tensors = (tensor for op in graph.ops if op.n <= last.n for tensor in (*op.inputs, *op.outputs))
     return any(DTYPES[parts_of(t.dtype)].bits < DTYPES["float32"].bits for t in tensors if parts_of(t.dtype) in DTYPES)
-
-
-def _finite_losses(trace: Trace) -> list[int]:
-    """When backward passes began at a loss that is finite."""
-    return [sample.n for sample, site in trace.measured() if sample.finite and site.kind == "loss"]
 
 
 def behind(graph: OpGraph, seen: Observed[NonfiniteReached]) -> Op | None:
@@ -125,25 +115,6 @@ def links(trace: Trace, numbers: Collection[int], call: int) -> Iterator[Observe
             what == "call" and seen.call == call and seen.what.value != "-inf" and seen.n < min(numbers)
         ):
             yield seen
-
-
-def _counts(graph: OpGraph, seen: Observed[NonfiniteReached], last: Op, skipped: Collection[int]) -> bool:
-    what = seen.what.what
-    found = ancestry(graph, last)
-    if not found.computed and not _counts_as_given(found, seen, last, skipped):
-        return False
-    if not found.computed and not found.nan_makers:
-        return True
-    return what == "item" or what in LEAVING or not _is_replaced(graph, last)
-
-
-def _counts_as_given(found: Ancestry, seen: Observed[NonfiniteReached], last: Op, skipped: Collection[int]) -> bool:
-    """Whether a value matters that operators have only been given, or have made NaN of: not one of gradients that the scaler has found."""
-    if found.given and last.step in skipped:
-        return False
-    if found.nan_makers:
-        return seen.what.value == "nan"
-    return seen.what.what == "item" and seen.step not in skipped and any(has_nan(tensor) for _, tensor in found.given)
 
 
 def _is_replaced(graph: OpGraph, last: Op) -> bool:
@@ -276,15 +247,13 @@ def looks_like_a_mask(trace: Trace, incident: Incident) -> bool:
 
     Scores that are masked for a sampler look so. What overflows as a whole leaves no finite value.
     """
-    samples = [(sample, trace.sites[sample.site]) for sample in incident.samples]
-    return bool(samples) and all(_is_masked(*one) for one in samples) and _refused(trace) is None
-
-
-def _is_masked(sample: Sample, site: Site) -> bool:
-    if site.kind != "output" or sample.num_nan or site.dtype not in DTYPES:
-        return False
-    mostly = sample.num_inf >= MASKED * prod(site.shape)
-    return mostly and 0 < sample.absmax < FAR * DTYPES[site.dtype].max
+    for sample in incident.samples:
+        site = trace.sites[sample.site]
+        if site.kind != "output" or sample.num_nan or site.dtype not in DTYPES:
+            return False
+        if sample.num_inf < MASKED * prod(site.shape) or not 0 < sample.absmax < FAR * DTYPES[site.dtype].max:
+            return False
+    return bool(incident.samples) and _refused(trace) is None
 
 
 def _refused(trace: Trace) -> Raised | None:
@@ -310,6 +279,24 @@ class _Consequences:
         self._bad = bad
         self._refused = refused
 
+        # For each step with something bad the gradients that its optimizer was given and when its backward passes began, and for each such call
+        # the module that returned last: the outermost one
+        self._used: dict[int, list[Sample]] = {sample.step: [] for sample, _ in bad}
+        self._losses: dict[int, list[int]] = {sample.step: [] for sample, _ in bad}
+        self._backward: dict[int, int] = {}
+        self._results: dict[tuple[int, int], tuple[int, str]] = {}
+        for sample, site in trace.measured():
+            if sample.step not in self._used:
+                continue
+            if site.kind == "grad":
+                self._used[sample.step].append(sample)
+            elif site.kind == "loss":
+                self._losses[sample.step].append(sample.n)
+            elif site.kind == "output":
+                self._results[sample.step, sample.call] = (site.root, site.fqn)
+            if site.kind in GRADIENTS or site.kind == "loss":
+                self._backward[sample.step] = sample.n
+
     def that_matter(self) -> Iterator[Incident]:
         """The bad values that matter, by call and phase."""
         groups: dict[tuple[int, int, str], list[tuple[Sample, Site]]] = {}
@@ -322,20 +309,25 @@ class _Consequences:
 
     def _matters(self, sample: Sample, site: Site) -> bool:
         if site.kind in GRADIENTS:
-            return not self._is_thrown_away(sample) and not self._is_mended(sample, site)
+            # A gradient that a backward pass has left may have been mended when the optimizer gets it
+            used = [gradient for gradient in self._used[sample.step] if gradient.n > sample.n]
+            is_mended = site.kind == "accumulated" and bool(used) and all(gradient.finite for gradient in used)
+            return not is_mended and not self._is_thrown_away(sample)
         if site.kind in ("loss", "param"):
             return True
-        if self._backward.get(sample.step, -1) > sample.n:
-            return self._spoils_training(sample)
-        return self._is_returned(sample) or (self._refused is not None and self._refused.n > sample.n)
-
-    def _spoils_training(self, sample: Sample) -> bool:
-        return any(
-            later.n > sample.n
-            and later.step == sample.step
-            and (site.kind in ("loss", "param") or (site.kind in GRADIENTS and not self._is_thrown_away(later)))
-            for later, site in self._bad
+        later = [(other, where) for other, where in self._bad if other.n > sample.n and other.step == sample.step]
+        if self._backward.get(sample.step, -1) > sample.n:  # the step trains on it
+            return any(
+                where.kind in ("loss", "param") or (where.kind in GRADIENTS and not self._is_thrown_away(other))
+                for other, where in later
+            )
+        # Something bad is in what the outermost call returns, or was refused
+        result = self._results.get((sample.step, sample.call))
+        is_returned = any(
+            other.call == sample.call and where.kind == "output" and (where.root, where.fqn) == result
+            for other, where in [(sample, site), *later]
         )
+        return is_returned or (self._refused is not None and self._refused.n > sample.n)
 
     def _is_thrown_away(self, sample: Sample) -> bool:
         """Whether no optimizer gets what is wrong with a gradient: a scaler skips the step, or the program's own code does,
@@ -343,63 +335,9 @@ class _Consequences:
         exception about something else, before its scaler had looked at the gradients, is one that nothing has used either."""
         if sample.step in self._healed or sample.step == self._left_to_the_scaler:
             return True
-        used = self._used.get(sample.step, [])
-        begun = any(sample.n < n < used[0].n for n in self._losses.get(sample.step, ())) if used else False
+        used = self._used[sample.step]
+        begun = any(sample.n < n < used[0].n for n in self._losses[sample.step]) if used else False
         return begun and all(gradient.finite for gradient in used)
-
-    def _is_mended(self, sample: Sample, site: Site) -> bool:
-        """Whether the gradients that a backward pass has left are all finite when the optimizer gets them."""
-        used = [gradient for gradient in self._used.get(sample.step, []) if gradient.n > sample.n]
-        return site.kind == "accumulated" and bool(used) and all(gradient.finite for gradient in used)
-
-    def _is_returned(self, sample: Sample) -> bool:
-        """Whether something bad is in what the outermost call returns."""
-        here = (sample.step, sample.call)
-        result = self._results.get(here)
-        return any(
-            later.n >= sample.n and (later.step, later.call) == here and (site.root, site.fqn) == result
-            for later, site in self._bad
-            if site.kind == "output"
-        )
-
-    @cached_property
-    def _backward(self) -> dict[int, int]:
-        """For each step with something bad the number of the last sample that a backward pass left."""
-        steps = {sample.step for sample, _ in self._bad}
-        kinds = GRADIENTS | {"loss"}
-        return {s.step: s.n for s in self._trace.samples if s.step in steps and self._kind(s) in kinds}
-
-    @cached_property
-    def _used(self) -> dict[int, list[Sample]]:
-        """For each step with something bad the gradients that its optimizer was given, in order."""
-        return self._of_bad_steps("grad")
-
-    @cached_property
-    def _losses(self) -> dict[int, list[int]]:
-        """For each step with something bad when its backward passes began."""
-        return {step: [sample.n for sample in samples] for step, samples in self._of_bad_steps("loss").items()}
-
-    def _of_bad_steps(self, kind: str) -> dict[int, list[Sample]]:
-        found: dict[int, list[Sample]] = {sample.step: [] for sample, _ in self._bad}
-        for sample in self._trace.samples:
-            if sample.step in found and self._kind(sample) == kind:
-                found[sample.step].append(sample)
-        return found
-
-    @cached_property
-    def _results(self) -> dict[tuple[int, int], tuple[int, str]]:
-        """For each call with something bad the module that returned last: the outermost one."""
-        calls = {(sample.step, sample.call) for sample, _ in self._bad}
-        last: dict[tuple[int, int], tuple[int, str]] = {}
-        for s in self._trace.samples:
-            if (s.step, s.call) in calls and self._kind(s) == "output":
-                site = self._trace.sites[s.site]
-                last[s.step, s.call] = (site.root, site.fqn)
-        return last
-
-    def _kind(self, sample: Sample) -> str:
-        site = self._trace.sites.get(sample.site)
-        return site.kind if site is not None else ""
 
     @cached_property
     def _left_to_the_scaler(self) -> int | None:
@@ -407,7 +345,7 @@ class _Consequences:
         raised, states = self._trace.last(Raised), self._trace.all(ScalerState)
         if raised is None or self._refused is not None or not states or states[-1].step >= raised.step:
             return None
-        stepped = any(s.step == raised.step and self._kind(s) == "param" for s in self._trace.samples)
+        stepped = any(s.step == raised.step and site.kind == "param" for s, site in self._trace.measured())
         return None if stepped else raised.step
 
     @cached_property

@@ -4,8 +4,8 @@ Read in this order: experiments on attention, values that rounding made 0, the o
 incidents are failures.
 """
 
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
 from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, behind, incidents, links, unsettled
@@ -18,87 +18,59 @@ from dtypedoctor.diagnosis.ops import (
     has_nan,
     last_bad_before,
     nonfinite,
+    numbers,
     only_negative_inf,
     overload_free,
 )
 from dtypedoctor.diagnosis.wording import limit_of, operators_were_seen
 from dtypedoctor.dtypes import DTYPES
-from dtypedoctor.trace.events import Op, Replay, Sample, ScalerState, TensorNote
+from dtypedoctor.trace.events import Op, Replay, ScalerState, TensorNote
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import AttentionReplayed, EagerCall, RoundedBefore
 
 SDPA = "torch.nn.functional.scaled_dot_product_attention"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class AttentionExperiment:
-    """Attention that was written out in steps, run again on the same operands.
+    """Attention that was written out in steps, run again on the same operands: what its record shows."""
 
-    Attributes:
-        nan_rows: rows that the program's own softmax made NaN.
-        unattended: those of them in which its mask leaves nothing to look at.
-        exact_finite: whether the softmax is finite with scores in float32.
-        unmasked_finite: whether it is without the mask.
-        sdpa_finite, sdpa_absmax: what fused attention returns.
-    """
-
-    nan_rows: int
-    unattended: int
-    exact_finite: bool
-    unmasked_finite: bool
-    sdpa_finite: bool
-    sdpa_absmax: float
+    what: AttentionReplayed
 
     @property
     def is_of_the_mask(self) -> bool:
         """Whether every row that is NaN is one in which everything is masked."""
-        return self.unattended == self.nan_rows and self.unmasked_finite
+        return self.what.unattended == self.what.nan_rows and self.what.unmasked_finite
 
     @property
     def is_of_the_scores(self) -> bool:
         """Whether keeping the scores in float32 is all that it takes."""
-        return self.exact_finite and self.sdpa_finite and self.unattended < self.nan_rows
+        what = self.what
+        return what.exact_finite and what.sdpa_finite and what.unattended < what.nan_rows
 
     @property
     def evidence(self) -> tuple[str, ...]:
         """What was measured, in sentences."""
-        rows = f"The softmax makes {self.nan_rows} rows NaN; in {self.unattended} of them the mask leaves nothing."
+        what = self.what
+        rows = f"The softmax makes {what.nan_rows} rows NaN; in {what.unattended} of them the mask leaves nothing."
         if self.is_of_the_mask:
             return (rows, "With the same scores and no mask it is finite.")
         if self.is_of_the_scores:
             return (
-                f"The same queries, keys, values, scale and mask through {SDPA} are finite, absmax {self.sdpa_absmax:.6g}.",
+                f"The same queries, keys, values, scale and mask through {SDPA} are finite, absmax {what.sdpa_absmax:.6g}.",
             )
         return (rows,)
 
 
 def attention_experiment(trace: Trace, op: Op) -> AttentionExperiment | None:
     """The experiment on the attention that ``op`` is the product of queries and keys of, or the softmax; None without one."""
-    for seen in trace.observed(AttentionReplayed):
-        what = seen.what
-        if op.n in (what.scores, what.softmax):
-            return AttentionExperiment(
-                **{field.name: getattr(what, field.name) for field in fields(AttentionExperiment)}
-            )
-    return None
+    made = (seen.what for seen in trace.observed(AttentionReplayed) if op.n in (seen.what.scores, seen.what.softmax))
+    return next(map(AttentionExperiment, made), None)
 
 
 def rounded_before(graph: OpGraph, op: Op) -> RoundedBefore | None:
     """The rounding without which ``op`` is finite; None where its own dtype is all that matters, or no rounding is known to matter."""
     return next((seen.what for seen in graph.trace.observed(RoundedBefore) if seen.what.of == op.n), None)
-
-
-def overflow_behind(graph: OpGraph, op: Op) -> Op | None:
-    """The op whose overflow made 0 of an operand of ``op``: the reciprocal root of inf is 0, and so is what a norm then returns."""
-    rounded = rounded_before(graph, op)
-    if rounded is None or not rounded.overflows:
-        return None
-    return next((maker for maker in graph.ops if maker.n == rounded.n), None)
-
-
-def is_zero_in(text: str, op: Op) -> bool:
-    """Whether a number other than 0 rounds to 0 in the dtype of the op's result."""
-    return bool(op.outputs) and rounds_to(text, op.outputs[0].dtype) == 0
 
 
 def rounds_to(text: str, dtype: str) -> int | None:
@@ -211,31 +183,21 @@ def searched(graph: OpGraph) -> Iterator[tuple[Incident, Search]]:
     A model that masks its own logits returns ``-inf`` at each call. Where the op trace has shown that of one call, the same
     modules may return infinities in the others too, as long as nothing there is NaN or close to the end of its range.
     """
+    trace = graph.trace
     masking: set[tuple[int, str, str]] = set()
-    for incident in incidents(graph.trace):
-        if _only_repeats(incident, masking, graph.trace):
-            continue
-        found = search(graph, incident)
-        if found.harmless:
-            masking.update(_where(graph.trace, sample) for sample in incident.samples)
-        yield incident, found
-
-
-def _where(trace: Trace, sample: Sample) -> tuple[int, str, str]:
-    """The module that returned it, and the dtype; not the shape, which grows while a text is generated."""
-    site = trace.sites[sample.site]
-    return site.root, site.fqn, site.dtype
-
-
-def _only_repeats(incident: Incident, masking: Collection[tuple[int, str, str]], trace: Trace) -> bool:
-    if incident.kind != "output":
-        return False
-    return all(
-        _where(trace, sample) in masking
-        and not sample.num_nan
-        and sample.absmax < NEAR_THE_LIMIT * limit_of(trace.sites[sample.site].dtype)
-        for sample in incident.samples
-    )
+    for incident in incidents(trace):
+        # The modules that returned it, and the dtypes; not the shapes, which grow while a text is generated
+        sites = [trace.sites[sample.site] for sample in incident.samples]
+        places = [(site.root, site.fqn, site.dtype) for site in sites]
+        repeats = incident.kind == "output" and all(
+            place in masking and not sample.num_nan and sample.absmax < NEAR_THE_LIMIT * limit_of(place[2])
+            for place, sample in zip(places, incident.samples, strict=True)
+        )
+        if not repeats:
+            found = search(graph, incident)
+            if found.harmless:
+                masking.update(places)
+            yield incident, found
 
 
 def search(graph: OpGraph, incident: Incident) -> Search:
@@ -263,15 +225,18 @@ def search(graph: OpGraph, incident: Incident) -> Search:
         return Search(covered=False)
     if incident.kind in GRADIENTS | {"param"}:  # each gradient is used by itself, so the earliest origin of all counts
         followed = bad_ends(graph, incident.last_n, inside)
-        origins = [origin for op in followed if (origin := _origin(graph, op, incident)) is not None]
-        origin = min(origins, key=lambda o: o.op.n, default=None)
+        origin = _earliest(origin for op in followed if (origin := _origin(graph, op, incident)) is not None)
     else:
         ends = [last_bad_before(graph, n, inside) for n in incident.numbers[-MAX_TRIED:]]
         followed = [op for op in reversed(ends) if op is not None]
         found = (_origin(graph, op, incident) for op in followed)
         origin = next((origin for origin in found if origin is not None), None)
     if origin is None and incident.kind == "loss":
-        origin = _given_outside(graph, incident)
+        # What a loss got that no operator had made, outside of modules or in the last call, where no module had returned anything like it
+        measured = graph.trace.measured()
+        returned = any(s.n < incident.n and not s.finite and site.kind == "output" for s, site in measured)
+        if not returned and operators_were_seen(graph.trace):
+            origin = _earliest(_origins_outside(graph, incident))
     harmless = bool(followed) and origin is None and incident.kind != "grad"  # nothing masks what an optimizer is given
     return Search(covered=True, origin=origin, harmless=harmless)
 
@@ -281,26 +246,17 @@ def _seen_outside(graph: OpGraph, incident: Incident) -> Origin | None:
     if incident.reached is not None:
         last = behind(graph, incident.reached.seen)
         return _origin(graph, last, incident) if last is not None else None
-    return _first(origin for origin in _origins_outside(graph, incident) if origin.given is None)
-
-
-def _given_outside(graph: OpGraph, incident: Incident) -> Origin | None:
-    """What a loss got that no operator outside of modules had made, nor any in the last call, where no module had returned anything like it."""
-    trace = graph.trace
-    returned = any(s.n < incident.n and not s.finite and site.kind == "output" for s, site in trace.measured())
-    if incident.kind != "loss" or returned or not operators_were_seen(trace):
-        return None
-    return _first(_origins_outside(graph, incident))
+    return _earliest(origin for origin in _origins_outside(graph, incident) if origin.given is None)
 
 
 def _origins_outside(graph: OpGraph, incident: Incident) -> Iterator[Origin]:
-    ends = (behind(graph, link) for link in links(graph.trace, incident.numbers, incident.call))
-    for op in ends:
+    for link in links(graph.trace, incident.numbers, incident.call):
+        op = behind(graph, link)
         if op is not None and (origin := _origin(graph, op, incident)) is not None:
             yield origin
 
 
-def _first(origins: Iterable[Origin]) -> Origin | None:
+def _earliest(origins: Iterable[Origin]) -> Origin | None:
     return min(origins, key=lambda origin: origin.op.n, default=None)
 
 
@@ -309,13 +265,17 @@ def _origin(graph: OpGraph, last: Op, incident: Incident) -> Origin | None:
     maker = next(iter(found.nan_makers), None)
     if maker is not None and _masks_everything(graph, maker, found.computed):
         return Origin(graph, maker, incident, masked=True)
+
+    # The operand from outside, where it comes before what was computed; one with a name wherever there is one
     computed = next(iter(found.computed), None)
-    first = _given_before(found, computed)
-    if first is not None:
-        user, tensor = first
-        return Origin(graph, user, incident, given=tensor)
+    given = [(op, tensor) for op, tensor in found.given if _counts(tensor)]
+    named = [(op, tensor) for op, tensor in given if tensor.name is not None]
+    for user, tensor in [*named, *given][:1] if computed is None else named[:1]:
+        if computed is None or user.n < computed.n:
+            return Origin(graph, user, incident, given=tensor)
     if computed is not None:
         return Origin(graph, _root_of(graph, computed), incident)
+
     wrote = _written(graph, found, maker, incident)
     if wrote is not None:
         return Origin(graph, wrote, incident, written=True)
@@ -329,39 +289,36 @@ def _written(graph: OpGraph, found: Ancestry, maker: Op | None, incident: Incide
     come from another module, and is no mask if ``maker`` is a softmax. Where none does, a loss, a gradient, a weight or what the program gets from a
     model has to end that way.
     """
+    may_mask = incident.kind == "output" if maker is None else overload_free(maker.op) in SOFTMAX
     wrote = [op for op in found.asked if nonfinite(op.outputs)]
-    if overload_free(maker.op) in SOFTMAX if maker is not None else incident.kind == "output":
+    if may_mask:
         wrote = [op for op in wrote if not only_negative_inf(op.outputs)]
     if maker is not None:
         return next((op for op in wrote if op.fqn not in ("", maker.fqn)), None)
-    return wrote[0] if wrote and _spoils(graph.trace) else None
+
+    # Of a program that trains nothing it counts whether it gets NaN from what it calls
+    trace = graph.trace
+    if {site.kind for site in trace.sites.values()}.isdisjoint(_TRAINED):
+        spoils = any(s.num_nan and site.kind == "output" and not site.fqn for s, site in trace.measured())
+    else:
+        spoils = any(site.kind in _TRAINED and not sample.finite for sample, site in trace.measured())
+    return wrote[0] if wrote and spoils else None
 
 
 _TRAINED = ("loss", "grad", "param")
 
 
-def _spoils(trace: Trace) -> bool:
-    """Whether a loss, a gradient or a weight is not finite; of a program without any of them, whether it gets NaN from what it calls."""
-    kinds = {site.kind for site in trace.sites.values()}
-    if kinds.isdisjoint(_TRAINED):
-        return any(s.num_nan and site.kind == "output" and not site.fqn for s, site in trace.measured())
-    return any(site.kind in _TRAINED and not sample.finite for sample, site in trace.measured())
-
-
-def _given_before(found: Ancestry, computed: Op | None) -> tuple[Op, TensorNote] | None:
-    """The operand from outside that comes before what was computed, with the op that used it; one with a name wherever there is one."""
-    given = [(op, tensor) for op, tensor in found.given if _counts(tensor)]
-    named = next(((op, tensor) for op, tensor in given if tensor.name is not None), None)
-    if computed is not None:
-        return named if named is not None and named[0].n < computed.n else None
-    return named or next(iter(given), None)
-
-
 def _root_of(graph: OpGraph, op: Op) -> Op:
-    """The op itself, or the overflow that made 0 of what it divides by, where no wider dtype helps it with the operands that it has."""
+    """The op itself, or the overflow that made 0 of what it divides by, where no wider dtype helps it with the operands that it has.
+
+    The reciprocal root of inf is 0, and so is what a norm then returns.
+    """
     replay = graph.replay(op, "float32", "float64")
-    helped = replay is None or (replay.finite and (replay.absmax is None or replay.absmax <= FLOAT32_MAX))
-    return op if helped else overflow_behind(graph, op) or op
+    if replay is None or (replay.finite and (replay.absmax is None or replay.absmax <= FLOAT32_MAX)):
+        return op
+    rounded = rounded_before(graph, op)
+    overflows = rounded is not None and rounded.overflows
+    return next((maker for maker in graph.ops if overflows and rounded and maker.n == rounded.n), op)
 
 
 def _masks_everything(graph: OpGraph, maker: Op, computed: tuple[Op, ...]) -> bool:
@@ -372,7 +329,7 @@ def _masks_everything(graph: OpGraph, maker: Op, computed: tuple[Op, ...]) -> bo
     tried = attention_experiment(graph.trace, maker)
     if tried is not None:
         return tried.is_of_the_mask
-    bad = [t for t in maker.inputs if not t.finite]
+    bad = nonfinite(maker.inputs)
     if overload_free(maker.op) not in SOFTMAX or not bad or not only_negative_inf(bad):
         return False
     return not any(overload_free(op.op) in PRODUCTS or _leaves_the_range(graph, op) for op in computed)
@@ -384,17 +341,8 @@ def _leaves_the_range(graph: OpGraph, op: Op) -> bool:
     limit = limit_of(next((t.dtype for t in op.outputs if not t.finite), ""))
     if replay is None or replay.absmax is None or not limit < replay.absmax <= FLOAT32_MAX:
         return False
-    masks = any(t.absmax is not None and t.absmax >= MASK * limit for t in op.inputs)
-    return not masks and not any(abs(number) >= MASK * limit for number in _numbers(op))
-
-
-def _numbers(op: Op) -> Iterator[float]:
-    """The numbers among an op's arguments that are no tensors."""
-    for text in op.scalars:
-        try:
-            yield float(text)
-        except ValueError:  # a truth value, a list
-            continue
+    magnitudes = [t.absmax for t in op.inputs if t.absmax is not None] + [abs(number) for number in numbers(op)]
+    return not any(magnitude >= MASK * limit for magnitude in magnitudes)
 
 
 def _counts(tensor: TensorNote) -> bool:
@@ -425,12 +373,6 @@ def loss_scale(origin: Origin) -> float | None:
     return next((state.scale for state in of_step if state.n > origin.op.n), None)
 
 
-def _is_skipped(trace: Trace, incident: Incident) -> bool:
-    """Whether a bad gradient is of a step that a loss scaler skipped."""
-    states = trace.all(ScalerState)
-    return incident.kind in GRADIENTS and any(state.skipped and state.step == incident.step for state in states)
-
-
 def unexplained(trace: Trace) -> Incident | None:
     """The first incident that the op trace does not show to be harmless, and that is no business of the loss scale's."""
     return next((incident for incident, _ in that_matter(graph_of(trace))), None)
@@ -438,8 +380,9 @@ def unexplained(trace: Trace) -> Incident | None:
 
 def that_matter(graph: OpGraph) -> Iterator[tuple[Incident, Search]]:
     """Each incident that the op trace does not show to be harmless, with what it says of it."""
-    settles = not unsettled(graph.trace)
-    scaled = False
+    states = graph.trace.all(ScalerState)
+    skipped = {state.step for state in states if state.skipped}
+    scaled, settles = False, not unsettled(graph.trace)
     for incident, found in searched(graph):
         if finite_in_eager_mode(graph.trace, incident) is not None:
             yield incident, found
@@ -447,7 +390,7 @@ def that_matter(graph: OpGraph) -> Iterator[tuple[Incident, Search]]:
             continue
         elif found.origin is not None and is_of_the_loss_scale(found.origin):
             scaled = True
-        elif (scaled or settles) and found.origin is None and _is_skipped(graph.trace, incident):
+        elif found.origin is None and (scaled or settles) and incident.kind in GRADIENTS and incident.step in skipped:
             continue  # the same at a scale not much smaller, or the scaler looks for a scale that fits
         else:
             yield incident, found

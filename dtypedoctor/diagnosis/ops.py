@@ -192,15 +192,15 @@ def bad_ends(graph: OpGraph, n: int, wanted: Callable[[Op], bool]) -> list[Op]:
     A program that only looks at its gradients, to print them or to clip them, does not count as a user.
     """
 
-    def counts(op: Op) -> bool:
-        return op.n < n and wanted(op)
-
-    def is_used(op: Op) -> bool:
-        """Whether a later op uses what is bad: a tensor that is transposed twice is the first one again."""
-        users = (user for tensor in nonfinite(op.outputs) for user in graph.consumers(tensor))
-        return any(user.n > op.n and counts(user) for user in users)
-
-    return [op for op in filter(counts, graph.ops) if nonfinite(op.outputs) and not is_used(op)]
+    ends = []
+    before = {op.n for op in graph.ops if op.n < n and wanted(op)}
+    for op in graph.ops:
+        bad = nonfinite(op.outputs) if op.n in before else []
+        # A later op: a tensor that is transposed twice is the first one again
+        users = (user.n for tensor in bad for user in graph.consumers(tensor) if user.n > op.n)
+        if bad and before.isdisjoint(users):
+            ends.append(op)
+    return ends
 
 
 def ancestry(graph: OpGraph, last: Op) -> Ancestry:
@@ -294,18 +294,13 @@ def mask_before(graph: OpGraph, softmax: Op) -> Mask | None:
     """The mask that filled what a softmax got, where it was made with -inf or with a number that a cast made -inf; else None."""
     before = ancestry(graph, softmax)
     infinite = next(iter([*before.asked, *before.computed]), None)
-    fill = _filled_by(graph, infinite) if infinite is not None else None
-    value = min(_numbers(fill), default=0.0) if fill is not None else 0.0
+    fill = infinite
+    while fill is not None and fill.op.startswith(_KEEPING):  # it only converts or views
+        fill = next(iter(graph.makers(fill.inputs[:1])), None)
+    value = min(numbers(fill), default=0.0) if fill is not None else 0.0
     if fill is None or infinite is None or value > -MASKING or (infinite is fill and isfinite(value)):
         return None
     return Mask(fill=fill, value=value, infinite=infinite, narrowest=_narrowest(graph, softmax, infinite))
-
-
-def _filled_by(graph: OpGraph, op: Op | None) -> Op | None:
-    """The op behind those that only convert or view."""
-    while op is not None and op.op.startswith(_KEEPING):
-        op = next(iter(graph.makers(op.inputs[:1])), None)
-    return op
 
 
 def _narrowest(graph: OpGraph, softmax: Op, infinite: Op) -> str:
@@ -324,7 +319,7 @@ _KEEPING = (
 """Ops that only convert, copy or view."""
 
 
-def _numbers(op: Op) -> Iterator[float]:
+def numbers(op: Op) -> Iterator[float]:
     """The numbers among the scalar arguments of an op."""
     for text in op.scalars:
         with suppress(ValueError):
