@@ -33,11 +33,13 @@ def advise(
         began: when it ran: a file that was changed since is not the one that ran.
         own_files: whether the program's files may be read: without them there are neither edits nor lines.
     """
-    here, path = working_directory(), None
-    if script and (here is not None or Path(script).is_absolute()):  # it may have deleted its working directory
-        path = Path(script).resolve()
-    folders = tuple(folder for folder in (here and here.resolve(), path and path.parent) if folder is not None)
-    scenes = [Scene(finding, trace, folders, path, began=began) for finding in findings]
+
+    here = working_directory()
+    # The program may have deleted its working directory
+    path = Path(script).resolve() if script and (here is not None or Path(script).is_absolute()) else None
+    folders = [folder for folder in (here and here.resolve(), path and path.parent) if folder is not None]
+
+    scenes = [Scene(finding, trace, tuple(folders), path, began=began) for finding in findings]
     advice = tuple(_advice(scene, own_files=own_files) for scene in scenes)
     return advice, _excerpts(scenes[0]) if scenes and own_files else ()
 
@@ -123,22 +125,26 @@ def _text(spec: FindingSpec, scene: Scene, of_edit: str) -> str:
 def _filled(text: str, scene: Scene) -> str:
     """``text`` with the names and dtypes of the finding."""
     finding = scene.finding
-    module = finding.module.partition(" (")[0] or short(finding.fqn)
+    module = _module_in_words(finding)
+    values = {
+        "module": module,
+        "alike": _all_alike(scene) or module,
+        "op": finding.op or "the operator",
+        "dtype": finding.dtype or "odd",
+        "other": scene.other or "that of the others",
+        "device": str(scene.trace.environment.get("device", "cpu")).partition(":")[0],
+    }
+    if "{cost}" in text:
+        values["cost"] = _cost_of_float32(scene)
+    if "{model}" in text or "{before_optimizer}" in text:
+        values["model"], values["before_optimizer"] = _optimizer_of(scene)
+    return text.format(**values)
+
+
+def _module_in_words(finding: Finding) -> str:
     if finding.fqn is None and finding.phase == "backward":
-        module = "the backward pass"
-    about_optimizer = "{model}" in text or "{before_optimizer}" in text
-    model, before = _optimizer_of(scene) if about_optimizer else ("", "")
-    return text.format(
-        cost=_cost_of_float32(scene) if "{cost}" in text else "",
-        model=model,
-        before_optimizer=before,
-        module=module,
-        alike=_all_alike(scene) or module,
-        op=finding.op or "the operator",
-        dtype=finding.dtype or "odd",
-        other=scene.other or "that of the others",
-        device=str(scene.trace.environment.get("device", "cpu")).partition(":")[0],
-    )
+        return "the backward pass"
+    return finding.module.partition(" (")[0] or short(finding.fqn)
 
 
 def _parameters_of(scene: Scene) -> list[ParameterNote]:

@@ -218,15 +218,18 @@ def kept_in_float32(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 @cache
 def _lists(source: Path) -> dict[str, tuple[str, ...]]:
     found: dict[str, list[str]] = {}
-    classes = (
-        node for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)
-    )
-    for statement in (statement for node in classes for statement in node.body if isinstance(statement, ast.Assign)):
-        name = ast.unparse(statement.targets[0])
-        if name in LISTS and isinstance(statement.value, ast.List | ast.Set | ast.Tuple):
-            texts = (part.value for part in statement.value.elts if isinstance(part, ast.Constant))
-            found.setdefault(name, []).extend(text for text in texts if isinstance(text, str))
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        for statement in node.body if isinstance(node, ast.ClassDef) else ():
+            name = ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
+            if name in LISTS and isinstance(statement, ast.Assign):
+                found.setdefault(name, []).extend(_texts(statement.value))
     return {name: tuple(dict.fromkeys(values)) for name, values in found.items() if values}
+
+
+def _texts(value: ast.expr) -> list[str]:
+    """The texts in a list, tuple or set of the source; empty for anything else."""
+    elements = value.elts if isinstance(value, ast.List | ast.Set | ast.Tuple) else []
+    return [one.value for one in elements if isinstance(one, ast.Constant) and isinstance(one.value, str)]
 
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -309,6 +312,14 @@ def _quant_states(entries: list[Entry]) -> Iterator[QuantState]:
             raise UsageError(f"{entry.file}: {entry.name} is no quantization state ({reason(error)})") from error
 
 
+def _shards(index: Path) -> set[str]:
+    """The files that an index names; none where there is no index."""
+    named = _json(index).get("weight_map", {})
+    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+        raise UsageError(f"{index}: weight_map is no mapping of tensors to files", "Download it again.")
+    return set(named.values())
+
+
 def _cut(entries: list[Entry]) -> Iterator[str]:
     """A header is whole long before its file is: what it names says something, what is not there cannot be loaded."""
     for file in sorted({entry.file for entry in entries if entry.cut}):
@@ -322,11 +333,7 @@ def _gaps(folder: Path, files: list[Path]) -> Iterator[str]:
     )
     if pickled:
         yield f"{', '.join(pickled[:3])}: a pickle, which is code and cannot be read without running it"
-    index = folder / "model.safetensors.index.json"
-    named = _json(index).get("weight_map", {})
-    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
-        raise UsageError(f"{index}: weight_map is no mapping of tensors to files", "Download it again.")
-    missing = sorted(set(named.values()) - {file.name for file in files})
+    missing = sorted(_shards(folder / "model.safetensors.index.json") - {file.name for file in files})
     if missing:
         yield f"{', '.join(missing[:3])}: named in the index and not there"
     if not files:

@@ -183,11 +183,10 @@ def leading_rank(ranks: Sequence[Rank]) -> int:
 
 def carrier(ranks: Sequence[Rank], source: int) -> Carried | None:
     """The first collective or message after the failure began that brought it from rank ``source`` to others."""
-    origin = next(rank for rank in ranks if rank.number == source)
+    origin = _rank(ranks, source)
     groups = {seen.what.name: tuple(seen.what.ranks) for seen in origin.trace.observed(ProcessGroup)}
-    for key, sample in origin.collectives[SENT].items():
-        if sample.finite or sample.n < origin.began:
-            continue
+    spread = {key: s for key, s in origin.collectives[SENT].items() if not s.finite and s.n >= origin.began}
+    for key, sample in spread.items():
         victims = tuple(rank.number for rank in ranks if rank is not origin and _is_victim(rank, key))
         if victims:
             site = origin.trace.sites[sample.site]
@@ -196,21 +195,28 @@ def carrier(ranks: Sequence[Rank], source: int) -> Carried | None:
     return None
 
 
+def _rank(ranks: Sequence[Rank], number: int) -> Rank:
+    return next(rank for rank in ranks if rank.number == number)
+
+
 def across_ranks(findings: Sequence[Finding], ranks: Sequence[Rank], source: int) -> tuple[Finding, ...]:
     """The findings of rank ``source``, the first of them with what the other ranks add, and what only several ranks show together."""
     if size_of(ranks) < 2:
         return tuple(findings)
     own = [replace(finding, rank=source) for finding in findings]
-    own[:1] = [replace(first, evidence=(*_told(ranks, source), *first.evidence)) for first in own[:1]]
-    origin, others = next(rank for rank in ranks if rank.number == source), not_recorded(ranks)
-    if others and origin.first is not None and _was_carried(origin):
-        # What is found only shows what came in from a rank that nobody has recorded
-        by = next(key[2] for key, sample in origin.collectives[RECEIVED].items() if not sample.finite)
-        said = f"Rank {source} received it through {by}: it began on another rank; not recorded here: {others}."
-        own = [
-            replace(one, summary=f"{one.summary} {said}", confidence=Confidence.POSSIBLE, proven_by=None) for one in own
-        ]
-    return with_compared(own, ranks)
+    if own:
+        own[0] = replace(own[0], evidence=(*_told(ranks, source), *own[0].evidence))
+    return with_compared([_begun_elsewhere(finding, ranks, source) for finding in own], ranks)
+
+
+def _begun_elsewhere(finding: Finding, ranks: Sequence[Rank], source: int) -> Finding:
+    """The finding; where it only shows what came in through a collective from a rank that nobody has recorded, it says so and is no more than possible."""
+    origin, others = _rank(ranks, source), not_recorded(ranks)
+    if not others or origin.first is None or not _was_carried(origin):
+        return finding
+    by = next(key[2] for key, sample in origin.collectives[RECEIVED].items() if not sample.finite)
+    said = f"Rank {source} received it through {by}: it began on another rank; not recorded here: {others}."
+    return replace(finding, summary=f"{finding.summary} {said}", confidence=Confidence.POSSIBLE, proven_by=None)
 
 
 def size_of(ranks: Sequence[Rank]) -> int:
@@ -242,22 +248,24 @@ def coverage_of(ranks: Sequence[Rank]) -> Iterator[str]:
     """A line for each rank, how it ended and how far it came, unless all of several completed; and one for those that were not recorded."""
     if others := not_recorded(ranks):
         yield f"{others}: not recorded here, so nothing is known of it; {_JOIN}"
-    if size_of(ranks) < 2 or all(rank.completed for rank in ranks):
-        return
-    furthest = max((rank.entered() for rank in ranks), default=0)
-    for rank in ranks:
-        count, sent, received = rank.entered(), rank.messages(SENT), rank.messages(RECEIVED)
-        behind = " and never entered the next one, in which others wait" if rank.stopped and count < furthest else ""
-        where = "" if rank.completed else f", {rank.last_module}"
-        messages = f"; it sent {sent} message(s) and received {received}" if sent or received else ""
-        yield f"rank {rank.number}: {rank.ended}{where}; it entered {count} collective(s){behind}{messages}"
+    if size_of(ranks) > 1 and not all(rank.completed for rank in ranks):
+        furthest = max(rank.entered() for rank in ranks)
+        yield from (_progress(rank, furthest) for rank in ranks)
+
+
+def _progress(rank: Rank, furthest: int) -> str:
+    count, sent, received = rank.entered(), rank.messages(SENT), rank.messages(RECEIVED)
+    behind = " and never entered the next one, in which others wait" if rank.stopped and count < furthest else ""
+    where = "" if rank.completed else f", {rank.last_module}"
+    messages = f"; it sent {sent} message(s) and received {received}" if sent or received else ""
+    return f"rank {rank.number}: {rank.ended}{where}; it entered {count} collective(s){behind}{messages}"
 
 
 _JOIN = "`dtypedoctor report DIR DIR` joins what several machines have recorded"
 
 
 def _told(ranks: Sequence[Rank], source: int) -> Iterator[str]:
-    origin = next(rank for rank in ranks if rank.number == source)
+    origin = _rank(ranks, source)
     first = origin.first
     if first is None:
         yield f"Seen on rank {source} of {size_of(ranks)}."

@@ -27,12 +27,10 @@ from dtypedoctor.trace.events import Op, ParameterNote
 
 def cast_operand(scene: Scene) -> Changes | list[Changes] | None:
     """Casts what the failing call gets, where the program itself makes that call."""
-    found, op = scene.failing_node(), scene.rejected
-    if found is None or op is None:
+    found, op = scene.own_node(), scene.rejected
+    if found is None or op is None or not has_torch(found[0]):
         return None
-    source, node, inside_library = found
-    if inside_library or not has_torch(source):
-        return None
+    source, node = found
     if isinstance(node, ast.Subscript):
         return _stored_value(source, node)
     if isinstance(node, ast.BinOp):
@@ -50,52 +48,65 @@ def cast_exported(scene: Scene) -> Changes | None:
 
 def cast_around(scene: Scene) -> list[Changes]:
     """Casts to float32 what a function gets that lacks a dtype; and its result back, each of its results, or what the statement makes of it."""
-    found, op = scene.failing_node(), scene.rejected
-    if found is None or op is None or found[2] or not isinstance(found[1], ast.Call):
+    found, op = scene.own_node(), scene.rejected
+    if found is None or op is None or not isinstance(found[1], ast.Call):
         return []
     source, node = found[0], found[1]
     lacking = max(1, sum(tensor.dtype == scene.finding.dtype for tensor in op.inputs))
     changes = [change for operand in _operands(node)[:lacking] for change in source.after(operand, cast("float32"))]
-    begin, end, back = source.start(node), source.end(node), cast(scene.finding.dtype or "float32")
-    each = [(begin, begin, f"[t{back} for t in ".encode()), (end, end, b"]")]
-    results: list[list[Change]] = [[], list(source.after(node, back)), each]
-    whole = source.value_around(node)
-    if whole is not None and whole is not node:  # the result may be complex, and only a part of it go on
-        results.insert(2, source.after(whole, back))
+    results = _cast_back(source, node, cast(scene.finding.dtype or "float32"))
     return [(source, [*changes, *more]) for more in results] if changes else []
+
+
+def _cast_back(source: Source, node: ast.expr, back: str) -> list[list[Change]]:
+    """The ways to cast what an expression returns: not at all, itself, as a part of the statement's value, or each of its elements."""
+    begin, end, whole = source.start(node), source.end(node), source.value_around(node)
+    ways: list[list[Change]] = [[], list(source.after(node, back))]
+    if whole is not None and whole is not node:  # the result may be complex, and only a part of it go on
+        ways.append(source.after(whole, back))
+    return [*ways, [(begin, begin, f"[t{back} for t in ".encode()), (end, end, b"]")]]
 
 
 def _arguments(source: Source, node: ast.Call, op: Op, scene: Scene) -> Changes | None:
     """What a call gets, cast."""
-    # The dtype of a parameter among the operands, or else of a buffer
-    of_parameters, of_buffers = (
-        floats(t for t in op.inputs if t.origin == origin) for origin in ("parameter", "buffer")
-    )
-    held = next(iter([*of_parameters, *of_buffers]), None)
+    held = _held(op)
     if _calls_module(scene) and held is not None and node.args:
         return _module_input(source, node, op, scene, held)
     if op.inplace and isinstance(node.func, ast.Attribute):
         return _into_destination(source, node, node.func.attr, op)
     out = next((source.text(keyword.value) for keyword in node.keywords if keyword.arg == "out"), None)
-    if out is None:
-        return _odd_arguments(source, node, op, scene)
+    return _odd_arguments(source, node, op, scene) if out is None else _into_out(source, node, out, op)
+
+
+def _into_out(source: Source, node: ast.Call, out: str, op: Op) -> Changes | None:
+    """``function(a, b, out=c)``: the arguments in the dtype of ``c``."""
     tensors = _tensors_in(node, op, len(op.inputs) - 1)
     return some(source, [change for i in tensors for change in source.after(node.args[i], f".to({out}.dtype)")])
+
+
+def _held(op: Op) -> str | None:
+    """The dtype of a parameter among the operands, or else of a buffer."""
+    held = sorted((t for t in op.inputs if t.origin in ("parameter", "buffer")), key=lambda t: t.origin, reverse=True)
+    return next(iter(floats(held)), None)
 
 
 def _module_input(source: Source, node: ast.Call, op: Op, scene: Scene, held: str) -> Changes | None:
     """The input of a module, cast to the dtype that it holds; its output cast back where what follows needs that."""
     argument = node.args[0]
     if _outermost_call(scene) == (source, node):
-        # An operand of another dtype, whose name says which argument it is
-        others = (t.name or "" for t in op.inputs if t.dtype in DTYPES and t.dtype != held)
-        numbers = (int(name[5:]) for name in others if name.startswith("args.") and name[5:].isdigit())
-        argument = next((node.args[number] for number in numbers if number < len(node.args)), argument)
+        argument = _argument_unlike(node, op, held) or argument
     changes = source.after(argument, cast(held))
     given = [dtype for dtype in floats(op.inputs) if dtype != held]
     if given and held == scene.finding.dtype and scene.finding.id not in _KEEPS_DTYPE:
         changes += source.after(node, cast(given[0]))  # what follows is in the dtype of the activations
     return source, changes
+
+
+def _argument_unlike(node: ast.Call, op: Op, held: str) -> ast.expr | None:
+    """The argument of the outermost call that is the operand of another dtype, as its name ``args.1`` says."""
+    arguments = {f"args.{number}": argument for number, argument in enumerate(node.args)}
+    names = [tensor.name or "" for tensor in op.inputs if tensor.dtype in DTYPES and tensor.dtype != held]
+    return next((arguments[name] for name in names if name in arguments), None)
 
 
 _KEEPS_DTYPE = frozenset({"head-dtype-mismatch", "model-input-dtype"})
@@ -178,6 +189,7 @@ def _odd_arguments(source: Source, node: ast.Call, op: Op, scene: Scene) -> Chan
     # The dtype of the parameter among the operands, unless that is the odd one; else the one that the odd operand meets
     held = next(iter(floats(t for t in op.inputs if t.origin == "parameter")), None)
     wanted = held if held is not None and held != scene.finding.dtype else scene.other
+
     given = _operands(node)
     if len(given) < len(op.inputs):
         given += [keyword.value for keyword in node.keywords if not isinstance(keyword.value, ast.Constant)]
@@ -186,8 +198,11 @@ def _odd_arguments(source: Source, node: ast.Call, op: Op, scene: Scene) -> Chan
         given = [*given[-1:], *given[:-1]]
     if wanted is None or len(given) != len(op.inputs):  # which of them is which operand is not known
         return None
-    odd = [one for one, t in zip(given, op.inputs, strict=True) if t.dtype in DTYPES and t.dtype != wanted]
-    changes = [change for one in odd for change in source.after(one, cast(wanted))]
+
+    changes: list[Change] = []
+    for argument, tensor in zip(given, op.inputs, strict=True):
+        if tensor.dtype in DTYPES and tensor.dtype != wanted:
+            changes += source.after(argument, cast(wanted))
     most = scene.most_weights
     if most in ("bfloat16", "float16") and scene.finding.dtype == most and op.autocast is None:
         changes += source.after(node, cast(most))  # what follows is in the dtype of most weights
@@ -210,18 +225,26 @@ def make_in_dtype(scene: Scene) -> Changes | None:
     Keys and values are made alike, in one function or on one line; what else a function or a script makes (a sum, positions) keeps its dtype.
     """
     for links, wanted in ((scene.finding.provenance, scene.other), (scene.finding.met, scene.finding.dtype)):
-        is_made = bool(links) and links[-1].op.startswith("factory")
-        at = scene.line_at(links[-1].source or "") if is_made and wanted is not None else None
-        call = next(filter(_is_factory, at[0].on_line(at[1])), None) if at is not None else None
-        if at is None or call is None:
-            continue
-        function = function_around(at[0], call)
-        in_function = function is not at[0].tree
-        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-        alike = [one for one in calls if ast.unparse(one) == ast.unparse(call)]
-        here = [one for one in alike if in_function or one.lineno == call.lineno]
-        return at[0], [change for node in here for change in with_keyword(at[0], node, f"dtype=torch.{wanted}")]
+        made = _factory_of(scene, links) if wanted is not None else None
+        if made is not None:
+            calls = _calls_alike(*made)
+            return made[0], [one for call in calls for one in with_keyword(made[0], call, f"dtype=torch.{wanted}")]
     return None
+
+
+def _calls_alike(source: Source, call: ast.expr) -> list[ast.Call]:
+    """A call and those like it: in its function, or outside of all on its line."""
+    function = function_around(source, call)
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    alike = [node for node in calls if ast.unparse(node) == ast.unparse(call)]
+    return [node for node in alike if function is not source.tree or node.lineno == call.lineno]
+
+
+def _factory_of(scene: Scene, links: Sequence[Link]) -> tuple[Source, ast.expr] | None:
+    """The call that has made a tensor, where its provenance ends in one that names no dtype."""
+    at = scene.line_at(links[-1].source or "") if links and links[-1].op.startswith("factory") else None
+    call = next(filter(_is_factory, at[0].on_line(at[1])), None) if at is not None else None
+    return (at[0], call) if at is not None and call is not None else None
 
 
 def _is_factory(node: ast.AST) -> bool:
@@ -250,13 +273,16 @@ def set_float32(scene: Scene) -> Changes | None:
 
 def _set_notes(scene: Scene, parameters: Sequence[ParameterNote], dtype: str | None) -> Changes | None:
     """Gives parameters a dtype, on the lines that gave them theirs, in the file of the first."""
-    notes = [note for note in parameters if note.set_at and note.set_span and note.dtype != dtype]
-    files = [(note.set_at or "").rpartition(":")[0] for note in notes]
-    source = scene.source(files[0]) if files else None
+    spans: dict[str, list[Sequence[int]]] = {}
+    for note in parameters:
+        if note.set_at and note.set_span and note.dtype != dtype:
+            spans.setdefault(note.set_at.rpartition(":")[0], []).append(note.set_span)
+    first = next(iter(spans), "")
+    source = scene.source(first) if first else None
     if source is None or dtype is None or not has_torch(source):
         return None
-    here = [source.spanned(note.set_span) for note, file in zip(notes, files, strict=True) if file == files[0]]
-    return some(source, [change for node in here for change in _recast(source, node, dtype)])
+    nodes = map(source.spanned, spans[first])
+    return some(source, [change for node in nodes for change in _recast(source, node, dtype)])
 
 
 def _odd_notes(scene: Scene) -> Iterator[ParameterNote]:
@@ -291,22 +317,27 @@ def cast_promoted_output(scene: Scene) -> Changes | None:
     """Casts what a norm returns to the dtype of its input, where it returns it on the line that promotes, nearest to the origin of that dtype."""
     places = [link.source for link in scene.finding.provenance if link.dtype_in and link.dtype_out]
     found = scene.line_at(places[-1] or "") if places and scene.other else None
-    if found is None or not has_torch(found[0]):
+    value = _returned_on(*found) if found is not None else None
+    if found is None or value is None or not has_torch(found[0]):
         return None
-    source, line = found
-    returns = [node for node in source.every(ast.Return) if node.lineno <= line <= (node.end_lineno or node.lineno)]
-    value = returns[0].value if returns else None
-    if value is None:
-        return None
+    into = _dtype_of_input(found[0], value) or f"torch.{scene.other}"
+    return found[0], list(found[0].after(value, f".to({into})"))
 
-    # ``x.dtype`` for the input ``x`` of ``forward(self, x)``, unless ``x`` is assigned to
-    into, function = f"torch.{scene.other}", function_around(source, value)
-    if isinstance(function, ast.FunctionDef) and function.name == "forward" and len(function.args.args) > 1:
-        name = function.args.args[1].arg
-        names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]
-        if not any(isinstance(node.ctx, ast.Store) for node in names):
-            into = f"{name}.dtype"
-    return source, list(source.after(value, f".to({into})"))
+
+def _returned_on(source: Source, line: int) -> ast.expr | None:
+    """The value of the ``return`` that a line is a part of."""
+    returns = (node for node in source.every(ast.Return) if node.lineno <= line <= (node.end_lineno or node.lineno))
+    return next((node.value for node in returns), None)
+
+
+def _dtype_of_input(source: Source, value: ast.expr) -> str:
+    """``x.dtype`` for the input ``x`` of the ``forward(self, x)`` that returns ``value``; empty where ``x`` is assigned to."""
+    function = function_around(source, value)
+    if not isinstance(function, ast.FunctionDef) or function.name != "forward" or len(function.args.args) < 2:
+        return ""
+    name = function.args.args[1].arg
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]
+    return "" if any(isinstance(node.ctx, ast.Store) for node in names) else f"{name}.dtype"
 
 
 _METHODS = frozenset({"half", "float", "bfloat16", "double"})
@@ -314,10 +345,8 @@ _METHODS = frozenset({"half", "float", "bfloat16", "double"})
 
 def _recast(source: Source, node: ast.expr | None, dtype: str) -> list[Change]:
     """Changes the call that set a dtype: the method's name, the dtype that it names, or a cast of its result."""
-    if isinstance(node, ast.Attribute):  # self.weight = nn.Parameter(values): the values in another dtype
-        made = next((one.value for one in source.every(ast.Assign) if node in one.targets), None)
-        is_parameter = isinstance(made, ast.Call) and source.text(made.func).endswith("Parameter") and made.args
-        return source.after(made.args[0], cast(dtype)) if is_parameter and isinstance(made, ast.Call) else []
+    if isinstance(node, ast.Attribute):
+        return _parameter(source, node, dtype)
     if not isinstance(node, ast.Call):
         return []
     method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
@@ -346,6 +375,14 @@ def _named_dtype(node: ast.Call) -> ast.Attribute | None:
     given = [*node.args, *(keyword.value for keyword in node.keywords)]
     named = [value for value in given if isinstance(value, ast.Attribute) and value.attr in DTYPES]
     return next((value for value in named if ast.unparse(value.value) == "torch"), None)
+
+
+def _parameter(source: Source, target: ast.Attribute, dtype: str) -> list[Change]:
+    """``self.weight = nn.Parameter(values)``: the values in another dtype."""
+    made = next((one.value for one in source.every(ast.Assign) if target in one.targets), None)
+    if isinstance(made, ast.Call) and source.text(made.func).endswith("Parameter") and made.args:
+        return source.after(made.args[0], cast(dtype))
+    return []
 
 
 def half_to_bfloat16(scene: Scene) -> Changes | None:
@@ -425,12 +462,16 @@ def _without_half(source: Source, node: ast.AST, dtype: str) -> list[Change]:
         return [source.instead(node, f"torch.{dtype}")]
     if isinstance(node, ast.Call):
         return _call_without_half(source, node, dtype)
-    # ``dtype="float16"``, ``mixed_precision="fp16"``; not ``variant="fp16"``, which names a file
-    name = (node.arg or "") if isinstance(node, ast.keyword) else ""
-    value = node.value if isinstance(node, ast.keyword) else None
-    if isinstance(value, ast.Constant) and value.value == "float16" and "dtype" in name:
+    if isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
+        return _option_without_half(source, node.arg or "", node.value, dtype)
+    return []
+
+
+def _option_without_half(source: Source, name: str, value: ast.Constant, dtype: str) -> list[Change]:
+    """``dtype="float16"``, ``mixed_precision="fp16"``; not ``variant="fp16"``, which names a file."""
+    if value.value == "float16" and "dtype" in name:
         return [source.instead(value, repr(dtype))]
-    if isinstance(value, ast.Constant) and value.value == "fp16" and "precision" in name:
+    if value.value == "fp16" and "precision" in name:
         return [source.instead(value, repr("bf16" if dtype == "bfloat16" else "no"))]
     return []
 
@@ -521,25 +562,27 @@ def _outermost_call(scene: Scene) -> tuple[Source, ast.expr] | None:
 def custom_function_decorators(scene: Scene) -> Changes | None:
     """Gives forward and backward of a custom function the decorators that carry the region over; takes them away where ``setup_context`` leaves no ctx for it."""
     for source in scene.program_files():
-        changes: list[Change] = []
-        for cls in source.every(ast.ClassDef):
-            if not any(ast.unparse(base).endswith("Function") for base in cls.bases):
-                continue
-            methods = {one.name: one for one in cls.body if isinstance(one, ast.FunctionDef)}
-            for name, decorator in _DECORATORS.items():
-                if (method := methods.get(name)) is None:
-                    continue
-                given = [one for one in method.decorator_list if decorator in source.text(one)]
-                if "setup_context" in methods:
-                    changes += [source.without(one) for one in given]
-                elif not given:
-                    changes += source.before(method, f'@torch.amp.{decorator}(device_type="{_device(scene)}")')
+        classes = (
+            one for one in source.every(ast.ClassDef) if any(ast.unparse(b).endswith("Function") for b in one.bases)
+        )
+        changes = [change for one in classes for change in _decorated(source, one, _device(scene))]
         if changes:
             return (source, changes) if has_torch(source) else None
     return None
 
 
-_DECORATORS = {"forward": "custom_fwd", "backward": "custom_bwd"}
+def _decorated(source: Source, cls: ast.ClassDef, device: str) -> list[Change]:
+    """The changes of one class."""
+    methods = {one.name: one for one in cls.body if isinstance(one, ast.FunctionDef)}
+    changes: list[Change] = []
+    for name, decorator in (("forward", "custom_fwd"), ("backward", "custom_bwd")):
+        if name in methods:
+            given = [one for one in methods[name].decorator_list if decorator in source.text(one)]
+            if "setup_context" in methods:
+                changes += map(source.without, given)
+            elif not given:
+                changes += source.before(methods[name], f'@torch.amp.{decorator}(device_type="{device}")')
+    return changes
 
 
 def without_integer_cast(scene: Scene) -> list[Changes]:
@@ -574,20 +617,21 @@ def plain_linear_only(scene: Scene) -> Changes | None:
 
 def dequantized_weights(scene: Scene) -> Changes | None:
     """Unpacks the 4-bit weights of the finding's module that the program's own function multiplies with."""
-    found = scene.failing_node()
-    if found is None or found[2]:
+    found = scene.own_node()
+    if found is None:
         return None
-    source, node, _ = found
-    imports = [
-        one for one in source.tree.body if source.text(one).startswith(("import bitsandbytes", "from bitsandbytes"))
-    ]
+    source, node = found
     packed = {f"self.{name}" for name, note in _inside(scene).items() if note.quant}
     names = [one for one in ast.walk(function_around(source, node)) if isinstance(one, ast.Attribute)]
     weights = [(one, text) for one in names if (text := source.text(one)) in packed]
+    imports = [one for one in source.tree.body if source.text(one).startswith(_BITSANDBYTES)]
     if not imports or not weights:
         return None
     unpacked = [source.instead(one, f"dequantize_4bit({text}, {text}.quant_state)") for one, text in weights]
     return source, [*source.before(imports[0], "from bitsandbytes.functional import dequantize_4bit"), *unpacked]
+
+
+_BITSANDBYTES = ("import bitsandbytes", "from bitsandbytes")
 
 
 def _inside(scene: Scene) -> dict[str, ParameterNote]:

@@ -17,20 +17,24 @@ from dtypedoctor.diagnosis.scene import Change, Changes, Scene, Source, may_be_s
 
 def edits_for(scene: Scene, makers: Sequence[str]) -> Iterator[tuple[tuple[Edit, ...], str]]:
     """The lines that each maker changes which sees what to change, and its name; where none does, no lines, and the name of what would help."""
+    written = "cast-written" if _is_a_write(scene) else ""
     shown: set[tuple[Edit, ...]] = {()}
-    # The operator that raised writes to one of its operands, whose dtype stays: so the others are cast, whichever is the odd one
-    op = scene.rejected
-    is_a_write = op is not None and scene.finding.id == "operand-dtype-mismatch" and (op.inplace or op.out_variant)
-    written = "cast-written" if is_a_write else ""
     for name in value_edits.fitting(scene, tuple(makers)):
-        made = MAKERS[name](scene)
-        for source, changes in [made] if isinstance(made, tuple) else made or []:
+        made = MAKERS[name](scene) or []
+        # One change, or several of which each may be the right one
+        for source, changes in [made] if isinstance(made, tuple) else made:
             edits = _with_copies(scene, name, source, changes)
             if edits not in shown:
                 shown.add(edits)
                 yield edits, written or name if name == "cast-operand" else name
     if len(shown) == 1:
         yield (), written
+
+
+def _is_a_write(scene: Scene) -> bool:
+    """Whether the operator that raised writes to one of its operands, whose dtype stays: so the others are cast, whichever is the odd one."""
+    op = scene.rejected
+    return op is not None and scene.finding.id == "operand-dtype-mismatch" and (op.inplace or op.out_variant)
 
 
 _OF_WEIGHTS = frozenset(

@@ -18,7 +18,7 @@ from math import prod
 from dtypedoctor.diagnosis.ops import OpGraph, all_finite, ancestry, graph_of, has_nan, nonfinite
 from dtypedoctor.diagnosis.wording import OF_NO_TENSOR, is_own_statement, own_line, type_of
 from dtypedoctor.dtypes import DTYPES, parts_of
-from dtypedoctor.trace.events import Observed, Op, Raised, Sample, ScalerState, Site
+from dtypedoctor.trace.events import Caught, Observed, Op, Raised, Sample, ScalerState, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import NonfiniteReached
 
@@ -57,42 +57,51 @@ class Reached:
 
 def reached(trace: Trace) -> Iterator[Reached]:
     """The values that got to an end that counts, in order."""
-    raised, graph = trace.last(Raised), graph_of(trace)
-    failed_at = own_line(raised) if raised is not None and raised.type == "AssertionError" else None
-    # An assertion that has ended the program has not accepted the value, and is a guard
-    everything = [
-        replace(seen, what=replace(seen.what, what="guard"))
-        if seen.what.what == "asserted" and failed_at is not None and failed_at == seen.what.source
-        else seen
-        for seen in trace.observed(NonfiniteReached)
-    ]
+    graph, failed = graph_of(trace), _failed_assertions(trace)
+    everything = [_as_guard(seen, failed) for seen in trace.observed(NonfiniteReached)]
     tested = {seen.what.id for seen in everything if seen.what.what in _TESTS}
     trained = max((s.n for s, site in trace.measured() if s.finite and site.kind == "loss"), default=-1)
     skipped = {state.step for state in trace.all(ScalerState) if state.skipped}
     for seen in everything:
-        end = seen.what.what
         # The program tests for it: that it leaves torch, or is still there at the end, is meant then, or the training goes on from finite losses
-        is_meant = (end in _AFTER_A_TEST and seen.what.id in tested) or (end == "guard" and trained > seen.n)
+        end = seen.what.what
+        is_meant = seen.what.id in tested if end in _AFTER_A_TEST else end == "guard" and trained > seen.n
         if end in ENDS and not is_meant and _is_failure(graph, seen, skipped):
             yield Reached(seen)
+
+
+def _failed_assertions(trace: Trace) -> set[str | None]:
+    """The lines of the assertions that have ended the program, or a test."""
+    ended = [trace.last(Raised), *(caught for caught in trace.all(Caught) if caught.ending)]
+    return {own_line(one) for one in ended if one is not None and one.type == "AssertionError"}
+
+
+def _as_guard(seen: Observed[NonfiniteReached], failed: Collection[str | None]) -> Observed[NonfiniteReached]:
+    """What reached an end; an assertion that has failed has not accepted it, and is a guard."""
+    has_failed = seen.what.what == "asserted" and seen.what.source in failed
+    return replace(seen, what=replace(seen.what, what="guard")) if has_failed else seen
 
 
 def _is_failure(graph: OpGraph, seen: Observed[NonfiniteReached], skipped: Collection[int]) -> bool:
     """Whether a value is wrong where it got to; of one that no op is known to have made, only NaN that is read as a number."""
     last, end = behind(graph, seen), seen.what.what
+    is_read = end == "item" and seen.step not in skipped
     if last is None:
-        return end == "item" and seen.what.value == "nan" and seen.step not in skipped
+        return is_read and seen.what.value == "nan"
+
     # A program that tests for 0/0, or computes with it no more, and goes on to its end has meant it, where nothing in half precision has led there
     is_idle = end in ("guard", "unused") and graph.trace.last(Raised) is None
     if is_idle and not _saw_half(graph, last):
         return False
+
     found = ancestry(graph, last)
-    if found.given and not found.computed and last.step in skipped:
-        return False  # of gradients, and the scaler has found it
-    if not found.computed and not found.nan_makers:
-        return end == "item" and seen.step not in skipped and any(has_nan(tensor) for _, tensor in found.given)
-    if not found.computed and seen.what.value != "nan":
-        return False
+    if not found.computed:
+        if found.given and last.step in skipped:
+            return False  # of gradients, and the scaler has found it
+        if not found.nan_makers:
+            return is_read and any(has_nan(tensor) for _, tensor in found.given)
+        if seen.what.value != "nan":
+            return False
     return end == "item" or end in LEAVING or not _is_replaced(graph, last)
 
 

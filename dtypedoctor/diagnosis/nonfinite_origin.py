@@ -265,21 +265,25 @@ def _origin(graph: OpGraph, last: Op, incident: Incident) -> Origin | None:
     maker = next(iter(found.nan_makers), None)
     if maker is not None and _masks_everything(graph, maker, found.computed):
         return Origin(graph, maker, incident, masked=True)
-
-    # The operand from outside, where it comes before what was computed; one with a name wherever there is one
     computed = next(iter(found.computed), None)
-    given = [(op, tensor) for op, tensor in found.given if _counts(tensor)]
-    named = [(op, tensor) for op, tensor in given if tensor.name is not None]
-    for user, tensor in [*named, *given][:1] if computed is None else named[:1]:
-        if computed is None or user.n < computed.n:
-            return Origin(graph, user, incident, given=tensor)
+    first = _given_before(found, computed)
+    if first is not None:
+        return Origin(graph, first[0], incident, given=first[1])
     if computed is not None:
         return Origin(graph, _root_of(graph, computed), incident)
-
     wrote = _written(graph, found, maker, incident)
     if wrote is not None:
         return Origin(graph, wrote, incident, written=True)
     return Origin(graph, maker, incident) if maker is not None else None
+
+
+def _given_before(found: Ancestry, computed: Op | None) -> tuple[Op, TensorNote] | None:
+    """The operand from outside that comes before what was computed, with the op that used it; one with a name wherever there is one."""
+    given = [(op, tensor) for op, tensor in found.given if _counts(tensor)]
+    named = next(((op, tensor) for op, tensor in given if tensor.name is not None), None)
+    if computed is not None:
+        return named if named is not None and named[0].n < computed.n else None
+    return named or next(iter(given), None)
 
 
 def _written(graph: OpGraph, found: Ancestry, maker: Op | None, incident: Incident) -> Op | None:
@@ -380,20 +384,24 @@ def unexplained(trace: Trace) -> Incident | None:
 
 def that_matter(graph: OpGraph) -> Iterator[tuple[Incident, Search]]:
     """Each incident that the op trace does not show to be harmless, with what it says of it."""
-    states = graph.trace.all(ScalerState)
-    skipped = {state.step for state in states if state.skipped}
-    scaled, settles = False, not unsettled(graph.trace)
+    settles = not unsettled(graph.trace)
     for incident, found in searched(graph):
         if finite_in_eager_mode(graph.trace, incident) is not None:
             yield incident, found
         elif found.harmless:
             continue
         elif found.origin is not None and is_of_the_loss_scale(found.origin):
-            scaled = True
-        elif found.origin is None and (scaled or settles) and incident.kind in GRADIENTS and incident.step in skipped:
+            settles = True
+        elif settles and found.origin is None and _is_skipped(graph.trace, incident):
             continue  # the same at a scale not much smaller, or the scaler looks for a scale that fits
         else:
             yield incident, found
+
+
+def _is_skipped(trace: Trace, incident: Incident) -> bool:
+    """Whether a bad gradient is of a step that a loss scaler skipped."""
+    states = trace.all(ScalerState)
+    return incident.kind in GRADIENTS and any(state.skipped and state.step == incident.step for state in states)
 
 
 def finite_in_eager_mode(trace: Trace, incident: Incident) -> EagerCall | None:

@@ -192,15 +192,16 @@ def bad_ends(graph: OpGraph, n: int, wanted: Callable[[Op], bool]) -> list[Op]:
     A program that only looks at its gradients, to print them or to clip them, does not count as a user.
     """
 
-    ends = []
-    before = {op.n for op in graph.ops if op.n < n and wanted(op)}
-    for op in graph.ops:
-        bad = nonfinite(op.outputs) if op.n in before else []
-        # A later op: a tensor that is transposed twice is the first one again
-        users = (user.n for tensor in bad for user in graph.consumers(tensor) if user.n > op.n)
-        if bad and before.isdisjoint(users):
-            ends.append(op)
-    return ends
+    counting = [op for op in graph.ops if op.n < n and wanted(op)]
+    # The last of them that uses a tensor; one that is transposed twice is the first one again
+    last_use: dict[int, int] = {}
+    for op in counting:
+        last_use |= {tensor.id: op.n for tensor in op.inputs}
+    return [
+        op
+        for op in counting
+        if (bad := nonfinite(op.outputs)) and all(last_use.get(tensor.id, -1) <= op.n for tensor in bad)
+    ]
 
 
 def ancestry(graph: OpGraph, last: Op) -> Ancestry:

@@ -1,7 +1,7 @@
 """Every rule there is: the modules of ``dtypedoctor.rules``, which are found by being there; and the page about each finding."""
 
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import cache
 from importlib import import_module
@@ -13,7 +13,7 @@ from dtypedoctor.diagnosis.wording import class_of
 from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.foreign_files import reason
 from dtypedoctor.interruptions import contained
-from dtypedoctor.plugins import Correction, give_up, label_of, registered, remark, switched_off
+from dtypedoctor.plugins import Correction, give_up, label_of, registered, switched_off
 from dtypedoctor.text import did_you_mean, quoted
 from dtypedoctor.trace.model import Trace
 
@@ -37,14 +37,9 @@ def in_order(found: Iterable[Rule]) -> tuple[Rule, ...]:
 def _shielded(rule: Rule) -> Rule:
     """A plug-in's rule, which finds nothing where it raises or yields no proper finding, and is named as left out then."""
     label = f"dtypedoctor.rules plug-in {rule.name!r}"
-    own_ids = [name for spec in rule.specs for name in (spec.id, *spec.aliases)]
 
     def checked(one: Finding, read: object) -> Finding:
         _require_finding(one)
-        if one.id not in own_ids and one.id not in typed_ids():
-            remark(
-                f"{label} yields the finding {quoted(one.id)}, which no spec describes{did_you_mean(one.id, own_ids)}"
-            )
         return _with_fixes_of_class(one, read)
 
     def shielded(find: Callable[[Read], Iterable[Finding]]) -> Callable[[Read], Iterable[Finding]]:
@@ -81,11 +76,16 @@ def _require_finding(one: object) -> None:
         if not isinstance(value, types):
             wanted = " or ".join("None" if allowed is type(None) else allowed.__name__ for allowed in types)
             raise TypeError(f"{name} of its finding {one.id!r} is {type(value).__name__}, not {wanted}")
-        item_type = Link if name in ("provenance", "met") else str
-        for item in value if isinstance(value, tuple | list) else ():
-            if not isinstance(item, item_type):
-                found = type(item).__name__
-                raise TypeError(f"{name} of its finding {one.id!r} holds {found}, not {item_type.__name__}")
+        if isinstance(value, tuple | list):
+            _require_items(one.id, name, value)
+
+
+def _require_items(finding: str, name: str, items: Collection[object]) -> None:
+    """Raises TypeError where a field of a finding holds something else than texts, or links."""
+    item_type = Link if name in ("provenance", "met") else str
+    for item in items:
+        if not isinstance(item, item_type):
+            raise TypeError(f"{name} of its finding {finding!r} holds {type(item).__name__}, not {item_type.__name__}")
 
 
 def _with_fixes_of_class(finding: Finding, read: object) -> Finding:
@@ -117,13 +117,6 @@ def _specs() -> Mapping[str, FindingSpec]:
     for rule in rules():
         for spec in rule.specs:
             specs.setdefault(spec.id, spec)
-    names = {name for spec in specs.values() for name in (spec.id, *spec.aliases)}
-    for one in registered(Correction).values():
-        label = label_of(Correction, one.id)  # empty of those that come with the program
-        for finding in (*(finding for finding, _ in one.fixes), *one.proves):
-            if label and finding not in names:
-                suggestion = did_you_mean(finding, names)
-                remark(f"{label}: {one.id} is for the finding {quoted(finding)}, which no rule has{suggestion}")
     return {name: _with_corrections(spec) for name, spec in specs.items()}
 
 

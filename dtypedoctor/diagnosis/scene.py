@@ -258,6 +258,11 @@ class Scene:
         node = found[0].spanned(found[2])
         return (found[0], node, found[3]) if node is not None else None
 
+    def own_node(self) -> tuple[Source, ast.expr] | None:
+        """That expression; None where a library other than torch is at work inside of it."""
+        found = self.failing_node()
+        return found[:2] if found is not None and not found[2] else None
+
     def failing_line(self) -> tuple[Source, int] | None:
         """The file and line that the finding names."""
         return self.line_at(self.finding.source or "")

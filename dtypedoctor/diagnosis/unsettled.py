@@ -16,22 +16,29 @@ def is_unsettled(trace: Trace) -> bool:
     """Whether an op trace would tell more: of a refused op, else of non-finite values that matter, else of packed weights that may be dequantized
     wrongly, else of gradients that may have been flushed to zero."""
     raised = trace.last(Raised)
-    if raised is not None:
-        # A product may have been given packed storage, whose shape is refused before its dtype is
-        packed = any(note.quant for note in trace.all(ParameterNote))
-        if is_dtype_error(raised) or (packed and "shapes cannot be multiplied" in raised.message):
-            return graph_of(trace).failed() is None
+    if raised is not None and (is_dtype_error(raised) or _may_be_packed(trace, raised)):
+        return graph_of(trace).failed() is None
     if incidents(trace):
-        # The op trace lacks the first incident that is not harmless, or ends at a parameter that was written before it
-        telling = (seen for _, seen in searched(graph_of(trace)) if not (seen.covered and seen.harmless))
-        first = next(telling, None)
-        if first is None:
-            return False
-        return not first.covered or (first.origin is not None and _was_written_between(trace, first.origin))
+        return _has_unsettled_incident(trace)
     if doubtful_weights(trace):
         return True
     # float16 gradients are zero for the most part, no loss scaler lifts them, and they were not computed from a multiplied loss
     return bool(trace.observed(GradientZeros)) and not (trace.all(ScalerState) or trace.observed(ScaledBackward))
+
+
+def _may_be_packed(trace: Trace, raised: Raised) -> bool:
+    """Whether a product may have been given packed storage, whose shape is refused before its dtype is."""
+    return "shapes cannot be multiplied" in raised.message and any(note.quant for note in trace.all(ParameterNote))
+
+
+def _has_unsettled_incident(trace: Trace) -> bool:
+    """Whether the op trace lacks the first incident that is not harmless, or ends at a parameter that was written before it."""
+    for _, seen in searched(graph_of(trace)):
+        if not seen.covered:
+            return True
+        if not seen.harmless:
+            return seen.origin is not None and _was_written_between(trace, seen.origin)
+    return False
 
 
 def doubt_in_words(trace: Trace) -> str:
@@ -56,12 +63,13 @@ def _was_written_between(trace: Trace, origin: Origin) -> bool:
         return False
     if any(op.call < incident.call and not op.sentinel for op in origin.graph.ops):
         return False
-    holder = ("output", origin.op.root, module_of(given.name))
-    return any(
-        sample.finite and sample.call < incident.call
-        for sample, site in trace.measured()
-        if (site.kind, site.root, site.fqn) == holder
-    )
+    return _returned_finite(trace, origin.op.root, module_of(given.name), before=incident.call)
+
+
+def _returned_finite(trace: Trace, root: int, fqn: str, *, before: int) -> bool:
+    """Whether a module returned something finite in a call before the one with this number."""
+    returned = [s for s, site in trace.measured() if (site.kind, site.root, site.fqn) == ("output", root, fqn)]
+    return any(sample.finite and sample.call < before for sample in returned)
 
 
 USUAL = frozenset({"float16", "bfloat16"})
@@ -75,15 +83,20 @@ def doubtful_weights(trace: Trace) -> bool:
     may have left a buffer of its dtype behind), or something that is no 16-bit dtype (for which a kernel may be missing).
     Its first call is compared.
     """
-    states: dict[int, set[str]] = defaultdict(set)
-    for note in trace.all(ParameterNote):
-        if note.quant and note.quant.get("dtype"):
-            states[note.root].add(str(note.quant["dtype"]))
     before: set[str] = set()
-    for root, dtypes in sorted(states.items()):
+    for root, dtypes in sorted(_states(trace).items()):
         if dtypes - USUAL or (before and not dtypes <= before):
             calls = (sample.call for sample, site in trace.measured() if (site.root, site.kind) == (root, "output"))
             call = next(calls, None)
             return call is not None and not any(seen.call == call for seen in trace.observed(PackedWeight))
         before |= dtypes
     return False
+
+
+def _states(trace: Trace) -> dict[int, set[str]]:
+    """The dtypes that the quantization states of each outermost module say."""
+    states: dict[int, set[str]] = defaultdict(set)
+    for note in trace.all(ParameterNote):
+        if note.quant and note.quant.get("dtype"):
+            states[note.root].add(str(note.quant["dtype"]))
+    return states

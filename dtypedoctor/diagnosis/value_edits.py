@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from dtypedoctor.diagnosis.dtype_edits import half_in_float32
-from dtypedoctor.diagnosis.ops import MASKING, graph_of, mask_before, overload_free
+from dtypedoctor.diagnosis.ops import MASKING, graph_of, has_inf, mask_before, overload_free
 from dtypedoctor.diagnosis.scene import (
     Change,
     Changes,
@@ -56,18 +56,24 @@ def keep_in_domain(scene: Scene) -> list[Changes]:
     found, dtype = scene.failing_line(), scene.finding.dtype
     if found is None:
         return []
-    source, line = found
-    # What the failing operator is called in Python, or the one that it differentiates
-    family = overload_free(scene.finding.op or "").rstrip("_")
-    here = (op for op in scene.trace.all(Op) if op.source == scene.finding.source)
-    names = {family, family.removesuffix("_backward"), *(name for op in here if (name := differentiated(op)))}
-    if family == "div":
-        names.add("sqrt")  # the backward pass of a square root divides by it
-    of_half = _IN_HALF if dtype in ("float16", "bfloat16") else {}
-    known = _ARGUMENT | of_half | (_IN_FLOAT16 if dtype == "float16" else {})
+    names = _names_of_operator(scene)
+    known = dict(_ARGUMENT)
+    if dtype in ("float16", "bfloat16"):
+        known |= _IN_HALF
+    if dtype == "float16":
+        known |= _IN_FLOAT16
     bounds = {name: bound for name, bound in known.items() if name in names}
-    made = (_bounded(source, node, bounds, names) for node in source.on_line(line))
-    return [(source, changes) for changes in made if changes]
+    made = (_bounded(found[0], node, bounds, names) for node in found[0].on_line(found[1]))
+    return [(found[0], changes) for changes in made if changes]
+
+
+def _names_of_operator(scene: Scene) -> set[str]:
+    """What the failing operator is called in Python, or the one that it differentiates."""
+    family = overload_free(scene.finding.op or "").rstrip("_")
+    here = [op for op in scene.trace.all(Op) if op.source == scene.finding.source]
+    derived = {name for op in here if (name := differentiated(op))}
+    of_division = {"sqrt"} if family == "div" else set()  # the backward pass of a square root divides by it
+    return {family, family.removesuffix("_backward"), *derived, *of_division}
 
 
 def domain_in_float32(scene: Scene) -> list[Changes]:
@@ -246,31 +252,38 @@ def finite_fill(scene: Scene) -> Changes | None:
 
 def smaller_masks(scene: Scene) -> Changes | None:
     """Masks with an eighth of the smallest finite number, where the sum of several masks left the range of the dtype."""
-    for op in scene.trace.all(Op):
-        made = any(t.num_neginf for t in op.outputs) and not any(t.num_neginf or t.num_posinf for t in op.inputs)
-        at = scene.line_at(op.source or "") if made and overload_free(op.op) == "add" else None
-        if at is not None:
-            texts = {node: at[0].text(node) for node in at[0].every(ast.Attribute)}
-            lows = (one for one in texts.items() if one[1].startswith("torch.finfo(") and one[1].endswith(").min"))
-            return some(at[0], [at[0].instead(node, f"{text} / 8") for node, text in lows])
+    infinite = filter(_makes_infinity, scene.trace.all(Op))
+    places = [at for op in infinite if (at := scene.line_at(op.source or "")) is not None]
+    for source, _ in places[:1]:
+        lows = [node for node in source.every(ast.Attribute) if _LOWEST.fullmatch(source.text(node))]
+        return some(source, [source.instead(node, f"{source.text(node)} / 8") for node in lows])
     return None
+
+
+def _makes_infinity(op: Op) -> bool:
+    """Whether a sum of finite numbers is -inf."""
+    return overload_free(op.op) == "add" and any(t.num_neginf for t in op.outputs) and not any(map(has_inf, op.inputs))
+
+
+_LOWEST = re.compile(r"torch\.finfo\(.*\)\.min", re.DOTALL)
 
 
 def skip_batch(scene: Scene) -> list[Changes]:
     """Goes on with the next batch where one holds inf or NaN, in a loop that trains: a change for each such loop."""
     loops = [(s, loop) for s in scene.program_files() if has_torch(s) for loop in s.every(ast.For) if _trains(loop)]
-    ways: list[Changes] = []
-    for source, loop in loops:
-        names, first = _batch_of(source, loop)
-        if not names or first is None:
-            continue
-        batch = f"[{', '.join(names)}]"
-        if len(names) == 1:  # what a tokenizer returns is no dictionary that torch knows
-            batch = f"dict({names[0]}) if hasattr({names[0]}, 'keys') else {names[0]}"
-        leaves = f"x for x in torch.utils._pytree.tree_leaves({batch}) if torch.is_tensor(x)"
-        test = f"if not all(x.isfinite().all() for x in [{leaves}]):"
-        ways.append((source, source.before(first, test, "    continue  # inf or NaN in the data")))
-    return [way for way in ways if way[1]]
+    return [(source, changes) for source, loop in loops if (changes := _skipping(source, loop))]
+
+
+def _skipping(source: Source, loop: ast.For) -> list[Change]:
+    names, first = _batch_of(source, loop)
+    if not names or first is None:
+        return []
+    batch = f"[{', '.join(names)}]"
+    if len(names) == 1:  # what a tokenizer returns is no dictionary that torch knows
+        batch = f"dict({names[0]}) if hasattr({names[0]}, 'keys') else {names[0]}"
+    leaves = f"x for x in torch.utils._pytree.tree_leaves({batch}) if torch.is_tensor(x)"
+    test = f"if not all(x.isfinite().all() for x in [{leaves}]):"
+    return source.before(first, test, "    continue  # inf or NaN in the data")
 
 
 def _trains(loop: ast.For) -> bool:
@@ -326,15 +339,20 @@ def _after_last_change(source: Source, made: ast.Assign, name: str) -> ast.stmt 
     """
     call = made.value
     model = ast.unparse(call.args[0]).partition(".")[0] if isinstance(call, ast.Call) and call.args else ""
+    later = _behind(source, made)
+    following = None
+    for number, statement in enumerate(later[:-1]):
+        if isinstance(statement, ast.Assign) and _belongs(statement.targets[0], model):
+            following = later[number + 1]
+    before = later[: later.index(following)] if following is not None else []
+    return None if any(_names(statement, name) for statement in before) else following
+
+
+def _behind(source: Source, statement: ast.stmt) -> list[ast.stmt]:
+    """The statements behind one in its block, which is that of the file or of a function."""
     blocks = [source.tree.body, *(function.body for function in source.every(ast.FunctionDef))]
-    block = next((block for block in blocks if made in block), [])
-    later = block[block.index(made) + 1 :] if block else []
-    changing = [
-        n for n, one in enumerate(later[:-1]) if isinstance(one, ast.Assign) and _belongs(one.targets[0], model)
-    ]
-    if not changing or any(_names(one, name) for one in later[: changing[-1] + 1]):
-        return None
-    return later[changing[-1] + 1]
+    block = next((block for block in blocks if statement in block), [statement])
+    return block[block.index(statement) + 1 :]
 
 
 def _names(node: ast.AST, name: str) -> bool:
@@ -440,13 +458,15 @@ def _updating(scene: Scene) -> tuple[Source, ast.stmt, str] | None:
     source, line = at
     inside = (node for node in ast.walk(source.tree) if isinstance(node, ast.Expr | ast.Assign | ast.AugAssign))
     statements = [node for node in inside if node.lineno <= line <= (node.end_lineno or 0)]
-    if not statements:
-        return None
-    # ``shadow`` for the variable ``s`` of ``for s, p in zip(shadow, parameters)``
-    holder = _updated(statements[-1])
-    for loop in reversed(source.around(statements[-1], ast.For)):
+    return (source, statements[-1], _holder(source, statements[-1])) if statements else None
+
+
+def _holder(source: Source, statement: ast.Expr | ast.Assign | ast.AugAssign) -> str:
+    """What holds the tensors that a statement updates: ``shadow`` for the variable ``s`` of ``for s, p in zip(shadow, parameters)``."""
+    holder = _updated(statement)
+    for loop in reversed(source.around(statement, ast.For)):
         holder = next((over for name, over in _pairs(loop) if ast.unparse(holder) == name), holder)
-    return source, statements[-1], ast.unparse(holder)
+    return ast.unparse(holder)
 
 
 def _updated(statement: ast.Expr | ast.Assign | ast.AugAssign) -> ast.expr:
@@ -509,13 +529,14 @@ def _in_float32(source: Source, value: ast.expr) -> list[Change]:
 def _in_place_of_half(source: Source, statement: ast.stmt) -> list[Change]:
     """The line itself: what it casts to half precision is float32, and ``lerp_``, which takes one dtype only, gets that of what it writes to."""
     changes = [change for node in ast.walk(statement) for change in half_in_float32(source, node)]
-    for call in ast.walk(statement) if not changes else ():
-        function = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
-        if isinstance(call, ast.Call) and function.endswith("._foreach_lerp_") and len(call.args) > 1:
-            changes.append(source.instead(call.args[1], f"[t.float() for t in {source.text(call.args[1])}]"))
-        elif isinstance(call, ast.Call) and function.endswith(".lerp_") and call.args:
-            changes += source.after(call.args[0], ".float()")
-    return changes
+    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    return changes or [change for call in calls for change in _lerp(source, call, ast.unparse(call.func))]
+
+
+def _lerp(source: Source, call: ast.Call, function: str) -> list[Change]:
+    if function.endswith("._foreach_lerp_") and len(call.args) > 1:
+        return [source.instead(call.args[1], f"[t.float() for t in {source.text(call.args[1])}]")]
+    return source.after(call.args[0], ".float()") if function.endswith(".lerp_") and call.args else []
 
 
 def _swapped_in(source: Source, holder: str) -> Iterator[Change]:

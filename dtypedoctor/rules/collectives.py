@@ -122,8 +122,10 @@ def detect_rejected(trace: Trace) -> Iterator[Finding]:
     found = next((match for pattern in _REJECTED if (match := pattern.search(raised.message))), None)
     if called is None or found is None:
         return
+
     name, line = called["name"], raising_line(raised)
     dtypes = [dtype_named(word) for word in found.groupdict().values() if word]
+
     statement = Statement(
         id=SPEC.id,
         summary=f"{name if line is None else f'{name} at {line}'} gets input and output tensors of {' and '.join(dtypes) or 'two dtypes'}.",

@@ -186,17 +186,20 @@ def _evidence_of_recompiles(
 
 
 def _with_custom_op(finding: Finding, trace: Trace, texts: Sequence[str]) -> Finding:
-    """The finding; for C functions between packed weights with what hides them from Dynamo: the corrections of the library that calls them, or,
-    where it has none, an operator. What is mere information needs no fix."""
+    """The finding; for C functions between packed weights with what hides them from Dynamo. What is mere information needs no fix."""
+    if finding.severity is Severity.INFO or finding.remedies:
+        return finding
     packed = any(note.quant for note in trace.all(ParameterNote))
     foreign = any(_FOREIGN.search(text) for text in texts)
-    if finding.severity is Severity.INFO or finding.remedies or not (packed and foreign):
-        return finding
+    return replace(finding, remedies=_hiding(finding.id, trace)) if packed and foreign else finding
+
+
+def _hiding(finding: str, trace: Trace) -> tuple[str, ...]:
+    """What hides C functions from Dynamo: the corrections of the library that calls them, or, where it has none, an operator."""
     breaks = trace.observed(GraphBreak)
-    of_library = corrections_of_library(finding.id, _file_and_line(_origin(breaks))) if breaks else ()
+    of_library = corrections_of_library(finding, _file_and_line(_origin(breaks))) if breaks else ()
     corrections = registered(Correction)
-    in_general = (one for one in spec_of(finding.id).settled_by if not corrections[one].library)
-    return replace(finding, remedies=of_library or tuple(in_general))
+    return of_library or tuple(one for one in spec_of(finding).settled_by if not corrections[one].library)
 
 
 def _function(name: str) -> str:

@@ -1,5 +1,6 @@
 """A gradient scaler that raises, that finds no scale, or that would raise: float16 gradients, no gradients at all, a scale that never fits."""
 
+import re
 from collections.abc import Iterator, Mapping
 from itertools import takewhile
 
@@ -69,7 +70,9 @@ SCALED_GRADIENTS = FindingSpec(
 
 FLOAT16_GRADIENTS = "Attempting to unscale FP16 gradients"
 NOTHING_CHECKED = "No inf checks were recorded for this optimizer"
-BFLOAT16_KERNEL = "_amp_foreach_non_finite_check_and_unscale"
+_BFLOAT16_REJECTED = re.compile(
+    r"(?s)_amp_foreach_non_finite_check_and_unscale.*BFloat16|BFloat16.*_amp_foreach_non_finite_check_and_unscale"
+)
 AT_MINIMUM = "loss scale already at minimum"
 
 UNKNOWN = Unscaled(scale=1.0, params={}, gradients={}, names={})
@@ -81,12 +84,11 @@ def detect_scaling(trace: Trace) -> Iterator[Finding]:
     raised = rejection_in(trace)
     seen = [seen.what for seen in trace.observed(Unscaled)]
     last = seen[-1] if seen else UNKNOWN
-    message = raised.message if raised is not None else ""
-    if raised is not None and FLOAT16_GRADIENTS in message:
+    if raised is not None and FLOAT16_GRADIENTS in raised.message:
         yield _float16_gradients(trace, raised, last)
-    if raised is not None and NOTHING_CHECKED in message:
+    if raised is not None and NOTHING_CHECKED in raised.message:
         yield _nothing_checked(trace, raised, last)
-    rejected = raised if BFLOAT16_KERNEL in message and "BFloat16" in message else None
+    rejected = raised if raised is not None and _BFLOAT16_REJECTED.search(raised.message) else None
     bfloat16 = next((one for one in seen if one.gradients.get("bfloat16")), None)
     if rejected is not None or bfloat16 is not None:
         yield _bfloat16_gradients(trace, rejected, bfloat16 or UNKNOWN)

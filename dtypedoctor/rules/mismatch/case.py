@@ -142,15 +142,20 @@ def case_of(trace: Trace) -> Case | None:
         return None
     graph = graph_of(trace)
     op = next((o for o in reversed(graph.ops) if o.error is not None and o.error in raised.message), None)
-    if op is None or op.error is None:
-        return None
-    # With operands of one dtype it raises the same: a shape, an index or a device is wrong, whatever the dtypes are. Packed weights have a wrong
-    # shape first of all, and no other dtype changes that.
-    again = graph.replay(op, "equal-dtypes")
-    is_packed = any(tensor.dtype in INTEGERS for tensor in op.inputs)
-    if again is not None and again.note and not is_packed and again.note.splitlines()[0] == op.error[: len(again.note)]:
+    if op is None or _is_rejected_all_the_same(op, graph):
         return None
     return Case(trace, raised, op, Provenance(graph, Census(trace)))
+
+
+def _is_rejected_all_the_same(op: Op, graph: OpGraph) -> bool:
+    """Whether the op raises the same with operands of one dtype: a shape, an index or a device is wrong, whatever the dtypes are.
+
+    Packed weights have a wrong shape first of all, and no other dtype changes that.
+    """
+    replay = graph.replay(op, "equal-dtypes")
+    if replay is None or not replay.note or op.error is None or any(tensor.dtype in INTEGERS for tensor in op.inputs):
+        return False
+    return replay.note.splitlines()[0] == op.error[: len(replay.note)]
 
 
 def who_is_what(case: Case) -> str:
@@ -298,13 +303,17 @@ def ran_in(case: Case, dtype: str | None) -> str | None:
 def _experiments(case: Case, odd: Operand | None) -> Iterator[str]:
     """Which dtypes the rejected op would have taken, and which operator promoted the odd operand."""
     ways = [f"with all operands in {dtype}" for dtype in case.dtypes if case.ran(f"all-as-{dtype}")]
-    if not ways and case.ran("equal-dtypes"):
-        ways = ["with all operands in one wider dtype"]
-    if ways:
-        yield f"Replayed alone on the same operands, the op runs {' or '.join(ways)}."
-    promoted = odd.origin.promoted if odd is not None else None
+    if ways or case.ran("equal-dtypes"):
+        how = " or ".join(ways or ["with all operands in one wider dtype"])
+        yield f"Replayed alone on the same operands, the op runs {how}."
+    yield from _narrowed(case, odd) if odd is not None else ()
+
+
+def _narrowed(case: Case, odd: Operand) -> Iterator[str]:
+    """What the operator that promoted the odd operand returns with operands of one dtype."""
+    promoted = odd.origin.promoted
     narrow = case.graph.replay(promoted, "narrowest-dtype") if promoted is not None else None
-    if promoted is not None and narrow is not None and narrow.dtype and odd is not None and narrow.dtype != odd.dtype:
+    if promoted is not None and narrow is not None and narrow.dtype not in (None, "", odd.dtype):
         yield f"{promoted.op} at {promoted.source} returns {odd.dtype}; with all its operands in {narrow.dtype} it returns {narrow.dtype}."
 
 

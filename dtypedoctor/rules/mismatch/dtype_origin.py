@@ -201,14 +201,19 @@ class Provenance:
             return Reason.MODULES_TO_SAVE
         if self.census.is_adapter(user.root, name):
             return Reason.ADAPTER
-        # It multiplies by the weight of a norm: in the same module, not far above it, is a root mean square
-        level, seen = [user], {user.n}
-        for _ in range(NORM_DEPTH):
-            if any(overload_free(op.op) in ROOTS for op in level):
-                return Reason.NORM
-            level = [maker for maker in self._above(level) if maker.fqn == user.fqn and maker.n not in seen]
-            seen.update(maker.n for maker in level)
+        if self._is_norm(user):
+            return Reason.NORM
         return Reason.KEEP_IN_FP32 if self.census.keeper(user.root, owner) is not None else Reason.LOAD_DTYPE
+
+    def _is_norm(self, op: Op) -> bool:
+        """Whether an op multiplies by the weight of a norm: in the same module, not far above it, is a root mean square."""
+        level, seen = [op], {op.n}
+        for _ in range(NORM_DEPTH):
+            if any(overload_free(one.op) in ROOTS for one in level):
+                return True
+            level = [maker for maker in self._above(level) if maker.fqn == op.fqn and maker.n not in seen]
+            seen.update(maker.n for maker in level)
+        return False
 
     def _above(self, level: list[Op]) -> list[Op]:
         """The ops that made the operands of ``level``; what a module holds or was given is not followed."""
@@ -345,8 +350,8 @@ class _Walk:
             return maker.inputs[-1]  # the memory had that dtype already; what is in it now says more
         if writes(maker):  # an op in place, or with out=, keeps the dtype of the memory that it writes to
             return next((t for t in maker.inputs if t.storage == tensor.storage), None)
-        same = [tensor for tensor in maker.inputs if tensor.dtype == self._dtype]
-        return next((tensor for tensor in same if not tensor.origin), same[0])  # one that an op has computed says more
+        # One that an op has computed says more
+        return min((tensor for tensor in maker.inputs if tensor.dtype == self._dtype), key=lambda one: bool(one.origin))
 
     def _named(self, tensor: TensorNote, user: Op) -> DtypeOrigin:
         name = tensor.name or ""

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of
 from dtypedoctor.diagnosis.rule import Finding, Link
@@ -99,14 +98,17 @@ def _first_difference(graph: OpGraph, unit: str | None) -> tuple[Op, Op] | None:
     """The first op of the recomputation whose results have other dtypes than those of the same op in the forward pass."""
     if unit is None:
         return None
-    inside = [op for op in graph.ops if op.fqn == unit or op.fqn.startswith(f"{unit}.")]
-    first, again = ([op for op in inside if op.phase == phase] for phase in ("forward", "recompute"))
-    for before, after in zip(first, again, strict=False):
+    for before, after in zip(_ops_of(graph, unit, "forward"), _ops_of(graph, unit, "recompute"), strict=False):
         if before.op != after.op:
             return None
         if [t.dtype for t in before.outputs] != [t.dtype for t in after.outputs]:
             return before, after
     return None
+
+
+def _ops_of(graph: OpGraph, unit: str, phase: str) -> list[Op]:
+    """The ops of a module, and of those inside it, in one phase."""
+    return [op for op in graph.ops if op.phase == phase and f"{op.fqn}.".startswith(f"{unit}.")]
 
 
 def _link(op: Op) -> Link:
@@ -132,10 +134,15 @@ def mixed_shard_units(trace: Trace) -> Iterator[Finding]:
     if complaint is not None and complaint.family == "shards":
         # Known by its name where it has been called, else from the call that made it
         units: Sequence[Observed[ShardUnit | ShardCall]] = (*trace.observed(ShardUnit), *trace.observed(ShardCall))
-        yield _of_a_unit(trace, next((unit for unit in units if len(_dtypes(unit.what)) > 1), None), raised)
+        yield _of_a_unit(trace, _mixed(units), raised)
     elif not trace.observed(ShardUnit):  # no unit has been called yet
-        calls = (seen for seen in trace.observed(ShardCall) if seen.what.api == FSDP2 and len(_dtypes(seen.what)) > 1)
-        yield from (_of_a_unit(trace, call, None) for call in islice(calls, 1))
+        call = _mixed([seen for seen in trace.observed(ShardCall) if seen.what.api == FSDP2])
+        if call is not None:
+            yield _of_a_unit(trace, call, None)
+
+
+def _mixed(units: Sequence[Observed[ShardUnit | ShardCall]]) -> Observed[ShardUnit | ShardCall] | None:
+    return next((unit for unit in units if len(_dtypes(unit.what)) > 1), None)
 
 
 def _dtypes(unit: ShardUnit | ShardCall) -> Mapping[str, list[str]]:

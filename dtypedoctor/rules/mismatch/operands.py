@@ -57,18 +57,22 @@ def by_origin(case: Case) -> Verdict | None:
     odd = case.odd
     if odd is None or len(case.dtypes) < 2:
         return None
-    reason, own = odd.origin.reason, odd.tensor
+    reason = odd.origin.reason
     # A norm or a buffer is to blame where arithmetic with it made the result wider, the input and an adapter wherever they get to
     to_blame = odd.origin.promoted is not None or reason in (Reason.MODEL_INPUT, Reason.ADAPTER)
     explain = OF_A_REASON.get(reason) if to_blame else None
-    if explain is None:
-        # The last layer's own weight is odd, or what it is given was computed in another dtype by a 4-bit layer
-        is_own = own.origin == "parameter" and owner_of(own.name or "") == case.op.fqn
-        if (reason is Reason.COMPUTE_DTYPE or is_own) and case.census.is_head(case.op.root, case.op.fqn):
-            explain = _head
-        else:
-            explain = _adapter if reason is Reason.MODULES_TO_SAVE else _fallback
+    if explain is None and _is_about_the_head(case, odd):
+        explain = _head
+    elif explain is None:
+        explain = _adapter if reason is Reason.MODULES_TO_SAVE else _fallback
     return replace(explain(case, odd), proven_by=settled_by(case, odd), blamed=odd)
+
+
+def _is_about_the_head(case: Case, odd: Operand) -> bool:
+    """Whether the last layer's own weight is odd, or what it is given was computed in another dtype by a 4-bit layer."""
+    own = odd.tensor.origin == "parameter" and owner_of(odd.tensor.name or "") == case.op.fqn
+    given = odd.origin.reason is Reason.COMPUTE_DTYPE
+    return (own or given) and case.census.is_head(case.op.root, case.op.fqn)
 
 
 def _norm(case: Case, odd: Operand) -> Verdict:

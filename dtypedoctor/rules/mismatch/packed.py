@@ -298,6 +298,7 @@ def _wrong(trace: Trace) -> Iterator[Unpacked]:
         return
     graph = graph_of(trace)
     provenance = Provenance(graph, Census(trace))
+
     by_number = {op.n: op for op in graph.ops if op.error is None}
     told = set()
     for seen in suspects:

@@ -127,13 +127,15 @@ def wrong_device(case: Case) -> Verdict | None:
     region = next((r for r in reversed(seen.regions) if r.device != device and r.wanted in case.dtypes), None)
     if region is None or any(r.device == device for r in seen.regions):
         return None
+
+    regardless = f"so {op_name(case)} gets {' and '.join(case.dtypes)}, which it would have cast to {region.wanted}"
     return Verdict(
         id="autocast-wrong-device",
         fqn=place(case.op),
         summary=f"The autocast region around {short(place(case.op))} is for {region.device!r}; its operands are on {device!r}.",
         cause=(
             f"A region casts for its own device type only. The one that {region.source or 'the caller'} enters does nothing for "
-            f"tensors on {device!r}, so {op_name(case)} gets {' and '.join(case.dtypes)}, which it would have cast to {region.wanted}."
+            f"tensors on {device!r}, {regardless}."
         ),
         proven_by=ran_in(case, region.wanted),
     )

@@ -203,6 +203,7 @@ def judge_attention_scores(origin: Origin) -> Finding | None:
     is_score = is_product and any(overload_free(user.op) in SOFTMAX for user in after)
     if not origin.leaves_a_narrow_range or not is_score:
         return None
+
     tried = attention_experiment(origin.trace, op)
     statement = Statement(
         id="attention-score-overflow",
@@ -292,17 +293,18 @@ def judge_backward(origin: Origin) -> Finding | None:
 def _added_up(origin: Origin) -> str | None:
     """The parameter to whose gradient the op adds that of one more backward pass; None for every other op."""
     op, seen = origin.op, origin.incident
-    if not op.inplace or place(op) is not None or seen.kind not in ("grad", "accumulated"):
-        return None
-    # Before an optimizer has taken gradients they are measured where each pass leaves them, also where there is one pass only,
-    # which then has no other to add to
-    measured = origin.trace.measured()
-    passes = sum(site.kind == "loss" and s.step == op.step and s.n < op.n for s, site in measured)
-    if seen.kind == "accumulated" and passes < 2:
+    if not op.inplace or place(op) is not None or not _may_be_sum(origin):
         return None
     sites = [origin.trace.sites[sample.site] for sample in seen.samples]
     named = (s.fqn for s in sites if s.kind == seen.kind and s.shape == origin.result.shape)
     return next((name for name in named if not name.startswith(NAMELESS)), None)
+
+
+def _may_be_sum(origin: Origin) -> bool:
+    """Whether a gradient was there before. Until an optimizer has taken gradients they are measured where each pass leaves them, also the only one."""
+    op, kind = origin.op, origin.incident.kind
+    losses = [s.n for s, site in origin.trace.measured() if site.kind == "loss" and s.step == op.step]
+    return kind == "grad" or (kind == "accumulated" and sum(n < op.n for n in losses) > 1)
 
 
 NAMELESS = "leaf "
