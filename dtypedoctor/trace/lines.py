@@ -96,10 +96,6 @@ def open_lines(data: bytes, expected: int = 0) -> Opened:
     if not any(_parts(line) for line in lines[:_LOOKED_AT]):
         numbered = tuple(enumerate(lines, start=1))
         return Opened(lines=numbered, missing=max(0, expected - len(lines)), sealed=False)
-    return _checked(lines, expected)
-
-
-def _checked(lines: list[bytes], expected: int) -> Opened:
     found: dict[int, bytes] = {}
     bad: list[int] = []
     doubled = 0
