@@ -8,12 +8,27 @@ from torch import distributed as dist
 
 FIRST_STEPS = 8
 """Training steps in which a GPU is read from, besides those whose number is a power of 2. A program without an optimizer is in its first."""
+FIRST_CHECKS = 4
+"""Rounds, and steps, that are compared: 1 to 4, and then each power of two."""
+WINDOW, FROM = 4, 16
+"""Steps after each of these in which state is looked at as well, so that it goes through several rounds; from which one on."""
 EACH_STEP = 2_000
 """Readings of a GPU in one step: of the 50 µs or so that the host waits for each, 0.1 s."""
 OVERALL = 40_000
 """Readings of a GPU in one run."""
 AT_HAND, WAITED_FOR = frozenset({"cpu"}), frozenset({"cuda"})
 """Devices whose memory is read at any time, and those for which a reading waits; of others nothing is read."""
+
+
+def is_checked(number: int) -> bool:
+    """Whether the round or the step with this number, from 1, is compared."""
+    return number <= FIRST_CHECKS or number.bit_count() == 1
+
+
+def is_in_window(number: int) -> bool:
+    """Whether the step with this number is compared, or follows closely on a later one that is."""
+    before = range(max(FROM, number - WINDOW), number)
+    return is_checked(number) or any(map(is_checked, before))
 
 
 def is_read_in(step: int) -> bool:

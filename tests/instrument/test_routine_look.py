@@ -1,5 +1,6 @@
 """The routine look: what it sees in a call, and that it leaves the call alone."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -354,21 +355,24 @@ def test_calls_one_two_and_then_each_eight_times_later_are_looked_at(tmp_path: P
     assert noting.looked_at == [1, 2, 16, 128, 1, 2]
 
 
-def test_every_call_of_the_first_steps_is_looked_at_where_calls_add_to_state(tmp_path: Path) -> None:
-    """What is in a counter depends on all of them; only the check that follows it looks at those between."""
+def test_calls_of_some_steps_in_a_row_are_looked_at_where_calls_add_to_state(tmp_path: Path) -> None:
+    """What is in a counter depends on all of them; only the check that follows it looks at those between, and again after steps that nobody has looked at."""
     session, noting, following = Session(TraceWriter(tmp_path)), Noting(), Noting()
     look = RoutineLook([noting.saw], [], session)
     look.accumulating = [following.saw]
     module, x = nn.Identity(), torch.ones(2)
-    for following.call in range(1, 201):
-        noting.call = following.call
-        session.position.step = 1 + following.call // 50
-        look.before_call(module)
-        x.neg()
-        look.after_call()
+    steps = [*range(1, 31), 90, 91]
+    for session.position.step in steps:
+        noting.call = following.call = session.position.step
+        for _ in range(70 if session.position.step == 5 else 1):
+            look.before_call(module)
+            x.neg()
+            look.after_call()
     session.writer.close()
-    assert noting.looked_at == [1, 2, 16, 128]
-    assert following.looked_at == [number for number in range(1, 65) if number not in (1, 2, 16)]
+    counted = Counter(following.looked_at)
+    assert noting.looked_at == [1, 2, 5]
+    assert counted.pop(5) == 64
+    assert sorted(counted) == [3, 4, 6, 10, *range(18, 23), 90]
 
 
 def test_a_program_with_a_mode_of_its_own_is_not_looked_at(tmp_path: Path) -> None:

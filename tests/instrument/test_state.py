@@ -83,6 +83,49 @@ def state_of_an_optimizer() -> None:
     trains(model, Own(model.parameters()), 6)
 
 
+class Narrow(torch.optim.Optimizer):
+    """Float32 weights, and a mean of squared gradients in half precision that is computed in float32 and stored anew."""
+
+    def __init__(self, parameters: Any, dtype: torch.dtype, begin: float) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+        self.means = {p: torch.full_like(p, begin, dtype=dtype) for p in self.param_groups[0]["params"]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p, mean in self.means.items():
+            wide = mean.float() * 0.999 + 0.001 * p.grad.square()
+            self.means[p] = wide.to(mean.dtype)
+            p.addcdiv_(p.grad, wide.sqrt() + 1e-6, value=-1e-2)
+
+
+def narrow_state() -> None:
+    """A mean of squares that no longer moves in bfloat16."""
+    model = nn.Linear(16, 16)
+    trains(model, Narrow(model.parameters(), HALF, 4.0), 6)
+
+
+def flushed_state() -> None:
+    """A mean of squares that are all below the smallest float16."""
+    model = nn.Linear(16, 16)
+    trains(model, Narrow(model.parameters(), torch.float16, 0.0), 6, 1e-2)
+
+
+def half_of_the_way() -> None:
+    """An average that follows where its values are small, and loses most of its way elsewhere."""
+    weights = 1 + torch.randn(2048) / 2
+    average = weights.to(HALF)
+    for _ in range(60):
+        weights = weights + 0.02 * torch.randn(2048)
+        average.lerp_(weights.to(HALF), 0.01)
+
+
+def histogram() -> None:
+    """Counts at an index, which torch reads, adds to, and puts back."""
+    counts = torch.full((4,), 250.0).to(HALF)
+    for number in range(120):
+        counts[torch.tensor([number % 4])] += 1
+
+
 class Averaged(nn.Module):
     """Centers rows by a mean in a buffer that it computes anew, beside a compiled layer."""
 
@@ -131,6 +174,49 @@ def merge() -> None:
         model.weight += (low @ high).to(HALF)
 
 
+def delta(scale: float = 0.02) -> Tensor:
+    """What an adapter adds."""
+    return scale * torch.randn(64, 4) @ torch.randn(4, 64) * scale
+
+
+def layer() -> nn.Linear:
+    """A layer that has been called, with weights whose spacing is larger than what is merged into them."""
+    model = nn.Linear(64, 64).to(HALF)
+    with torch.no_grad():
+        model.weight.uniform_(1.0, 2.0)
+        model(torch.randn(2, 64).to(HALF))
+    return model
+
+
+def merge_anew() -> None:
+    """The sum takes the place of the weight."""
+    model = layer()
+    model.weight.data = model.weight.data + delta().to(HALF)
+    model(torch.randn(2, 64).to(HALF))
+
+
+def merge_wide() -> None:
+    """It is computed in float32, and becomes another parameter."""
+    model = layer()
+    wide = model.weight.data.float() + delta()
+    model.weight = nn.Parameter(wide.to(HALF))
+    model(torch.randn(2, 64).to(HALF))
+
+
+def merge_loaded() -> None:
+    """It is computed of a checkpoint and loaded then."""
+    state = {"weight": (torch.rand(64, 64) + 1).to(HALF), "bias": torch.zeros(64).to(HALF)}
+    state["weight"] = state["weight"] + delta().to(HALF)
+    nn.Linear(64, 64).to(HALF).load_state_dict(state)
+
+
+def merge_product() -> None:
+    """The product is added by the operator that makes it."""
+    model = layer()
+    with torch.no_grad():
+        model.weight.addmm_(0.02 * torch.randn(64, 4).to(HALF), 0.02 * torch.randn(4, 64).to(HALF))
+
+
 def by_hand() -> None:
     """Weights in a dictionary, stepped by the program."""
     weights = {"w": torch.randn(32, 8).to(HALF).requires_grad_(), "v": torch.randn(8, 64).to(HALF).requires_grad_()}
@@ -166,6 +252,14 @@ def measured() -> None:
         (through_float32, "update-stall", "wide = average.float()"),
         (merge, "update-stall", "model.weight += (low @ high)"),
         (by_hand, "update-stall", "weight -= 1e-5 * weight.grad"),
+        (narrow_state, "update-stall", "wide = mean.float()"),
+        (flushed_state, "update-stall", "wide = mean.float()"),
+        (half_of_the_way, "update-stall", "average.lerp_(weights"),
+        (histogram, "update-stall", "counts[torch.tensor"),
+        (merge_anew, "update-stall", "model.weight.data + delta()"),
+        (merge_wide, "update-stall", "model.weight = nn.Parameter(wide"),
+        (merge_loaded, "update-stall", 'state["weight"] + delta()'),
+        (merge_product, "update-stall", "model.weight.addmm_"),
     ],
 )
 def test_state_that_does_not_go_where_float64_takes_it_is_found(
@@ -240,7 +334,70 @@ def settled() -> None:
         weight -= 0.0 * constant
 
 
-@pytest.mark.parametrize("work", [useful_rate, at_random, error_feedback, wider, temporaries, settled])
+def converges() -> None:
+    """Averages that get as near to what they average as their dtype allows."""
+    fixed, averages = torch.randn(256).to(HALF), [torch.zeros(256).to(HALF) for _ in range(2)]
+    for _ in range(60):
+        averages[0].lerp_(fixed, 0.5)
+        averages[1].lerp_(fixed + 0.1 * torch.randn(256).to(HALF), 0.3)
+
+
+def merges_that_arrive() -> None:
+    """What is merged is larger than the spacing; and a residual stream, which nobody merges."""
+    model = layer()
+    model.weight.data = model.weight.data + delta(0.3).to(HALF)
+    rows = model(torch.randn(64, 64).to(HALF)).detach() + 1
+    for _ in range(4):
+        rows = rows + delta(0.01).to(HALF)
+    model(rows)
+
+
+def narrow_and_moving() -> None:
+    """Momentum in bfloat16 beside float32 weights."""
+    model = nn.Linear(16, 16)
+    momenta = {p: torch.zeros_like(p, dtype=HALF) for p in model.parameters()}
+    for _ in range(40):
+        model(torch.randn(8, 16)).square().mean().backward()
+        with torch.no_grad():
+            for p, momentum in momenta.items():
+                momentum.mul_(0.9).add_(p.grad.to(HALF))  # type: ignore[union-attr]
+                p -= 1e-2 * momentum
+                p.grad = None
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        converges,
+        merges_that_arrive,
+        narrow_and_moving,
+        useful_rate,
+        at_random,
+        error_feedback,
+        wider,
+        temporaries,
+        settled,
+    ],
+)
 def test_state_that_is_as_it_should_be_is_not_told_of(tmp_path: Path, work: Callable[[], object]) -> None:
     """It moves, keeps what it loses, or has nowhere to go."""
     assert told_of(tmp_path, work) == []
+
+
+@pytest.mark.parametrize(("steps", "found"), [(160, ["rounded-sum"]), (80, [])], ids=["stuck", "exact"])
+def test_a_count_that_sticks_is_found_where_few_steps_are_looked_at(
+    tmp_path: Path, steps: int, found: list[str]
+) -> None:
+    """It has changed between two looks, unseen, or has not; what a look sees of it is enough."""
+
+    def work(_: object) -> None:
+        model, count = nn.Linear(4, 4), torch.full((), 128.0).to(HALF)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(2, 4)).square().mean().backward()
+            optimizer.step()
+            count += 1
+
+    findings = diagnose(watched(tmp_path, work, every=8))
+    assert [finding.id for finding in findings if finding.id in IDS] == found

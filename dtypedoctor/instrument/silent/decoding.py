@@ -23,7 +23,8 @@ from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.frames import Line, is_users
 from dtypedoctor.instrument.module_tree import named_modules, own_parameters
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.silent.observer import Observer, is_checked
+from dtypedoctor.instrument.readings import is_checked
+from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.silent.twins import (
     beside,
     counted_among,

@@ -43,14 +43,15 @@ from dtypedoctor.instrument.operators import (
     why_opaque,
     written,
 )
+from dtypedoctor.instrument.readings import is_in_window
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import is_spread
 
 FIRST_LOOKS = 2
 EACH_LATER = 8
 """The calls that are looked at are 1, 2, and then each 8 times the one before."""
-STATE_STEPS, STATE_CALLS = 3, 64
-"""Steps, and calls of a module, that are all looked at where they add to half-precision state: its values depend on each of them."""
+STATE_CALLS = 64
+"""Calls of a module in one step that are all looked at where they add to half-precision state: its values depend on each of them."""
 MORE_LOOKS = 8
 """Calls that are looked at besides because something was not finite, or every gradient 0, in the one before."""
 
@@ -135,6 +136,8 @@ class RoutineLook:
         self.accumulating: list[Callable[[Seen], None]] = []
         self._session = session
         self._calls: Counter[tuple[int, str]] = Counter()
+        self._steps_of: dict[tuple[int, str], tuple[int, int, int]] = {}
+        """Steps of each module that were counted, the last of them, and its calls in that."""
         self._mode: _Mode | None = None
         self._thread = 0
         self._more_looks = MORE_LOOKS
@@ -178,7 +181,7 @@ class RoutineLook:
         number = self._calls[key]
         if again or _is_looked_at(number):
             looking = self._saw
-        elif position.step <= STATE_STEPS and number <= STATE_CALLS:
+        elif self.accumulating and self._is_of_state(key, position.step):
             looking = self.accumulating
         else:
             return
@@ -186,6 +189,13 @@ class RoutineLook:
             self._mode = _Mode(looking, self._session, self.moves)
             self._thread = get_ident()
             self._mode.__enter__()
+
+    def _is_of_state(self, key: tuple[int, str], step: int) -> bool:
+        """Whether state is followed through the calls of a step: of a few in a row, and of one that follows on others which were not looked at."""
+        number, last, calls = self._steps_of.get(key, (0, 0, 0))
+        number, calls = (number, calls + 1) if step == last else (number + 1, 1)
+        self._steps_of[key] = (number, step, calls)
+        return calls <= STATE_CALLS and (is_in_window(number) or step > last + 1)
 
     def after_call(self, _: object = None) -> None:
         """The outermost call has ended, in whatever way; nothing is done in another thread than the one that it was made in."""

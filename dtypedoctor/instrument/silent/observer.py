@@ -18,10 +18,7 @@ if TYPE_CHECKING:
     from dtypedoctor.instrument.whereabouts import Whereabouts
     from dtypedoctor.trace.records.execution import AutocastRegion
 
-__all__ = ["Observer", "is_checked", "named_parameters_of", "parameters_of"]
-
-FIRST_CHECKS = 4
-"""Rounds, and steps, that are compared: 1 to 4, and then each power of two."""
+__all__ = ["Observer", "named_parameters_of", "parameters_of"]
 
 
 class Observer:
@@ -136,8 +133,3 @@ def named_parameters_of(optimizer: "Optimizer", names: "Names") -> "list[tuple[s
         for number, group in enumerate(optimizer.param_groups)
         for index, parameter in enumerate(group["params"])
     ]
-
-
-def is_checked(number: int) -> bool:
-    """Whether the round or the step with this number, from 1, is compared."""
-    return number <= FIRST_CHECKS or number.bit_count() == 1

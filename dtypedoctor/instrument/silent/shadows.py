@@ -483,7 +483,7 @@ class Shadows(Observer):
             map(_key, operands) if self._memories else ()
         ):
             return False
-        if not results or not _has_wide_form(func) or not all(map(_is_plain, tensors)):
+        if not results or not has_wide_form(func) or not all(map(_is_plain, tensors)):
             return False
         if not _are_small(operands, results) or not self._reads(results[0]):
             return False
@@ -527,7 +527,7 @@ class Shadows(Observer):
     def _is_of_numbers(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
         """Whether an operator computes with nothing but numbers, and what was computed from numbers."""
         begins = bool(operands) or results[0].numel() >= GRID
-        return begins and _has_wide_form(func) and all(_is_number(t) or _is_held(self._generated, t) for t in operands)
+        return begins and has_wide_form(func) and all(_is_number(t) or _is_held(self._generated, t) for t in operands)
 
     def _is_weight(self, tensor: Tensor) -> bool:
         """Whether a tensor is trained, is a parameter, a view of one, or a cast."""
@@ -1121,7 +1121,7 @@ def _are_small(operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
 
 
 @cache
-def _has_wide_form(func: Any) -> bool:
+def has_wide_form(func: Any) -> bool:
     """Whether an operator of torch makes something that depends on nothing but its operands."""
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return False

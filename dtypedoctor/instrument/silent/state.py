@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
@@ -37,8 +37,9 @@ from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.gradients import leaves_of
 from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.operators import Arguments, in_wider, tensors_of, written
-from dtypedoctor.instrument.silent.observer import Observer, is_checked, parameters_of
-from dtypedoctor.instrument.silent.shadows import Shadows, digits_lost
+from dtypedoctor.instrument.readings import WINDOW, is_checked, is_in_window
+from dtypedoctor.instrument.silent.observer import Observer, parameters_of
+from dtypedoctor.instrument.silent.shadows import Shadows, digits_lost, has_wide_form
 from dtypedoctor.instrument.statistics import HALF, measurable
 from dtypedoctor.trace.records.silent import (
     LostWrites,
@@ -64,7 +65,9 @@ ALLOWANCE, FOLLOWED, PERIOD = 16_384, 4_096, 65_536
 ROUNDS, FEWEST, MOST_ANCESTORS = 3, 16, 4
 """Rounds without a movement from which on state stands still, those from which on it has drifted, and states that a value is known to come from."""
 LOST, MOSTLY, NOISY = 0.95, 0.5, 0.5
-"""Shares of the elements which move in float64 that have to stay; in a step of an optimizer, to be told of; and of the energy of a merge that has to be rounding."""
+"""Shares of the elements which move in float64 that have to stay; in a step of an optimizer, to be told of, and of what state moves by as a whole; and of the energy of a merge that has to be rounding."""
+EACH = 4
+"""Rounds from one comparison to the next."""
 NOISE, ON_THE_WAY = torch.finfo(torch.float32).eps / 2, 2.0**-8
 """Relative changes that are no movement: those that float32 would round away, too; and beside how far a value went before it came back."""
 BACK, FURTHER, RETURNS = 2.0**-6, 4, 2
@@ -82,6 +85,9 @@ RECURRENT = 1 << 10
 BACKWARDS, GRADIENTS = 3, 4
 """Optimizer steps in which gradients of many backward passes are followed, and how many of them."""
 MOST_TOLD = 40
+_READING = frozenset({"index", "gather", "index_select"})
+_ADDING = frozenset({"add_", "sub_", "addmm_", "addbmm_", "baddbmm_", "addr_"})
+"""Operators by which something is merged into weights."""
 
 _At = tuple[Any, Line | None]
 """An operator at a line."""
@@ -100,7 +106,7 @@ class _State:
         last: elements as they are, and in float64; ``start`` where the round began, ``first`` where it was met, from where on errors count.
         shift: how far it was off by then.
         elements: of the whole.
-        in_step: the optimizer in whose step it was met.
+        in_step: steps of the optimizer in which it was met.
         is_parameter: whether it is compared where that step ends.
         ops: operators that have read it or written to it since the round began.
         line, end: that changed it in the last round, first and last; ``is_new`` where none has yet in this round.
@@ -108,8 +114,10 @@ class _State:
         source: memory of float32 values that were copied into it.
         turns: rounds that are over; ``compared_at`` when it was compared last, ``judged`` how often float64 had moved it then.
         still: rounds since it has last moved; ``wanted`` and ``lost`` elements in these, ``absmax`` and ``change`` the largest and their largest movement.
+        is_off: whether float64 is further away by now than one rounding, in most of what moves.
+        step: in which it was met last.
         peak, way: largest magnitude, and how far each element has been from where the round began, in float64.
-        adds, counts: whether nothing but additions change it, and some of whole numbers.
+        adds, counts: whether nothing but additions change it, and all that it has been are whole numbers.
         sums: how often a tensor of its size was added or taken away.
         off: the largest error.
         returns: how often it has come back to where it began, and what was not restored then: elements and the largest difference.
@@ -119,7 +127,7 @@ class _State:
     elements: int
     last: _Pair
     shift: Tensor
-    in_step: str = ""
+    in_step: "_Steps | None" = None
     is_parameter: bool = False
     first: _Pair = field(init=False)
     start: _Pair = field(init=False)
@@ -141,14 +149,18 @@ class _State:
     peak: float = 0.0
     way: Tensor | None = None
     adds: bool = True
-    counts: bool = False
+    counts: bool = True
+    is_off: bool = False
+    step: int = 0
     sums: int = 0
     off: float = 0.0
     returns: int = 0
     not_restored: tuple[int, float] = (0, 0.0)
 
     @classmethod
-    def of(cls, tensor: Tensor, now: Tensor, exact: Tensor, in_step: str, *, is_parameter: bool = False) -> "_State":
+    def of(
+        cls, tensor: Tensor, now: Tensor, exact: Tensor, in_step: "_Steps | None" = None, *, is_parameter: bool = False
+    ) -> "_State":
         """The state that a tensor is."""
         return cls(_key(tensor), tensor.numel(), (now, now.double()), exact - now.double(), in_step, is_parameter)
 
@@ -174,42 +186,84 @@ class _State:
         self.first = self.last = (now, now.double())
         self.shift = torch.zeros_like(self.last[1])
         self.turns = self.judged = self.still = self.wanted = self.lost = self.returns = 0
-        self.peak, self.adds = 0.0, True
+        self.peak, self.adds, self.counts = 0.0, True, True
         self.begin_round()
 
+    def unseen(self, now: Tensor, at: _At) -> None:
+        """Something has changed it that was not seen: it goes on from there."""
+        self.first = self.last = (now, now.double())
+        self.shift = torch.zeros_like(self.last[1])
+        self.begin_round(at)
+
     def compare(self, least: float = LOST) -> None:
-        """Compares where a round has led to with where it should have; it stands still where at least such a share of what should move does."""
+        """Compares where a round has led to with where it should have.
+
+        It stands still where at least such a share of what should move does; or where half of the way is lost, by more than roundings of as many elements
+        to both sides would make, and it is further off than as many of each element would leave it.
+        """
         (now, exact), (before, start) = self.last, self.start
-        size, moved = before.double().abs(), (exact - start).abs()
-        way = moved if self.way is None else torch.maximum(moved, self.way)
-        moves = (moved > NOISE * size + ON_THE_WAY * way) & exact.isfinite()
+        size, moved, off = before.double().abs(), exact - start, (now.double() - exact).abs()
+        way = moved.abs() if self.way is None else torch.maximum(moved.abs(), self.way)
+        moves = (moved.abs() > NOISE * size + ON_THE_WAY * way) & exact.isfinite()
+        moved = torch.where(moves, moved, 0.0)
+        short = moved * (moved - (now.double() - before.double())).nan_to_num(0.0, 0.0, 0.0)
+        info = torch.finfo(self.dtype)
+        spacing = info.eps * exact.abs().clamp(min=info.tiny)
+        is_off, rounds = off > spacing / 2, self.turns - self.compared_at
+        far_off = torch.where(moves, (off / spacing).square() - self.turns / 4, 0.0)
         left, apart = (exact - self.first[1]).abs(), (now.double() - self.first[0].double()).abs()
         numbers = (
             moves.sum(),
             (moves & (now == before)).sum(),
             size.max(),
-            torch.where(moves, moved, 0.0).max(),
-            (now.double() - exact).abs().nan_to_num(0.0, 0.0).max(),
+            moved.abs().max(),
+            off.nan_to_num(0.0, 0.0).max(),
             exact.abs().max(),
             left.max(),
             way.max(),
             (apart > FURTHER * left).sum(),
             apart.max(),
+            (short.sum() > torch.maximum(MOSTLY * moved.square().sum(), DEVIATIONS * short.norm()))
+            & (far_off.sum() > 0),
+            (moves & is_off).sum(),
+            is_off.sum(),
+            ((exact == exact.round()) & (start == start.round()) & (moved.abs() <= rounds * 2 / info.eps)).all(),
         )
-        wanted, lost, absmax, change, self.off, peak, left_over, far, others, most = torch.stack(
-            [number.double() for number in numbers]
-        ).tolist()
-        rounds = self.turns - self.compared_at
-        self.peak = max(self.peak, peak)
+        (
+            wanted,
+            lost,
+            absmax,
+            change,
+            self.off,
+            peak,
+            left_over,
+            far,
+            others,
+            most,
+            is_short,
+            wrong,
+            apart_once,
+            whole,
+        ) = torch.stack([number.double() for number in numbers]).tolist()
+        self.peak, self.counts = max(self.peak, peak), self.counts and bool(whole)
         self.judged += rounds if wanted else 0
-        if wanted and lost < least * wanted:
+        has_settled = not wanted and not apart_once  # as near to where float64 stands still as the dtype allows
+        if has_settled or (wanted and lost < least * wanted and not is_short):
             self.still = self.wanted = self.lost = 0
             self.absmax = self.change = 0.0
         elif wanted:
             self.still, self.wanted, self.lost = self.still + rounds, self.wanted + int(wanted), self.lost + int(lost)
             self.absmax, self.change = max(self.absmax, absmax), max(self.change, change)
+            self.is_off = wrong >= MOSTLY * wanted
         if left_over < BACK * far and self.sums > 1 and self.off < self.peak:
             self.returns, self.not_restored = self.returns + rounds, (int(others), most)
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether it has not moved for long: where it has moved before, what float64 makes, rounded once, has to be another value by now."""
+        if self.in_step or self.turns <= max(FEWEST, self.still + ROUNDS):
+            return self.still >= ROUNDS
+        return self.is_off and self.still >= 2 * EACH
 
     def has_drifted(self) -> bool:
         """Whether it is further off than as many random roundings leave it; a count may not be off at all."""
@@ -221,11 +275,12 @@ class _State:
 
 
 class _From(NamedTuple):
-    """State that a value is computed from: where that began, None where the value is the state; and whether by additions only."""
+    """State that a value is computed from: where that began, None where the value is the state; whether by additions only; and what it was then."""
 
     state: _State
     began: _At | None = None
     adds: bool = True
+    before: _Pair | None = None
 
 
 @dataclass(slots=True)
@@ -261,6 +316,15 @@ class _Operand(NamedTuple):
         """Whether it is as large as the result."""
         return self.tensor.shape == self.shape
 
+    @property
+    def whole(self) -> Tensor:
+        """All elements, with the float64 values of those that are followed."""
+        if not self.tensor.is_floating_point():
+            return self.tensor
+        values = self.tensor.detach().double().contiguous().clone()
+        values.view(-1)[:: _stride(self.shape)] = self.exact.reshape(-1)
+        return values
+
 
 class _Call(NamedTuple):
     """An operator that is about to run, and what it makes in float64."""
@@ -276,7 +340,8 @@ class _Call(NamedTuple):
     @property
     def adds(self) -> bool:
         """Whether it only adds."""
-        return _name(self.func).removeprefix("_foreach_").rstrip("_") == "add" and "alpha" not in self.kwargs
+        name = _name(self.func).removeprefix("_foreach_").rstrip("_")
+        return name in ("add", "index_add", "scatter_add") and "alpha" not in self.kwargs
 
     def part(self, number: int) -> "_Call":
         """What belongs to one of its results: of lists the operands at its position."""
@@ -349,11 +414,23 @@ class _Parameter:
 
 @dataclass(slots=True)
 class _Steps:
-    """The steps of an optimizer."""
+    """The steps of an optimizer.
 
+    Attributes:
+        of: the name of its class.
+        first: number of its first one.
+        last: number of the last one that could be looked at.
+        is_half: whether it has parameters in half precision.
+        has_half: whether half precision takes part in its steps.
+    """
+
+    of: str
     first: int
+    is_half: bool
     parameters: dict[tuple[int, str], _Parameter] = field(default_factory=dict)
     number: int = 0
+    last: int = 0
+    has_half: bool = False
     is_told: bool = False
     overshot: bool = False
 
@@ -370,10 +447,12 @@ class StateCheck(Observer):
         self._operators = 0
         self._steps: WeakKeyDictionary[Optimizer, _Steps] = WeakKeyDictionary()
         self._stepping: list[_Parameter] | None = None
-        self._optimizer = ""
+        self._optimizer: _Steps | None = None
         self._followed: dict[int, _State] = {}
         """State that has been through enough rounds to be judged."""
         self._merges: list[_State] = []
+        self._results: OrderedDict[_Key, _Value] = OrderedDict()
+        """What is computed from state, and may become a parameter."""
         self._told: dict[Line | None, int] = {}
         self._accumulated: dict[_Key, Any] = {}
         """Hooks on the nodes that add to gradients."""
@@ -385,10 +464,13 @@ class StateCheck(Observer):
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
         """An operator is about to run: what is to be handed to :meth:`after`; None where no state takes part in it."""
-        if not _is_by_element(func):
+        by_element = _is_by_element(func)
+        if not (by_element or _is_followed_whole(func)):
             return None
         with self._looking:
             tensors, changed = tensors_of((args, kwargs)), written(func, (args, kwargs))
+            if not by_element and sum(tensor.numel() for tensor in tensors) > LARGEST_WHOLE:
+                return None
             if not tensors or not self._takes_part(kwargs, tensors, changed):
                 return None
         with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
@@ -417,7 +499,8 @@ class StateCheck(Observer):
         differentiated = not changed and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         if differentiated and target.numel() > RECURRENT:
             return False
-        if self._stepping is not None:
+        if self._optimizer is not None:
+            self._optimizer.has_half = True
             return True
         return self._affords(tensors, changed)
 
@@ -430,13 +513,15 @@ class StateCheck(Observer):
 
     def _call(self, func: Any, arguments: Arguments, changed: list[Tensor], line: Line | None) -> _Call:
         """What an operator makes in float64, which it meets state by."""
-        operands = [self._operand(*pair) for pair in _broadcast(*arguments)]
+        by_element = _is_by_element(func)
+        operands = [self._operand(*pair) for pair in (_broadcast if by_element else _as_they_are)(*arguments)]
         for operand in operands:
             if operand.value is not None and operand.is_whole:
                 self._meet(operand, operand.value, (func, line))
-        stand_ins = {id(operand.tensor): operand.exact.clone() for operand in operands}
+        stand_ins = {id(one.tensor): one.exact.clone() if by_element else one.whole for one in operands}
         exact = in_wider(func, arguments, torch.float64, (*HALF, torch.float32), stand_ins)
-        return _Call(func, *arguments, line, operands, changed, exact)
+        followed = exact if by_element else [_elements(one, one.shape) for one in exact]
+        return _Call(func, *arguments, line, operands, changed, followed)
 
     def _operand(self, number: int, tensor: Tensor, shape: torch.Size) -> _Operand:
         """An operand with what it is and would be; half precision that is not known is state that begins here."""
@@ -481,10 +566,12 @@ class StateCheck(Observer):
             state = _State.of(operand.tensor, operand.now, operand.exact, self._optimizer)
             value.come_from = (_From(state),)
         value.met_by.add(at)
-        for state, began, adds in value.come_from:
+        for state, began, adds, _ in value.come_from:
             if state.is_parameter:
                 continue
             if at in state.ops if began is None else at == began and not state.in_place:
+                if self._goes_on_elsewhere(state, operand, at):
+                    return
                 state.becomes(operand.now, operand.exact)
                 if began is not None:  # it is computed anew each time, and lies elsewhere now
                     state.home, state.line, state.adds = operand.key, began[1], state.adds and adds
@@ -500,12 +587,25 @@ class StateCheck(Observer):
                     state.begin_round()
                 state.ops.add(at)
 
+    def _goes_on_elsewhere(self, state: _State, operand: _Operand, at: _At) -> bool:
+        """Whether state has changed in steps that were not seen; then what was seen of it before is compared."""
+        before, state.step = state.step, self.position.step
+        if not before or state.step <= before + 1 or not self.session.readings.affords(operand.tensor):
+            return False
+        if torch.equal(operand.now, state.last[0]):
+            return False
+        if not state.is_new and id(state) in self._followed:
+            self._end(state)
+        state.unseen(operand.now, at)
+        return True
+
     def _round_is_over(self, state: _State, operand: _Operand, at: _At) -> None:
         state.turns += 1
         state.ops = {at}
-        if state.turns == ROUNDS - 1 and len(self._followed) < MOST and state.dtype in HALF:
+        if state.turns >= ROUNDS - 1 and len(self._followed) < MOST and state.dtype in HALF:
             self._followed[id(state)] = state
-        if is_checked(state.turns) and state.dtype in HALF and self.session.readings.affords(operand.tensor):
+        is_turn = state.turns <= EACH or state.turns >= state.compared_at + EACH
+        if is_turn and state.dtype in HALF and self.session.readings.affords(operand.tensor):
             state.compare()
             self._judge(state)
             state.begin_round(at)
@@ -517,6 +617,10 @@ class StateCheck(Observer):
         known = self._values.get(key) if call.changed else None
         if known is None:
             value.come_from = _ancestors(call, real, at)
+            if value.come_from and real.dtype in HALF and real.numel() > SMALL and self._optimizer is None:
+                self._results[key] = value
+                while len(self._results) > MOST:
+                    self._results.popitem(last=False)
         else:
             value.come_from, value.met_by = known.come_from, known.met_by
             if _is_home(value):
@@ -531,6 +635,8 @@ class StateCheck(Observer):
         come_from = [one for operand in operands if operand.value for one in operand.value.come_from]
         if _name(call.func) == "copy_":
             source = next((one for one in come_from if one.state is state and one.began), None)
+            if self._results:
+                self._is_taken(operands[1].key, real)
             if source is None or source.began is None:
                 value.exact = value.now.double()
                 state.overwritten(value.now)
@@ -545,14 +651,31 @@ class StateCheck(Observer):
             way = (state.last[1] - state.start[1]).abs()
             state.way = way if state.way is None else torch.maximum(way, state.way)
         state.adds = state.adds and adds
-        state.counts |= adds and any(not operand.tensor.is_floating_point() for operand in operands)
         if state.is_new:
             state.line, state.is_new = began, False
-        if _name(call.func) in ("add_", "sub_") and len(operands) > 1 and all(one.is_whole for one in operands):
+        if _name(call.func) in _ADDING and len(operands) > 1 and all(one.is_whole for one in operands):
             state.sums += 1
             if state.sums == 1 and len(self._merges) < MOST and self._is_parameter(state):
                 self._merges.append(state)
         self._look_at_each_call()
+
+    def before_call(self, module: nn.Module) -> None:
+        """An outermost module is called, with parameters that may have been computed from others."""
+        for parameter in module.parameters() if self._results else ():
+            if _is_in_half(parameter):
+                self._is_taken(_key(parameter), parameter)
+
+    def _is_taken(self, key: _Key, parameter: Tensor) -> None:
+        """What lies here has become a parameter: what it was computed from was merged with something."""
+        value = self._results.pop(key, None)
+        if value is None or value.held.expired() or len(self._merges) >= MOST:
+            return
+        for one in value.come_from[:1]:
+            if one.before is not None and one.before[0].shape == value.now.shape:
+                state = _State.of(parameter, *one.before)
+                state.becomes(value.now, value.exact)
+                state.line, state.sums = value.line, 1
+                self._merges.append(state)
 
     def _look_at_each_call(self) -> None:
         """What the calls of a module add to depends on each of them."""
@@ -589,13 +712,13 @@ class StateCheck(Observer):
 
     def _judge(self, state: _State) -> None:
         """Tells of state that has been compared."""
-        line, stands = state.line, state.still >= ROUNDS
+        line, stands = state.line, state.stands_still
         has_drifted = state.has_drifted()
         returns = state.returns >= RETURNS
         if (stands or has_drifted or returns) and self._is_kept(state):
             state.still, state.returns = 0, 0
             stands = has_drifted = returns = False
-        is_sum = state.adds and state.elements <= SMALL
+        is_sum = state.adds and state.elements <= SMALL and not state.in_step
         if state.adds and (has_drifted or (stands and is_sum and not self._is_parameter(state))):
             self._tell_sum(state)
         elif has_drifted:
@@ -609,12 +732,18 @@ class StateCheck(Observer):
 
     def _tell_lost(self, line: Line | None) -> None:
         """Tells of the state that a line changes, where most of it stands still; else withdraws what was told before."""
-        of_line = [state for state in self._followed.values() if state.line == line and state.judged >= ROUNDS]
-        still = [state for state in of_line if state.still >= ROUNDS]
+        of_line = self._changed_at(line)
+        still = [state for state in of_line if state.stands_still]
         if sum(state.elements for state in still) < MOSTLY * sum(state.elements for state in of_line):
             still = []
         if of_line:
             self._emit_lost(line, still, of_line)
+
+    def _changed_at(self, line: Line | None) -> Sequence[_State]:
+        """The state that a line changes; of what it computes anew each time the latest."""
+        found = [state for state in self._followed.values() if state.line == line and state.judged >= ROUNDS]
+        last = max((state.step for state in found), default=0)
+        return [state for state in found if state.in_place or state.step >= last - WINDOW]
 
     def _emit_lost(self, line: Line | None, still: Sequence[_State], compared: Sequence[_State]) -> None:
         worst = max(still or compared, key=lambda state: state.wanted)
@@ -630,7 +759,8 @@ class StateCheck(Observer):
                 absmax=worst.absmax,
                 change=worst.change,
                 in_place=worst.in_place,
-                optimizer=worst.in_step,
+                optimizer=worst.in_step.of if worst.in_step else "",
+                narrower=worst.in_step is not None and not worst.in_step.is_half,
             )
         )
 
@@ -764,11 +894,15 @@ class StateCheck(Observer):
         if any(isinstance(held, Optimizer) for held in vars(optimizer).values()):
             return  # a wrapper; the optimizer inside tells of itself
         half = list(filter(_is_in_half, parameters_of(optimizer)))
-        steps = self._steps.setdefault(optimizer, _Steps(self.position.step))
+        steps = self._steps.setdefault(optimizer, _Steps(type(optimizer).__name__, self.position.step, bool(half)))
         steps.number += 1
+        is_asked = half or steps.has_half or steps.number <= ROUNDS  # its state shows in the first steps
+        last, steps.last = steps.last, self.position.step
+        if not is_asked or not (is_in_window(steps.number) or steps.last > last + 1):
+            return
+        self._optimizer, self._stepping = steps, []
         if not half or not is_checked(steps.number):
             return
-        self._optimizer = type(optimizer).__name__
         names = self.names.parameters()
         with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
             self._stepping = [
@@ -796,7 +930,7 @@ class StateCheck(Observer):
 
     def after_step(self, optimizer: Optimizer) -> None:
         """It has stepped."""
-        parameters, self._stepping, self._optimizer = self._stepping, None, ""
+        parameters, self._stepping, self._optimizer = self._stepping, None, None
         if not parameters:
             return
         with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
@@ -893,8 +1027,11 @@ def _ancestors(call: _Call, result: Tensor, at: _At) -> tuple[_From, ...]:
     """The state that a result is computed from; what has been there for longer first."""
     found: dict[int, _From] = {}
     for operand in call.operands:
-        for state, began, adds in operand.value.come_from if operand.value is not None and operand.is_whole else ():
-            found.setdefault(id(state), _From(state, began or at, adds and call.adds))
+        for state, began, adds, before in (
+            operand.value.come_from if operand.value is not None and operand.is_whole else ()
+        ):
+            before = (operand.now, operand.exact) if began is None else before
+            found.setdefault(id(state), _From(state, began or at, adds and call.adds, before))
     return tuple(sorted(found.values(), key=lambda one: -one.state.turns)[:MOST_ANCESTORS])
 
 
@@ -930,6 +1067,11 @@ def _broadcast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[
             yield from ((number, one, like.shape) for number, (one, like) in pairs if isinstance(one, Tensor))
 
 
+def _as_they_are(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[int, Tensor, torch.Size]]:
+    """The tensors of a call, none of them broadcast."""
+    yield from ((0, tensor, tensor.shape) for tensor in tensors_of((args, kwargs)))
+
+
 def _elements(tensor: Tensor, shape: torch.Size) -> Tensor:
     """The elements of a tensor that are followed, where it is broadcast to a shape; a single one that is broadcast stays one."""
     values = tensor.detach()
@@ -958,6 +1100,13 @@ def _is_by_element(func: Any) -> bool:
 
 
 @cache
+def _is_followed_whole(func: Any) -> bool:
+    """Whether an operator that does not treat each element by itself writes some into its first operand, or reads some of it."""
+    name = _name(func)
+    return has_wide_form(func) and (name in _READING or (name.endswith("_") and not name.endswith("__")))
+
+
+@cache
 def _name(func: Any) -> str:
     return str(schema_of(func).name).removeprefix("aten::")
 
@@ -976,6 +1125,8 @@ def _key(tensor: Tensor) -> _Key:
         memory = 0
     if tensor.layout is not torch.strided:
         return (memory, 0, tensor.shape, (), tensor.dtype)
+    if tensor.is_contiguous():  # however it is viewed
+        return (memory, int(tensor.storage_offset()), torch.Size([tensor.numel()]), (1,), tensor.dtype)
     return (memory, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
 
 

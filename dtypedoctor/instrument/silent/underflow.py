@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dtypedoctor.instrument.operators import Arguments
-from dtypedoctor.instrument.silent.observer import Observer, is_checked, named_parameters_of, parameters_of
+from dtypedoctor.instrument.readings import is_checked
+from dtypedoctor.instrument.silent.observer import Observer, named_parameters_of, parameters_of
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.execution import AutocastRegion
 from dtypedoctor.trace.records.silent import FlushedGradient, GradientZeros, ScaledGradient, Zeros

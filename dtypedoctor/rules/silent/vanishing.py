@@ -307,7 +307,7 @@ def _lost_writes(what: LostWrites) -> Statement:
     where = f" of the state of {what.optimizer}" if what.optimizer else " in place" if what.in_place else ""
     return Statement(
         id="update-stall",
-        severity=Severity.INFO if what.optimizer else Severity.WARNING,
+        severity=Severity.INFO if what.optimizer and not what.narrower else Severity.WARNING,
         summary=f"{what.source or 'A line outside of modules'} updates {tensors}{where}, and {what.dtype} rounds {percent(what.lost / what.wanted)} of that away.",
         cause=(
             f"Near 1 the spacing of {what.dtype} numbers is {epsilon:.3g}, and in proportion elsewhere. An update below half "

@@ -620,6 +620,7 @@ class LostWrites:
         change: largest change of it in float32.
         in_place: whether they are written in place, and not computed anew.
         optimizer: of whose state they are; empty for all else.
+        narrower: whether they are narrower than the parameters of that optimizer.
     """
 
     KIND: ClassVar[str] = "lost-writes"
@@ -635,6 +636,7 @@ class LostWrites:
     change: float
     in_place: bool = True
     optimizer: str = ""
+    narrower: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
