@@ -132,7 +132,7 @@ def _filled(text: str, scene: Scene) -> str:
         "op": finding.op or "the operator",
         "dtype": finding.dtype or "odd",
         "other": scene.other or "that of the others",
-        "device": str(scene.trace.environment.get("device", "cpu")).partition(":")[0],
+        "device": scene.device,
     }
     if "{cost}" in text:
         values["cost"] = _cost_of_float32(scene)

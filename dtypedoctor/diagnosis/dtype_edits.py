@@ -500,14 +500,10 @@ def region_in_dtype_of_model(scene: Scene) -> Changes | None:
         return lambda source, call: [source.instead(k.value, text) for k in call.keywords if k.arg == option]
 
     made = in_calls(scene, "autocast", named("dtype", f"torch.{wanted}"))
-    short = {"bfloat16": "bf16"} if _device(scene) == "cpu" else {"bfloat16": "bf16", "float16": "fp16"}
+    short = {"bfloat16": "bf16"} if scene.device == "cpu" else {"bfloat16": "bf16", "float16": "fp16"}
     if made is not None or wanted not in short:
         return made
     return in_calls(scene, "", named("mixed_precision", f'"{short[wanted]}"'))
-
-
-def _device(scene: Scene) -> str:
-    return str(scene.trace.environment.get("device", "cpu")).partition(":")[0]
 
 
 def region_without_cache(scene: Scene) -> Changes | None:
@@ -517,7 +513,7 @@ def region_without_cache(scene: Scene) -> Changes | None:
 
 def region_on_device(scene: Scene) -> Changes | None:
     """Autocast regions and custom functions are for the device that the tensors are on."""
-    device = _device(scene)
+    device = scene.device
 
     def moved(source: Source, call: ast.Call) -> list[Change]:
         values = [*call.args[:1], *(k.value for k in call.keywords if k.arg == "device_type")]
@@ -542,7 +538,7 @@ def autocast_around(scene: Scene) -> Changes | None:
     statements = at[0].around(at[1], ast.Assign, ast.AugAssign, ast.Expr, ast.Return)
     if half is None or not statements or not has_torch(at[0]):
         return None
-    changes = at[0].indented(statements[-1], f'with torch.autocast("{_device(scene)}", dtype=torch.{half}):')
+    changes = at[0].indented(statements[-1], f'with torch.autocast("{scene.device}", dtype=torch.{half}):')
     return some(at[0], changes)
 
 
@@ -565,7 +561,7 @@ def custom_function_decorators(scene: Scene) -> Changes | None:
         classes = (
             one for one in source.every(ast.ClassDef) if any(ast.unparse(b).endswith("Function") for b in one.bases)
         )
-        changes = [change for one in classes for change in _decorated(source, one, _device(scene))]
+        changes = [change for one in classes for change in _decorated(source, one, scene.device)]
         if changes:
             return (source, changes) if has_torch(source) else None
     return None

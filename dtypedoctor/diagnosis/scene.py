@@ -210,11 +210,12 @@ class Scene:
     @cached_property
     def rejected(self) -> Op | None:
         """The operator that raised it."""
-        raised = self.raised
-        ops = (op for op in reversed(self.trace.all(Op)) if op.error is not None)
-        return next(
-            (op for op in ops if raised is not None and op.error is not None and op.error in raised.message), None
-        )
+        return self.trace.rejected
+
+    @property
+    def device(self) -> str:
+        """The type of device that the program computes on."""
+        return str(self.trace.environment.get("device", "cpu")).partition(":")[0]
 
     @property
     def other(self) -> str | None:

@@ -70,9 +70,7 @@ SCALED_GRADIENTS = FindingSpec(
 
 FLOAT16_GRADIENTS = "Attempting to unscale FP16 gradients"
 NOTHING_CHECKED = "No inf checks were recorded for this optimizer"
-_BFLOAT16_REJECTED = re.compile(
-    r"(?s)_amp_foreach_non_finite_check_and_unscale.*BFloat16|BFloat16.*_amp_foreach_non_finite_check_and_unscale"
-)
+_BFLOAT16_REJECTED = re.compile(r"_amp_foreach_non_finite_check_and_unscale.*BFloat16")
 AT_MINIMUM = "loss scale already at minimum"
 
 UNKNOWN = Unscaled(scale=1.0, params={}, gradients={}, names={})

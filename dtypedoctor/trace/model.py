@@ -13,6 +13,7 @@ from dtypedoctor.trace.events import (
     Header,
     Metric,
     Observed,
+    Op,
     Raised,
     Sample,
     ScalerState,
@@ -240,6 +241,13 @@ class Trace:
     def end(self) -> End | None:
         """The end record; None if the worker died."""
         return self.last(End)
+
+    @property
+    def rejected(self) -> Op | None:
+        """The op that raised the exception which ended the run; None where none did, or where the op trace was not open there."""
+        raised = self.last(Raised)
+        failed = [op for op in self.all(Op) if op.error is not None]
+        return next((op for op in reversed(failed) if raised is not None and str(op.error) in raised.message), None)
 
     @property
     def environment(self) -> dict[str, Any]:

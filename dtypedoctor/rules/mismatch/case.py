@@ -137,12 +137,8 @@ INTEGERS = frozenset({"uint8", "int8"})
 
 def case_of(trace: Trace) -> Case | None:
     """The op whose rejection ended the run; None where none did, where the op trace was not open there, or where dtypes are not what it rejects."""
-    raised = trace.last(Raised)
-    if raised is None:
-        return None
-    graph = graph_of(trace)
-    op = next((o for o in reversed(graph.ops) if o.error is not None and o.error in raised.message), None)
-    if op is None or _is_rejected_all_the_same(op, graph):
+    raised, op, graph = trace.last(Raised), trace.rejected, graph_of(trace)
+    if raised is None or op is None or _is_rejected_all_the_same(op, graph):
         return None
     return Case(trace, raised, op, Provenance(graph, Census(trace)))
 
