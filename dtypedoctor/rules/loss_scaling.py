@@ -98,7 +98,6 @@ def _float16_gradients(trace: Trace, raised: Raised, last: Unscaled) -> Finding:
     few = bool(owners) and params.get("float16", 0) < sum(params.values())
     statement = Statement(
         id="unscale-float16-gradients",
-        confidence=Confidence.LIKELY,
         summary=f"GradScaler.unscale_() was called on float16 gradients ({listed(names) or 'names unknown'}).",
         cause=(
             "A scaler multiplies the loss so that float16 gradients do not vanish, and divides float32 gradients by the same "
@@ -135,7 +134,6 @@ def _nothing_checked(trace: Trace, raised: Raised, last: Unscaled) -> Finding:
         why = "Its parameters are in the model and trainable, but the loss does not depend on them (no_grad, detach)."
     statement = Statement(
         id="no-inf-checks",
-        confidence=Confidence.LIKELY,
         summary="The scaler steps an optimizer none of whose parameters has a gradient.",
         cause=f"The scaler looks for inf in the gradients of the optimizer's parameters and found no gradient at all. {why}",
         evidence=(
@@ -153,7 +151,6 @@ def _bfloat16_gradients(trace: Trace, refused: Raised | None, served: Unscaled) 
     statement = Statement(
         id="scaler-bfloat16",
         severity=Severity.ERROR if refused is not None else Severity.WARNING,
-        confidence=Confidence.LIKELY,
         summary="GradScaler is used with bfloat16 parameters: unnecessary, and unsupported on CUDA.",
         cause=(
             "bfloat16 has the range of float32, so its gradients do not underflow and scaling the loss gains nothing. On CUDA "
@@ -193,7 +190,6 @@ def detect_exhausted_scale(trace: Trace) -> Iterator[Finding]:
     statement = Statement(
         id="loss-scale-exhausted",
         severity=Severity.WARNING if spoilt else Severity.ERROR,
-        confidence=Confidence.LIKELY,
         summary=f"{len(skipped) or 'All'} steps in a row are skipped while the loss scale goes {scales}: nothing is trained.",
         cause=(
             "A scaler skips a step whose gradients are not finite and lowers its scale until they are. "

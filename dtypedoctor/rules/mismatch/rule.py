@@ -77,35 +77,6 @@ OPERAND_DTYPE_MISMATCH = FindingSpec(
     instead=_instead,
     edits=("make-in-dtype", "cast-where-set", "cast-met-weights", "cast-operand", "autocast-around"),
 )
-AUTOCAST_BYPASS = FindingSpec(
-    id="autocast-bypass",
-    title="An in-place or out= operator kept its own dtype inside an autocast region",
-    family=DTYPE_MISMATCH,
-    references=(
-        "https://github.com/unslothai/unsloth/pull/4918",
-        "https://github.com/linkedin/Liger-Kernel/issues/501",
-    ),
-    remedies=("autocast-off",),
-    settled_by=("autocast-off",),
-    ablations=("autocast-off", *OF_ANY_FINDING),
-    needs="autocast-off",
-    needs_only=True,
-    do_this="Autocast does not cast for an in-place or `out=` operator: cast what `{op}` in {module} is given to the dtype of the tensor that it writes to.",
-    edits=("cast-operand",),
-)
-AUTOCAST_CONTRADICTS_MODEL = FindingSpec(
-    id="autocast-contradicts-model",
-    title="The autocast dtype is not the half-precision dtype of the model's weights",
-    family=DTYPE_MISMATCH,
-    references=("https://github.com/unslothai/unsloth/pull/7534", "https://github.com/OpenPipe/ART/pull/663"),
-    remedies=("autocast-dtype-of-model", "autocast-off"),
-    settled_by=("autocast-dtype-of-model",),
-    supported_by=("autocast-off",),
-    ablations=("autocast-off", *OF_ANY_FINDING),
-    needs="autocast-off",
-    do_this="Give the autocast region the dtype of the model's weights ({other}).",
-    edits=("region-in-dtype-of-model", "weights-to-float32"),
-)
 QUANT_STATE_DTYPE = FindingSpec(
     id="quant-state-dtype",
     title="A quantized weight dequantizes to another dtype than the activations have",
@@ -116,27 +87,6 @@ QUANT_STATE_DTYPE = FindingSpec(
     ),
     do_this="Quantize and compute in one dtype: `quant_state.dtype` is what the weight unpacks to.",
     edits=("half-to-bfloat16",),
-)
-STALE_DEQUANT_BUFFER = FindingSpec(
-    id="stale-dequant-buffer",
-    title="A dequantization buffer shared by two models still has the first one's dtype",
-    family=DTYPE_MISMATCH,
-    references=("https://github.com/unslothai/unsloth/pull/4026",),
-    remedies=("fresh-process",),
-    settled_by=("fresh-process",),
-    do_this="Give the buffer the dtype as a part of its key; until then, use one dtype for all models of a process.",
-    edits=("half-to-bfloat16",),
-)
-PACKED_WEIGHT_USED_AS_DENSE = FindingSpec(
-    id="packed-weight-used-as-dense",
-    title="A packed integer weight was used as if it were the matrix itself",
-    family=DTYPE_MISMATCH,
-    references=(
-        "https://github.com/huggingface/peft/issues/156",
-        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/963",
-    ),
-    do_this="Call the quantized layer, `layer(x)`, in the place of computing with its weight, or leave that layer unpacked.",
-    edits=("plain-linear-only", "dequantized-weights"),
 )
 NORM_PROMOTES_TO_FLOAT32 = FindingSpec(
     id="norm-promotes-to-float32",
@@ -150,118 +100,8 @@ NORM_PROMOTES_TO_FLOAT32 = FindingSpec(
     do_this="Cast the output of the norm back to the dtype of its input ({other}), in {alike}: the {dtype} weight promotes it.",
     edits=("cast-promoted-output", "cast-weights-where-set"),
 )
-BUFFER_PROMOTES_TO_FLOAT32 = FindingSpec(
-    id="buffer-promotes-to-float32",
-    title="A registered float32 buffer promoted half-precision activations",
-    family=DTYPE_MISMATCH,
-    references=("https://github.com/NVIDIA-NeMo/Automodel/pull/2419",),
-    ablations=("autocast-off", *OF_ANY_FINDING),
-    do_this="Cast the buffer to the dtype of the activations ({other}), where it is registered or where it is used.",
-    edits=("cast-where-set", "cast-operand"),
-)
-ADAPTER_DTYPE_MISMATCH = FindingSpec(
-    id="adapter-dtype-mismatch",
-    title="Adapter weights and base activations have different dtypes and nothing casts between them",
-    family=DTYPE_MISMATCH,
-    references=("https://github.com/huggingface/peft/issues/1872", "https://github.com/huggingface/peft/issues/1515"),
-    ablations=("autocast-off", *OF_ANY_FINDING),
-    do_this="Give the adapter {module} the dtype of the activations ({other}), or cast its input to {dtype} and its output back.",
-    edits=("autocast-around", "cast-where-set", "cast-operand"),
-)
-HEAD_DTYPE_MISMATCH = FindingSpec(
-    id="head-dtype-mismatch",
-    title="The output head has another dtype than the hidden states it receives",
-    family=DTYPE_MISMATCH,
-    references=("https://github.com/huggingface/trl/issues/4634",),
-    ablations=("autocast-off", *OF_ANY_FINDING),
-    do_this="Cast the input of {module} to the dtype of its weight, which keeps the logits in that dtype.",
-    edits=("cast-operand", "cast-weights-where-set", "autocast-around"),
-)
-ATTENTION_DTYPE_MISMATCH = FindingSpec(
-    id="attention-dtype-mismatch",
-    title="Query, key, value or mask reach attention in different or unsupported dtypes",
-    family=DTYPE_MISMATCH,
-    references=(
-        "https://github.com/unslothai/unsloth-zoo/pull/509",
-        "https://github.com/hiyouga/LlamaFactory/issues/539",
-    ),
-    ablations=("autocast-off", *OF_ANY_FINDING),
-    do_this="Cast query, key, value and mask of the attention in {module} to one dtype.",
-    edits=("cast-operand", "cast-weights-where-set", "autocast-around"),
-)
-KV_CACHE_DTYPE = FindingSpec(
-    id="kv-cache-dtype",
-    title="The key/value cache was allocated in another dtype than the keys that go into it",
-    family=DTYPE_MISMATCH,
-    references=(
-        "https://github.com/huggingface/transformers/issues/39686",
-        "https://github.com/unslothai/unsloth-zoo/pull/424",
-    ),
-    ablations=("autocast-off", *OF_ANY_FINDING),
-    do_this="Allocate the KV cache of {module} in the dtype that the layers compute in, or cast what is written to it.",
-    edits=("make-in-dtype", "cast-met-weights", "half-to-bfloat16", "cast-operand"),
-)
-MERGE_DTYPE_MISMATCH = FindingSpec(
-    id="merge-dtype-mismatch",
-    title="Features are merged into a tensor of another dtype through an indexed write",
-    family=DTYPE_MISMATCH,
-    aliases=("scatter-dtype-mismatch",),
-    references=(
-        "https://github.com/huggingface/transformers/issues/47689",
-        "https://github.com/hiyouga/LlamaFactory/issues/3807",
-    ),
-    do_this="Cast the features to the dtype of the tensor that they are written into.",
-    edits=("cast-operand",),
-)
-MODEL_INPUT_DTYPE = FindingSpec(
-    id="model-input-dtype",
-    title="The batch itself has a dtype that the model's first layer does not accept",
-    family=DTYPE_MISMATCH,
-    references=("https://github.com/kadirnar/whisper-plus/issues/58",),
-    ablations=("autocast-off", *OF_ANY_FINDING),
-    do_this="Cast the input to the dtype of the model's weights ({other}) before the call.",
-    edits=("cast-operand", "autocast-around"),
-)
-CUSTOM_FUNCTION_AUTOCAST = FindingSpec(
-    id="custom-function-autocast",
-    title="A custom autograd function runs its backward under another autocast state than its tensors expect",
-    family=DTYPE_MISMATCH,
-    references=(
-        "https://github.com/unslothai/unsloth/pull/7020",
-        "https://github.com/axolotl-ai-cloud/axolotl/pull/3805",
-    ),
-    ablations=("autocast-off", *OF_ANY_FINDING),
-    needs="autocast-off",
-    do_this="Decorate the custom function's forward with `torch.amp.custom_fwd` and its backward with `torch.amp.custom_bwd`, both for the device that the tensors are on.",
-    edits=("region-on-device", "custom-function-decorators", "bfloat16-to-float32"),
-)
-RECOMPUTE_DTYPE_MISMATCH = FindingSpec(
-    id="recompute-dtype-mismatch",
-    title="Gradient checkpointing recomputed activations in another dtype than the forward had",
-    family=DTYPE_MISMATCH,
-    references=(
-        "https://github.com/pytorch/pytorch/issues/148831",
-        "https://github.com/NVIDIA-NeMo/Automodel/pull/3504",
-    ),
-    ablations=("autocast-off", *OF_ANY_FINDING),
-    do_this="Recompute under the same autocast region and default dtype as the forward pass.",
-    edits=("bfloat16-to-float32",),
-)
 
 
-UNSUPPORTED_DTYPE = FindingSpec(
-    id="unsupported-dtype",
-    title="An operator is not implemented for half precision",
-    family=DTYPE_MISMATCH,
-    references=(
-        "https://github.com/huggingface/transformers/issues/47225",
-        "https://github.com/huggingface/peft/pull/3410",
-        "https://github.com/HomebrewML/HeavyBall/issues/57",
-    ),
-    do_this="Cast the operands of `{op}` in {module} to float32, and its result back: `f(x.float()).to(x.dtype)`.",
-    instead=_instead,
-    edits=("cast-exported", "cast-around"),
-)
 FSDP_MIXED_DTYPES = FindingSpec(
     id="fsdp-mixed-dtypes",
     title="One FSDP unit holds parameters of several dtypes",
@@ -273,37 +113,185 @@ FSDP_MIXED_DTYPES = FindingSpec(
     do_this="Give the {dtype} modules of {module} a shard unit of their own, before {module} is sharded; or give all parameters of it one dtype.",
     edits=("shard-apart",),
 )
-AUTOCAST_WRONG_DEVICE = FindingSpec(
-    id="autocast-wrong-device",
-    title="The autocast region is for another device than the tensors are on",
-    family=DTYPE_MISMATCH,
-    severity=Severity.WARNING,
-    references=("https://github.com/huggingface/transformers/issues/32648",),
-    ablations=("autocast-off", *OF_ANY_FINDING),
-    do_this="Name the device that the tensors are on in `torch.autocast`.",
-    edits=("region-on-device",),
-)
 
 SPECS = (
     OPERAND_DTYPE_MISMATCH,
-    AUTOCAST_BYPASS,
-    AUTOCAST_CONTRADICTS_MODEL,
+    FindingSpec(
+        id="autocast-bypass",
+        title="An in-place or out= operator kept its own dtype inside an autocast region",
+        family=DTYPE_MISMATCH,
+        references=(
+            "https://github.com/unslothai/unsloth/pull/4918",
+            "https://github.com/linkedin/Liger-Kernel/issues/501",
+        ),
+        remedies=("autocast-off",),
+        settled_by=("autocast-off",),
+        ablations=("autocast-off", *OF_ANY_FINDING),
+        needs="autocast-off",
+        needs_only=True,
+        do_this="Autocast does not cast for an in-place or `out=` operator: cast what `{op}` in {module} is given to the dtype of the tensor that it writes to.",
+        edits=("cast-operand",),
+    ),
+    FindingSpec(
+        id="autocast-contradicts-model",
+        title="The autocast dtype is not the half-precision dtype of the model's weights",
+        family=DTYPE_MISMATCH,
+        references=("https://github.com/unslothai/unsloth/pull/7534", "https://github.com/OpenPipe/ART/pull/663"),
+        remedies=("autocast-dtype-of-model", "autocast-off"),
+        settled_by=("autocast-dtype-of-model",),
+        supported_by=("autocast-off",),
+        ablations=("autocast-off", *OF_ANY_FINDING),
+        needs="autocast-off",
+        do_this="Give the autocast region the dtype of the model's weights ({other}).",
+        edits=("region-in-dtype-of-model", "weights-to-float32"),
+    ),
     QUANT_STATE_DTYPE,
-    STALE_DEQUANT_BUFFER,
-    PACKED_WEIGHT_USED_AS_DENSE,
+    FindingSpec(
+        id="stale-dequant-buffer",
+        title="A dequantization buffer shared by two models still has the first one's dtype",
+        family=DTYPE_MISMATCH,
+        references=("https://github.com/unslothai/unsloth/pull/4026",),
+        remedies=("fresh-process",),
+        settled_by=("fresh-process",),
+        do_this="Give the buffer the dtype as a part of its key; until then, use one dtype for all models of a process.",
+        edits=("half-to-bfloat16",),
+    ),
+    FindingSpec(
+        id="packed-weight-used-as-dense",
+        title="A packed integer weight was used as if it were the matrix itself",
+        family=DTYPE_MISMATCH,
+        references=(
+            "https://github.com/huggingface/peft/issues/156",
+            "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/963",
+        ),
+        do_this="Call the quantized layer, `layer(x)`, in the place of computing with its weight, or leave that layer unpacked.",
+        edits=("plain-linear-only", "dequantized-weights"),
+    ),
     NORM_PROMOTES_TO_FLOAT32,
-    BUFFER_PROMOTES_TO_FLOAT32,
-    ADAPTER_DTYPE_MISMATCH,
-    HEAD_DTYPE_MISMATCH,
-    ATTENTION_DTYPE_MISMATCH,
-    KV_CACHE_DTYPE,
-    MERGE_DTYPE_MISMATCH,
-    MODEL_INPUT_DTYPE,
-    CUSTOM_FUNCTION_AUTOCAST,
-    RECOMPUTE_DTYPE_MISMATCH,
-    UNSUPPORTED_DTYPE,
+    FindingSpec(
+        id="buffer-promotes-to-float32",
+        title="A registered float32 buffer promoted half-precision activations",
+        family=DTYPE_MISMATCH,
+        references=("https://github.com/NVIDIA-NeMo/Automodel/pull/2419",),
+        ablations=("autocast-off", *OF_ANY_FINDING),
+        do_this="Cast the buffer to the dtype of the activations ({other}), where it is registered or where it is used.",
+        edits=("cast-where-set", "cast-operand"),
+    ),
+    FindingSpec(
+        id="adapter-dtype-mismatch",
+        title="Adapter weights and base activations have different dtypes and nothing casts between them",
+        family=DTYPE_MISMATCH,
+        references=(
+            "https://github.com/huggingface/peft/issues/1872",
+            "https://github.com/huggingface/peft/issues/1515",
+        ),
+        ablations=("autocast-off", *OF_ANY_FINDING),
+        do_this="Give the adapter {module} the dtype of the activations ({other}), or cast its input to {dtype} and its output back.",
+        edits=("autocast-around", "cast-where-set", "cast-operand"),
+    ),
+    FindingSpec(
+        id="head-dtype-mismatch",
+        title="The output head has another dtype than the hidden states it receives",
+        family=DTYPE_MISMATCH,
+        references=("https://github.com/huggingface/trl/issues/4634",),
+        ablations=("autocast-off", *OF_ANY_FINDING),
+        do_this="Cast the input of {module} to the dtype of its weight, which keeps the logits in that dtype.",
+        edits=("cast-operand", "cast-weights-where-set", "autocast-around"),
+    ),
+    FindingSpec(
+        id="attention-dtype-mismatch",
+        title="Query, key, value or mask reach attention in different or unsupported dtypes",
+        family=DTYPE_MISMATCH,
+        references=(
+            "https://github.com/unslothai/unsloth-zoo/pull/509",
+            "https://github.com/hiyouga/LlamaFactory/issues/539",
+        ),
+        ablations=("autocast-off", *OF_ANY_FINDING),
+        do_this="Cast query, key, value and mask of the attention in {module} to one dtype.",
+        edits=("cast-operand", "cast-weights-where-set", "autocast-around"),
+    ),
+    FindingSpec(
+        id="kv-cache-dtype",
+        title="The key/value cache was allocated in another dtype than the keys that go into it",
+        family=DTYPE_MISMATCH,
+        references=(
+            "https://github.com/huggingface/transformers/issues/39686",
+            "https://github.com/unslothai/unsloth-zoo/pull/424",
+        ),
+        ablations=("autocast-off", *OF_ANY_FINDING),
+        do_this="Allocate the KV cache of {module} in the dtype that the layers compute in, or cast what is written to it.",
+        edits=("make-in-dtype", "cast-met-weights", "half-to-bfloat16", "cast-operand"),
+    ),
+    FindingSpec(
+        id="merge-dtype-mismatch",
+        title="Features are merged into a tensor of another dtype through an indexed write",
+        family=DTYPE_MISMATCH,
+        aliases=("scatter-dtype-mismatch",),
+        references=(
+            "https://github.com/huggingface/transformers/issues/47689",
+            "https://github.com/hiyouga/LlamaFactory/issues/3807",
+        ),
+        do_this="Cast the features to the dtype of the tensor that they are written into.",
+        edits=("cast-operand",),
+    ),
+    FindingSpec(
+        id="model-input-dtype",
+        title="The batch itself has a dtype that the model's first layer does not accept",
+        family=DTYPE_MISMATCH,
+        references=("https://github.com/kadirnar/whisper-plus/issues/58",),
+        ablations=("autocast-off", *OF_ANY_FINDING),
+        do_this="Cast the input to the dtype of the model's weights ({other}) before the call.",
+        edits=("cast-operand", "autocast-around"),
+    ),
+    FindingSpec(
+        id="custom-function-autocast",
+        title="A custom autograd function runs its backward under another autocast state than its tensors expect",
+        family=DTYPE_MISMATCH,
+        references=(
+            "https://github.com/unslothai/unsloth/pull/7020",
+            "https://github.com/axolotl-ai-cloud/axolotl/pull/3805",
+        ),
+        ablations=("autocast-off", *OF_ANY_FINDING),
+        needs="autocast-off",
+        do_this="Decorate the custom function's forward with `torch.amp.custom_fwd` and its backward with `torch.amp.custom_bwd`, both for the device that the tensors are on.",
+        edits=("region-on-device", "custom-function-decorators", "bfloat16-to-float32"),
+    ),
+    FindingSpec(
+        id="recompute-dtype-mismatch",
+        title="Gradient checkpointing recomputed activations in another dtype than the forward had",
+        family=DTYPE_MISMATCH,
+        references=(
+            "https://github.com/pytorch/pytorch/issues/148831",
+            "https://github.com/NVIDIA-NeMo/Automodel/pull/3504",
+        ),
+        ablations=("autocast-off", *OF_ANY_FINDING),
+        do_this="Recompute under the same autocast region and default dtype as the forward pass.",
+        edits=("bfloat16-to-float32",),
+    ),
+    FindingSpec(
+        id="unsupported-dtype",
+        title="An operator is not implemented for half precision",
+        family=DTYPE_MISMATCH,
+        references=(
+            "https://github.com/huggingface/transformers/issues/47225",
+            "https://github.com/huggingface/peft/pull/3410",
+            "https://github.com/HomebrewML/HeavyBall/issues/57",
+        ),
+        do_this="Cast the operands of `{op}` in {module} to float32, and its result back: `f(x.float()).to(x.dtype)`.",
+        instead=_instead,
+        edits=("cast-exported", "cast-around"),
+    ),
     FSDP_MIXED_DTYPES,
-    AUTOCAST_WRONG_DEVICE,
+    FindingSpec(
+        id="autocast-wrong-device",
+        title="The autocast region is for another device than the tensors are on",
+        family=DTYPE_MISMATCH,
+        severity=Severity.WARNING,
+        references=("https://github.com/huggingface/transformers/issues/32648",),
+        ablations=("autocast-off", *OF_ANY_FINDING),
+        do_this="Name the device that the tensors are on in `torch.autocast`.",
+        edits=("region-on-device",),
+    ),
 )
 
 

@@ -90,95 +90,6 @@ def judge_divergence(trace: Trace, end: Finding) -> Finding | None:
     )
 
 
-FLOAT16_OVERFLOW = FindingSpec(
-    id="float16-overflow",
-    title="An operator's result left the range of float16",
-    family=NON_FINITE,
-    references=(
-        "https://github.com/unslothai/unsloth-zoo/pull/600",
-        "https://github.com/huggingface/transformers/issues/9295",
-    ),
-    remedies=("bfloat16",),
-    ablations=("autocast-off", *OF_ANY_FINDING),
-    fits_wider_dtype=True,
-    nonfinite=True,
-    do_this="Use bfloat16 in the place of float16: its max is 3.4e38.",
-    edits=("half-to-bfloat16", "half-to-float32"),
-)
-ATTENTION_SCORE_OVERFLOW = FindingSpec(
-    id="attention-score-overflow",
-    title="The attention scores overflow float16 before they are scaled",
-    family=NON_FINITE,
-    references=("https://github.com/huggingface/transformers/pull/33317", "https://github.com/QwenLM/Qwen3/issues/761"),
-    remedies=("bfloat16",),
-    ablations=("autocast-off", *OF_ANY_FINDING),
-    fits_wider_dtype=True,
-    nonfinite=True,
-    do_this="Use bfloat16 in the place of float16, or scale the query before the product.",
-    edits=("half-to-bfloat16", "half-to-float32"),
-)
-NORM_SQUARE_OVERFLOW = FindingSpec(
-    id="norm-square-overflow",
-    title="Squaring inside a norm overflowed and the norm returned zeros",
-    family=NON_FINITE,
-    references=(
-        "https://github.com/sgl-project/sglang/pull/27540",
-        "https://github.com/openvinotoolkit/openvino/issues/37041",
-    ),
-    remedies=("bfloat16",),
-    ablations=("autocast-off", *OF_ANY_FINDING),
-    fits_wider_dtype=True,
-    nonfinite=True,
-    do_this="Compute the norm in float32, or use bfloat16 in the place of float16.",
-    edits=("half-to-bfloat16", "half-to-float32"),
-)
-FULLY_MASKED_ROW = FindingSpec(
-    id="fully-masked-row",
-    title="Softmax over a row in which every position is masked",
-    family=NON_FINITE,
-    references=(
-        "https://github.com/huggingface/transformers/pull/17306",
-        "https://github.com/pytorch/pytorch/issues/26098",
-    ),
-    nonfinite=True,
-    do_this="Mask with the smallest finite number of the dtype and not with -inf, so that a row without any key stays finite.",
-    edits=("finite-mask", "smaller-masks"),
-)
-BACKWARD_OVERFLOW = FindingSpec(
-    id="backward-overflow",
-    title="The forward is finite and the gradients overflow",
-    family=NON_FINITE,
-    references=(
-        "https://github.com/unslothai/unsloth-zoo/pull/866",
-        "https://github.com/unslothai/unsloth-zoo/pull/785",
-    ),
-    remedies=("bfloat16",),
-    ablations=("autocast-off", *OF_ANY_FINDING, "loss-scale-one"),
-    fits_wider_dtype=True,
-    nonfinite=True,
-    do_this="Use bfloat16 in the place of float16, without a gradient scaler.",
-    edits=("half-to-bfloat16", "half-to-float32"),
-)
-NONFINITE_PARAMETERS = FindingSpec(
-    id="nonfinite-parameters",
-    title="A parameter was NaN or inf before the run used it",
-    family=NON_FINITE,
-    references=(
-        "https://github.com/huggingface/transformers/issues/38665",
-        "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1971",
-    ),
-    nonfinite=True,
-)
-NONFINITE_INPUT = FindingSpec(
-    id="nonfinite-input",
-    title="The batch already contains NaN or inf",
-    family=NON_FINITE,
-    references=("https://github.com/huggingface/diffusers/issues/7563",),
-    nonfinite=True,
-    do_this="Find where the data gets its NaN or inf, and mend or leave out such a batch: no dtype of the model can help.",
-    instead=of_what_is_written,
-    edits=("skip-batch",),
-)
 OPTIMIZER_EPSILON_UNDERFLOW = FindingSpec(
     id="optimizer-epsilon-underflow",
     title="The optimizer's epsilon or second moment vanishes in float16",
@@ -188,33 +99,6 @@ OPTIMIZER_EPSILON_UNDERFLOW = FindingSpec(
     nonfinite=True,
     do_this="Keep the parameters that the optimizer steps in float32, or use bfloat16: `eps` and small second moments round to 0 in float16.",
     edits=("half-to-bfloat16", "half-to-float32"),
-)
-ROUNDS_OUT_OF_DOMAIN = FindingSpec(
-    id="rounds-out-of-domain",
-    title="An epsilon, constant or result rounds to 0, and the next operator is not defined there",
-    family=NON_FINITE,
-    references=(
-        "https://github.com/pytorch/pytorch/issues/32137",
-        "https://github.com/kornia/kornia/issues/3966",
-        "https://github.com/lightonai/pylate/issues/239",
-    ),
-    nonfinite=True,
-    do_this="Compute this line in float32, or keep the argument inside of the function's domain.",
-    edits=("domain-in-float32", "keep-in-domain", "half-to-float32", "bfloat16-to-float32"),
-)
-DIVERGENCE = FindingSpec(
-    id="divergence",
-    title="The training diverges, in any dtype",
-    family=NON_FINITE,
-    references=(
-        "https://github.com/OpenNMT/OpenNMT-tf/issues/744",
-        "https://github.com/facebookresearch/detr/issues/285",
-    ),
-    ablations=("autocast-off", *OF_ANY_FINDING),
-    in_float32_too=True,
-    nonfinite=True,
-    do_this="Lower the learning rate, or warm it up: float32 diverges too.",
-    edits=("lower-learning-rate",),
 )
 
 
@@ -244,31 +128,143 @@ DOMAIN_ERROR = FindingSpec(
     instead=_of_another_cause,
     edits=("keep-in-domain",),
 )
-COMPILE_ONLY_NONFINITE = FindingSpec(
-    id="compile-only-nonfinite",
-    title="NaN or inf appears only when the model is compiled",
-    family=COMPILE_AND_LOAD,
-    references=("https://github.com/pytorch/pytorch/issues/168126", "https://github.com/unslothai/unsloth/issues/3385"),
-    needs="compile-off",
-    needs_only=True,
-    nonfinite=True,
-    do_this="Leave this module out of `torch.compile` until the compiled kernel is fixed.",
-    edits=("without-compiler",),
-)
 
 SPECS = (
-    FLOAT16_OVERFLOW,
-    ATTENTION_SCORE_OVERFLOW,
-    NORM_SQUARE_OVERFLOW,
-    FULLY_MASKED_ROW,
-    BACKWARD_OVERFLOW,
-    NONFINITE_PARAMETERS,
-    NONFINITE_INPUT,
+    FindingSpec(
+        id="float16-overflow",
+        title="An operator's result left the range of float16",
+        family=NON_FINITE,
+        references=(
+            "https://github.com/unslothai/unsloth-zoo/pull/600",
+            "https://github.com/huggingface/transformers/issues/9295",
+        ),
+        remedies=("bfloat16",),
+        ablations=("autocast-off", *OF_ANY_FINDING),
+        fits_wider_dtype=True,
+        nonfinite=True,
+        do_this="Use bfloat16 in the place of float16: its max is 3.4e38.",
+        edits=("half-to-bfloat16", "half-to-float32"),
+    ),
+    FindingSpec(
+        id="attention-score-overflow",
+        title="The attention scores overflow float16 before they are scaled",
+        family=NON_FINITE,
+        references=(
+            "https://github.com/huggingface/transformers/pull/33317",
+            "https://github.com/QwenLM/Qwen3/issues/761",
+        ),
+        remedies=("bfloat16",),
+        ablations=("autocast-off", *OF_ANY_FINDING),
+        fits_wider_dtype=True,
+        nonfinite=True,
+        do_this="Use bfloat16 in the place of float16, or scale the query before the product.",
+        edits=("half-to-bfloat16", "half-to-float32"),
+    ),
+    FindingSpec(
+        id="norm-square-overflow",
+        title="Squaring inside a norm overflowed and the norm returned zeros",
+        family=NON_FINITE,
+        references=(
+            "https://github.com/sgl-project/sglang/pull/27540",
+            "https://github.com/openvinotoolkit/openvino/issues/37041",
+        ),
+        remedies=("bfloat16",),
+        ablations=("autocast-off", *OF_ANY_FINDING),
+        fits_wider_dtype=True,
+        nonfinite=True,
+        do_this="Compute the norm in float32, or use bfloat16 in the place of float16.",
+        edits=("half-to-bfloat16", "half-to-float32"),
+    ),
+    FindingSpec(
+        id="fully-masked-row",
+        title="Softmax over a row in which every position is masked",
+        family=NON_FINITE,
+        references=(
+            "https://github.com/huggingface/transformers/pull/17306",
+            "https://github.com/pytorch/pytorch/issues/26098",
+        ),
+        nonfinite=True,
+        do_this="Mask with the smallest finite number of the dtype and not with -inf, so that a row without any key stays finite.",
+        edits=("finite-mask", "smaller-masks"),
+    ),
+    FindingSpec(
+        id="backward-overflow",
+        title="The forward is finite and the gradients overflow",
+        family=NON_FINITE,
+        references=(
+            "https://github.com/unslothai/unsloth-zoo/pull/866",
+            "https://github.com/unslothai/unsloth-zoo/pull/785",
+        ),
+        remedies=("bfloat16",),
+        ablations=("autocast-off", *OF_ANY_FINDING, "loss-scale-one"),
+        fits_wider_dtype=True,
+        nonfinite=True,
+        do_this="Use bfloat16 in the place of float16, without a gradient scaler.",
+        edits=("half-to-bfloat16", "half-to-float32"),
+    ),
+    FindingSpec(
+        id="nonfinite-parameters",
+        title="A parameter was NaN or inf before the run used it",
+        family=NON_FINITE,
+        references=(
+            "https://github.com/huggingface/transformers/issues/38665",
+            "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1971",
+        ),
+        nonfinite=True,
+    ),
+    FindingSpec(
+        id="nonfinite-input",
+        title="The batch already contains NaN or inf",
+        family=NON_FINITE,
+        references=("https://github.com/huggingface/diffusers/issues/7563",),
+        nonfinite=True,
+        do_this="Find where the data gets its NaN or inf, and mend or leave out such a batch: no dtype of the model can help.",
+        instead=of_what_is_written,
+        edits=("skip-batch",),
+    ),
     OPTIMIZER_EPSILON_UNDERFLOW,
-    ROUNDS_OUT_OF_DOMAIN,
-    DIVERGENCE,
+    FindingSpec(
+        id="rounds-out-of-domain",
+        title="An epsilon, constant or result rounds to 0, and the next operator is not defined there",
+        family=NON_FINITE,
+        references=(
+            "https://github.com/pytorch/pytorch/issues/32137",
+            "https://github.com/kornia/kornia/issues/3966",
+            "https://github.com/lightonai/pylate/issues/239",
+        ),
+        nonfinite=True,
+        do_this="Compute this line in float32, or keep the argument inside of the function's domain.",
+        edits=("domain-in-float32", "keep-in-domain", "half-to-float32", "bfloat16-to-float32"),
+    ),
+    FindingSpec(
+        id="divergence",
+        title="The training diverges, in any dtype",
+        family=NON_FINITE,
+        references=(
+            "https://github.com/OpenNMT/OpenNMT-tf/issues/744",
+            "https://github.com/facebookresearch/detr/issues/285",
+        ),
+        ablations=("autocast-off", *OF_ANY_FINDING),
+        in_float32_too=True,
+        nonfinite=True,
+        do_this="Lower the learning rate, or warm it up: float32 diverges too.",
+        edits=("lower-learning-rate",),
+    ),
     DOMAIN_ERROR,
-    COMPILE_ONLY_NONFINITE,
+    FindingSpec(
+        id="compile-only-nonfinite",
+        title="NaN or inf appears only when the model is compiled",
+        family=COMPILE_AND_LOAD,
+        references=(
+            "https://github.com/pytorch/pytorch/issues/168126",
+            "https://github.com/unslothai/unsloth/issues/3385",
+        ),
+        needs="compile-off",
+        needs_only=True,
+        nonfinite=True,
+        do_this="Leave this module out of `torch.compile` until the compiled kernel is fixed.",
+        edits=("without-compiler",),
+    ),
     FLOAT8_RANGE,
 )
 

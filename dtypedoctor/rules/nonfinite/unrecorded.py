@@ -66,7 +66,6 @@ def judge_written(origin: Origin) -> Finding | None:
         does, cause, held = f"writes {what} into a tensor", _WRITTEN, "writes it"
     statement = Statement(
         id="domain-error" if place(op) is not None else "nonfinite-input",
-        confidence=Confidence.LIKELY,
         summary=f"{writer} {does}, in step {op.step} ({op.phase}).",
         cause=cause,
         evidence=(
@@ -87,7 +86,6 @@ def judge_given(origin: Origin) -> Finding | None:
         name = tensor.name or "a tensor of the model"
         statement = Statement(
             id="nonfinite-parameters",
-            confidence=Confidence.LIKELY,
             summary=f"The {tensor.origin} {name} is not finite before step {op.step} uses it.",
             cause=(
                 f"{bad_elements(tensor).capitalize()} of {name} were NaN or inf when {op.op} at {op.source} read it. An earlier "
@@ -147,7 +145,6 @@ def judge_constant(trace: Trace) -> Finding | None:
     fqn = raised.modules[-1] if raised.modules else None
     statement = Statement(
         id="float16-overflow",
-        confidence=Confidence.LIKELY,
         summary=f"{raised.op or 'an operation'} in {short(fqn)} gets a number that float16 cannot hold, in step {raised.step} ({raised.phase}).",
         cause=(
             f"The number is written in the code or computed outside of tensors, and the tensor that it is written to is float16 "
