@@ -91,22 +91,42 @@ def _held(op: Op) -> str | None:
 
 
 def _module_input(source: Source, node: ast.Call, op: Op, scene: Scene, held: str) -> Changes | None:
-    """The input of a module, cast to the dtype that it holds; its output cast back where what follows needs that."""
-    argument = node.args[0]
-    if _outermost_call(scene) == (source, node):
-        argument = _argument_unlike(node, op, held) or argument
-    changes = source.after(argument, cast(held))
+    """The inputs of a module, cast to the dtype that it holds; its output cast back where what follows needs that."""
+    odd = _odd_arguments_of(node, op, held) if _outermost_call(scene) == (source, node) else []
+    changes: list[Change] = []
+    for number, is_part in dict(odd or [(0, False)]).items():
+        argument = node.args[number]
+        if is_part:
+            each = f"tuple(t{cast(held)} for t in {source.text(argument)})"
+            changes.append((source.start(argument), source.end(argument), each.encode()))
+        else:
+            changes += source.after(argument, cast(held))
     given = [dtype for dtype in floats(op.inputs) if dtype != held]
     if given and held == scene.finding.dtype and scene.finding.id not in _KEEPS_DTYPE:
         changes += source.after(node, cast(given[0]))  # what follows is in the dtype of the activations
     return source, changes
 
 
-def _argument_unlike(node: ast.Call, op: Op, held: str) -> ast.expr | None:
-    """The argument of the outermost call that is the operand of another dtype, as its name ``args.1`` says."""
-    arguments = {f"args.{number}": argument for number, argument in enumerate(node.args)}
-    names = [tensor.name or "" for tensor in op.inputs if tensor.dtype in DTYPES and tensor.dtype != held]
-    return next((arguments[name] for name in names if name in arguments), None)
+def _odd_arguments_of(node: ast.Call, op: Op, held: str | None) -> list[tuple[int, bool]]:
+    """For each operand of another dtype that is an argument of the outermost call, its number; and whether it is only a part of that, as ``args.1.0``."""
+    names = [(t.name or "").split(".") for t in op.inputs if t.dtype in DTYPES and t.dtype != held]
+    numbered = [(int(name[1]), len(name) > 2) for name in names if name[0] == "args" and name[1].isdigit()]
+    return [(number, is_part) for number, is_part in numbered if number < len(node.args)]
+
+
+def casts_every_operand(scene: Scene) -> bool:
+    """Whether :func:`cast_operand` gives each operand of the failing operator the dtype that an experiment on the operator has given it.
+
+    Where the line calls a module, the operator may lie in another module inside of it, or get operands that are none of the arguments.
+    """
+    found, op, modules = scene.own_node(), scene.rejected, _modules_inside(scene)
+    node = found[1] if found is not None else None
+    if op is None or not isinstance(node, ast.Call) or not modules:
+        return True
+    held = _held(op)
+    odd = [dtype for dtype in floats(op.inputs) if dtype != held]
+    arguments = _odd_arguments_of(node, op, held) if _outermost_call(scene) == found else []
+    return len(arguments) == len(odd) or modules == len(odd) == len(node.args) == 1
 
 
 _KEEPS_DTYPE = frozenset({"head-dtype-mismatch", "model-input-dtype"})
@@ -115,12 +135,18 @@ _KEEPS_DTYPE = frozenset({"head-dtype-mismatch", "model-input-dtype"})
 
 def _calls_module(scene: Scene) -> bool:
     """Whether the program's innermost frame calls a module of torch's."""
+    return bool(_modules_inside(scene))
+
+
+def _modules_inside(scene: Scene) -> int:
+    """How many modules lie between the program's innermost frame, where that calls one, and what has raised."""
     raised, found = scene.raised, scene.failing_frame()
     assert raised is not None
     assert found is not None
     frames = [frame.rpartition(" ")[2] for frame in raised.frames]
     own = max((i for i, frame in enumerate(raised.frames) if frame.startswith(f"{found[0].path}:")), default=-1)
-    return frames[own + 1 : own + 2] == ["_wrapped_call_impl"]
+    inside = frames[own + 1 :]
+    return inside.count("_wrapped_call_impl") if inside[:1] == ["_wrapped_call_impl"] else 0
 
 
 def _stored_value(source: Source, target: ast.Subscript) -> Changes | None:

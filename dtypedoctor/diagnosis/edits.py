@@ -17,7 +17,6 @@ from dtypedoctor.diagnosis.scene import Change, Changes, Scene, Source, may_be_s
 
 def edits_for(scene: Scene, makers: Sequence[str]) -> Iterator[tuple[tuple[Edit, ...], str]]:
     """The lines that each maker changes which sees what to change, and its name; where none does, no lines, and the name of what would help."""
-    written = "cast-written" if _is_a_write(scene) else ""
     shown: set[tuple[Edit, ...]] = {()}
     for name in value_edits.fitting(scene, tuple(makers)):
         made = MAKERS[name](scene) or []
@@ -26,15 +25,22 @@ def edits_for(scene: Scene, makers: Sequence[str]) -> Iterator[tuple[tuple[Edit,
             edits = _with_copies(scene, name, source, changes)
             if edits not in shown:
                 shown.add(edits)
-                yield edits, written or name if name == "cast-operand" else name
+                yield edits, _name_of_cast(scene) if name == "cast-operand" else name
     if len(shown) == 1:
-        yield (), written
+        yield (), "cast-written" if _is_a_write(scene) else ""
 
 
 def _is_a_write(scene: Scene) -> bool:
     """Whether the operator that raised writes to one of its operands, whose dtype stays: so the others are cast, whichever is the odd one."""
     op = scene.rejected
     return op is not None and scene.finding.id == "operand-dtype-mismatch" and (op.inplace or op.out_variant)
+
+
+def _name_of_cast(scene: Scene) -> str:
+    """What a cast of what the failing line gives is called: whether an experiment on the operator has changed the same."""
+    if _is_a_write(scene):
+        return "cast-written"
+    return "cast-operand" if dtype_edits.casts_every_operand(scene) else "cast-argument"
 
 
 _OF_WEIGHTS = frozenset(
@@ -128,6 +134,7 @@ REMARKS = {
     "half-to-float32": _IN_FLOAT32,
     "bfloat16-to-float32": _IN_FLOAT32,
     value_edits.OWN: "The edit changes what makes the tensors that this line updates; the weights keep their dtype.",
+    "cast-argument": "The edit casts what this line calls a module with.",
     "lower-learning-rate": "The edit divides it by 100.",
     "autocast-around": _IN_REGION,
     "smaller-masks": "The edit masks with an eighth of it, so that the sum of several masks and the scores is finite too.",

@@ -8,6 +8,7 @@ from math import prod
 
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.dtypes import DTYPE_WORDS, DTYPES, parts_of
+from dtypedoctor.text import clipped
 from dtypedoctor.trace.events import Coverage, Op, Raised, TensorNote
 from dtypedoctor.trace.model import Trace
 
@@ -333,7 +334,7 @@ def how_the_run_ended(trace: Trace) -> tuple[str, ...]:
     if raised is None:
         return ()
     when = trace.when(raised)
-    said = f": {raised.message.splitlines()[0][:200]}" if raised.message.strip() else ""
+    said = f": {clipped(raised.message.splitlines()[0], 200)}" if raised.message.strip() else ""
     if raised.caught:
         return (f"{raised.type} was raised {when} and {what_became_of(raised)}{said}",)
     return (f"{THE_RUN_ENDED}{when} with {raised.type}{said}",)

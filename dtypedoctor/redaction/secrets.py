@@ -145,7 +145,8 @@ _VOCABULARY = re.compile(
     re.IGNORECASE,
 )
 _TRIVIAL = re.compile(
-    r"[-+]?\d{1,6}(?:\.\d+)?(?:e[-+]?\d+)?|true|false|on|off|yes|no|none|null|auto|<[^<>]*>", re.IGNORECASE
+    r"[-+]?\d{1,6}(?:\.\d+)?(?:e[-+]?\d+)?|true|false|on|off|yes|no|none|null|auto|all|any|default|debug|info|<[^<>]*>",
+    re.IGNORECASE,
 )
 """Values that tell nothing: small numbers, switches, and what a former redaction has left."""
 

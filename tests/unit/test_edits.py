@@ -211,6 +211,37 @@ def test_the_argument_that_is_the_odd_operand_is_cast(
 
 
 @pytest.mark.parametrize(
+    ("names", "modules", "maker", "new"),
+    [
+        (["args.1.0", "args.1.1"], 1, "cast-operand", "r(x, tuple(t.to(torch.bfloat16) for t in h))"),
+        (["args.0", "args.1"], 1, "cast-operand", "r(x.to(torch.bfloat16), h.to(torch.bfloat16))"),
+        (["args.0"], 2, "cast-operand", "r(x.to(torch.bfloat16), h)"),
+        ([None], 2, "cast-argument", "r(x.to(torch.bfloat16), h)"),
+        (["args.1", None], 1, "cast-argument", "r(x, h.to(torch.bfloat16))"),
+    ],
+)
+def test_all_odd_operands_are_cast_that_a_module_is_called_with(
+    names: list[str | None], modules: int, maker: str, new: str, tmp_path: Path
+) -> None:
+    """The experiment on the operator shows that it helps only where each of its odd operands is an argument."""
+    read = scene(tmp_path, "r(x, h)")
+    builder = TraceBuilder()
+    odd = [replace(tensor(n, dtype="float32", origin="input"), name=name) for n, name in enumerate(names, 1)]
+    builder.op("aten.mm.default", "", [tensor(9, dtype="bfloat16", origin="parameter"), *odd], [], error="same dtype")
+    inside = [
+        f"/site-packages/torch/nn/{frame}"
+        for frame in ("module.py:1 _wrapped_call_impl", "module.py:2 _call_impl", "linear.py:3 forward")
+    ] * modules
+    builder.add(
+        Raised(n=builder.n(), step=1, call=1, phase="forward", type="RuntimeError", message="same dtype", modules=[],
+               frames=[f"{read.script}:2 <module>", *inside], spans=[[2, 2, 0, 7]] + [[1, 1, 0, 1]] * len(inside))
+    )  # fmt: skip
+    finding = replace(read.finding, id="model-input-dtype", dtype="float32")
+    found, made_by = first_edits(replace(read, finding=finding, trace=builder.build()), ["cast-operand"])
+    assert ([edit.new for edit in found], made_by) == ([new], maker)
+
+
+@pytest.mark.parametrize(
     ("signature", "line", "new"),
     [
         ("self, x", "return self.weight * h.to(x.dtype)", "return (self.weight * h.to(x.dtype)).to(x.dtype)"),

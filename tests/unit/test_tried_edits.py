@@ -152,8 +152,9 @@ def test_a_run_with_a_fix_counts_more_than_the_call() -> None:
 def test_a_cast_of_the_failing_line_was_tried_where_the_experiment_proves_it(
     proof: str | None, tried: str | None
 ) -> None:
-    """The operator was run again with the operand cast."""
+    """The operator was run again with the operand cast; what a module around it gets is something else."""
     assert judged("cast-operand", proof=proof).tried == tried
+    assert judged("cast-argument", proof=proof).edits == ()
 
 
 def test_the_edited_files_are_what_the_patch_makes_of_them() -> None:
