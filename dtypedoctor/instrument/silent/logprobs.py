@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dtypedoctor._torch_private import MemoryRef, memory_key, schema_of, sequence_number
+from dtypedoctor._torch_private import memory_key, schema_of, sequence_number
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.naming import dtype_name, short_name
-from dtypedoctor.instrument.operators import Arguments, fits, node_of_operator, tensors_of
+from dtypedoctor.instrument.operators import Arguments, node_of_operator, tensors_of
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.silent.policies import nodes_behind
+from dtypedoctor.instrument.silent.shadows import Shadows
 from dtypedoctor.instrument.silent.twins import tokens_given
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.events import NOT_SEEN
@@ -62,7 +63,6 @@ _PASSING = frozenset(
 _WRITING = frozenset({"copy_", "index_put_"})
 _MOVING = _WRITING | {"_to_copy", "clone", "index_select", "masked_select", "flip", "where", "cat", "stack"}
 """Those that leave each value as it is."""
-_WITHOUT_EXACT = _WRITING | {"cat", "stack", "nll_loss_forward"}
 _TAKES = frozenset({"gather", "index", "nll_loss_forward"})
 _USES = frozenset({"sub", "div", "exp", "log"})
 _FOLLOWED = frozenset(_KEPT) | _PASSING | _TAKES | _USES
@@ -71,8 +71,6 @@ MOST_KNOWN = 512
 """Tensors that are known, until those that are gone are forgotten."""
 LEARNED_BETWEEN = 64
 """Tensors that are met at least before those that are gone are forgotten again."""
-MOST_EXACT = 16 << 20
-"""Bytes of values from before a rounding that are kept in all; the oldest go first."""
 MOST_ELEMENTS = 1 << 18
 """Elements of a tensor that is compared or kept."""
 JUDGED = 8
@@ -117,8 +115,6 @@ class _Known:
         rounded: the dtype in half precision that the values have gone through.
         how: ``cast`` or ``computed``; empty where the rounding was not seen.
         source: the line that did it.
-        exact: the same values before that, where they are few.
-        logits: what they were computed from.
         size: of a difference, the larger magnitude of what was subtracted, which says how coarse it is.
     """
 
@@ -127,8 +123,6 @@ class _Known:
     rounded: torch.dtype | None = None
     how: str = ""
     source: str | None = None
-    exact: Tensor | None = None
-    logits: MemoryRef | None = None
     size: Tensor | None = None
 
 
@@ -139,8 +133,6 @@ class LogprobCheck(Observer):
         super().__init__(checks)
         self._looking = self.session.guard.keeping("log-probabilities that a loss compares")
         self._known: dict[int, _Known] = {}
-        self._exact: dict[int, _Known] = {}
-        """Those of them with the values before they were rounded, the oldest first."""
         self._learned = 0
         self._pending: dict[int, RoundedLogprobs] = {}
         self._found: set[str | None] = set()
@@ -184,28 +176,27 @@ class LogprobCheck(Observer):
             if operands and (begins or any(self._known_now(each) is not None for each in operands)):
                 number, line = node(), line_of(sys._getframe())
                 with self.position.mute(), torch.no_grad():
-                    self._follow(func, arguments, operands, result, number, line)
+                    self._follow(name, arguments, operands, result, number, line)
 
     def _follow(
         self,
-        func: Any,
+        name: str,
         arguments: Arguments,
         operands: list[Tensor],
         result: Tensor,
         node: int | None,
         line: Line | None,
     ) -> None:
-        name = _base_name(func)
         if name in _KEPT:
-            self._made(_KEPT[name], operands[0], result, line)
+            self._made(_KEPT[name], result, line)
         elif _ends_a_density(name, arguments):
-            self._made(ONE, operands[0], result, line)
+            self._made(ONE, result, line)
         elif name in ("sub", "div") and len(operands) == 2:
             self._met(name, operands, result, node, line)
         elif name == "exp":
             self._exponentiated(operands[0], result)
         else:
-            self._passed(func, name, arguments, operands, result, line)
+            self._passed(name, arguments, operands, result, line)
 
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """An outermost module was called on tokens: what its output calls log-probabilities are some. One number for each may be a value or a reward."""
@@ -243,9 +234,6 @@ class LogprobCheck(Observer):
     def _not_seen(self, where: str) -> None:
         self.session.guard.tell(f"log-probabilities inside of {where}", _INSIDE)
 
-    def _of(self, tensor: Tensor) -> _Known | None:
-        return self._known.get(memory_key(tensor.untyped_storage()))
-
     def _learn(self, tensor: Tensor, kind: str, **known: Any) -> None:
         self._learned += 1
         if len(self._known) >= MOST_KNOWN and self._learned >= LEARNED_BETWEEN:
@@ -254,83 +242,43 @@ class LogprobCheck(Observer):
             return
         storage = tensor.untyped_storage()
         key = memory_key(storage)
-        self._known[key] = learned = _Known(StorageWeakRef(storage), kind, **known)
-        self._exact.pop(key, None)
-        if learned.exact is not None:
-            self._exact[key] = learned
-            self._bound_exact()
-
-    def _bound_exact(self) -> None:
-        """Lets go of values from before a rounding while there are too many of them."""
-        if _bytes_of(self._exact) > MOST_EXACT:
-            self._forget_gone()
-        while _bytes_of(self._exact) > MOST_EXACT:
-            self._exact.pop(next(iter(self._exact))).exact = None
+        self._known[key] = _Known(StorageWeakRef(storage), kind, **known)
 
     def _forget_gone(self) -> None:
         self._learned = 0
         self._known = {key: each for key, each in self._known.items() if not each.held.expired()}
-        self._exact = {key: each for key, each in self._exact.items() if not each.held.expired()}
 
-    def _made(self, kind: str, operand: Tensor, result: Tensor, line: Line | None) -> None:
+    def _made(self, kind: str, result: Tensor, line: Line | None) -> None:
         """Log-probabilities are computed; in half precision they are rounded at once."""
         self._has_scores = True
         if kind == ONE and result.dim() == 0:
             return  # a loss
         if dtype_name(result) in HALF:
-            self._learn(
-                result, kind, rounded=result.dtype, how="computed", source=_text(line), logits=MemoryRef(operand)
-            )
+            self._learn(result, kind, rounded=result.dtype, how="computed", source=_text(line))
         else:
             self._learn(result, kind)
 
     def _passed(
-        self, func: Any, name: str, arguments: Arguments, operands: list[Tensor], result: Tensor, line: Line | None
+        self, name: str, arguments: Arguments, operands: list[Tensor], result: Tensor, line: Line | None
     ) -> None:
         """What is taken of log-probabilities, copied, cast or summed are some."""
         if name in _WRITING:
             operands = operands[-1:]
-        source = next((each for each in operands if self._known_now(each) is not None), operands[0])
-        known, target = self._known_now(source), result
-        if known is None:
+        known = next(filter(None, map(self._known_now, operands)), None)
+        kind = _kind_after(name, known.kind, arguments, result) if known is not None else None
+        if known is None or kind is None:
             return
-        kind = _kind_after(name, known.kind, arguments, result)
-        if kind is None:
+        if dtype_name(result) not in HALF or known.rounded is not None:
+            self._learn(result, kind, rounded=known.rounded, how=known.how, source=known.source)
             return
-        if dtype_name(target) in HALF and known.rounded is None:
-            self._rounded_by_cast(source, target, kind, line)
-            return
-        exact = self._exact_after(func, arguments, source, known)
-        self._learn(
-            target, kind, rounded=known.rounded, how=known.how, source=known.source, exact=exact, logits=known.logits
-        )
-
-    def _rounded_by_cast(self, source: Tensor, target: Tensor, kind: str, line: Line | None) -> None:
-        whole = source.numel() == target.untyped_storage().nbytes() // target.element_size()  # and no row of a buffer
-        keeps = whole and kind in (ONE, ONE_P) and _is_small(source)
-        exact = source.detach().float().reshape(target.shape).clone() if keeps else None
-        self._learn(target, kind, rounded=target.dtype, how="cast", source=_text(line), exact=exact)
+        self._learn(result, kind, rounded=result.dtype, how="cast", source=_text(line))
         if kind == ONE and line is not None:
-            self._casts[target.dtype] = line.source
-            self._unmet.setdefault(line.source, dtype_name(target))
+            self._casts[result.dtype] = line.source
+            self._unmet.setdefault(line.source, dtype_name(result))
 
     def _known_now(self, tensor: Tensor) -> _Known | None:
-        known = self._of(tensor)
+        known = self._known.get(memory_key(tensor.untyped_storage()))
         return None if known is None or known.held.expired() else known
-
-    def _exact_after(self, func: Any, arguments: Arguments, source: Tensor, known: _Known) -> Tensor | None:
-        """What an operator would have returned for the values before they were rounded; None where these are not known."""
-        name = _base_name(func)
-        if known.kind == ALL and name == "gather" and known.logits is not None:
-            return _in_float32(known.logits.tensor(), arguments)
-        if name == "_to_copy":
-            return known.exact
-        exact = _exact_values(known, source)
-        if exact is None or name in _WITHOUT_EXACT:
-            return None
-        args, kwargs = arguments
-        again: Tensor = func(*(exact if each is source else each for each in args), **kwargs)
-        return again
 
     def _met(self, name: str, operands: list[Tensor], result: Tensor, node: int | None, line: Line | None) -> None:
         """Two tensors are subtracted or divided."""
@@ -354,7 +302,7 @@ class LogprobCheck(Observer):
             if node is not None:
                 self._judge_divergence(one, other, node, line)
         elif NORMALIZER in kinds:
-            self._made(ALL if one.shape[-1:] != other.shape[-1:] else ONE, one, result, line)
+            self._made(ALL if one.shape[-1:] != other.shape[-1:] else ONE, result, line)
 
     def _learn_difference(self, one: Tensor, other: Tensor, result: Tensor) -> None:
         """Of two texts by one model, which is compared with that by another: its rounding is that of both."""
@@ -362,14 +310,12 @@ class LogprobCheck(Observer):
         rounded = next((each for each in known if each.rounded is not None), None)
         if len(known) < 2 or rounded is None or one.requires_grad != other.requires_grad:
             return
-        exact, less = (_before_rounding(each, tensor) for each, tensor in zip(known, (one, other), strict=True))
         self._learn(
             result,
             ONE,
             rounded=rounded.rounded,
             how=rounded.how,
             source=rounded.source,
-            exact=exact - less if exact is not None and less is not None else None,
             size=torch.maximum(one.detach().abs(), other.detach().abs()).float(),
         )
 
@@ -381,9 +327,8 @@ class LogprobCheck(Observer):
         known = self._known_now(operand)
         if known is None or known.kind != ONE:
             return
-        exact = known.exact.exp() if known.exact is not None else None
         rounded = operand.dtype if dtype_name(operand) in HALF else known.rounded
-        self._learn(result, ONE_P, rounded=rounded, how=known.how, source=known.source, exact=exact)
+        self._learn(result, ONE_P, rounded=rounded, how=known.how, source=known.source)
 
     def _judge(self, new: Tensor, old: Tensor, use: str, node: int, line: Line | None) -> None:
         """Measures how far the rounding of two operands that are compared may have moved their difference."""
@@ -403,7 +348,7 @@ class LogprobCheck(Observer):
             return
         if any(not known.how for known in rounded.values()) and not _are_of_one_sign(ours[counted], theirs[counted]):
             return
-        errors = [_error(known, new if side == "new" else old, use) for side, known in rounded.items()]
+        errors = [self._error(known, new if side == "new" else old, use) for side, known in rounded.items()]
         known = rounded.get("old") or rounded["new"]
         assert known.rounded is not None
         error = torch.stack([each for each, _ in errors]).sum(0)
@@ -455,6 +400,17 @@ class LogprobCheck(Observer):
             measured=True,
         )  # fmt: skip
 
+    def _error(self, known: _Known, tensor: Tensor, use: str) -> tuple[Tensor, bool]:
+        """How far each value is from its float64 one, in the logarithm, and whether that is known; half a step at most, where it is not."""
+        values = tensor.detach().float()
+        assert known.rounded is not None
+        coarsest = values if known.size is None else torch.maximum(values.abs(), known.size.reshape(values.shape))
+        step = torch.finfo(known.rounded).eps * torch.ldexp(torch.ones_like(values), torch.frexp(coarsest).exponent - 1)
+        exact = self.checks[Shadows].exact(tensor)
+        measured = exact is not None and bool(((values - exact).abs() <= 4 * step).all())
+        error = (values - exact).abs() if exact is not None and measured else torch.where(values == 0, 0, step / 2)
+        return (error / values.abs() if use == "quotient" else error), measured
+
     def _rounding_of(self, tensor: Tensor, key: str) -> _Known | None:
         """What is known of the rounding of an operand; of one of unknown origin, whether its values are exact in half precision."""
         known = self._known_now(tensor)
@@ -497,30 +453,9 @@ def _ends_a_density(name: str, arguments: Arguments) -> bool:
     return name == "sub" and len(args) > 1 and type(args[1]) is float and math.isclose(args[1], _LOG_ROOT_2_PI)
 
 
-def _bytes_of(known: dict[int, _Known]) -> int:
-    return sum(each.exact.nbytes for each in known.values() if each.exact is not None)
-
-
 def _may_be_compared(one: Tensor, other: Tensor) -> bool:
     """Whether one of two tensors is trained and the other is not, element for element."""
     return one.shape == other.shape and one.requires_grad != other.requires_grad and _is_small(one)
-
-
-def _before_rounding(known: _Known, tensor: Tensor) -> Tensor | None:
-    """The values before they were rounded, if they were; None where these are not known."""
-    return tensor.detach().float() if known.rounded is None else _exact_values(known, tensor)
-
-
-def _exact_values(known: _Known, tensor: Tensor) -> Tensor | None:
-    """What the values of a tensor were before they were rounded: all that is known of its memory, or a piece of that; None where they are not known."""
-    exact = known.exact
-    if exact is None or exact.numel() == tensor.numel():
-        return None if exact is None else exact.reshape(tensor.shape)
-    whole = tensor.untyped_storage().nbytes() // tensor.element_size()
-    if exact.numel() != whole or not tensor.is_contiguous():
-        return None
-    begin = tensor.storage_offset()
-    return exact.flatten()[begin : begin + tensor.numel()].reshape(tensor.shape)
 
 
 def _some_rows(scores: Tensor) -> Tensor:
@@ -555,15 +490,6 @@ def _kind_after(name: str, kind: str, arguments: Arguments, result: Tensor) -> s
     return kind if name in allowed else None
 
 
-def _in_float32(logits: Tensor | None, arguments: Arguments) -> Tensor | None:
-    """The chosen log-probabilities, computed in float32 from logits that are still there."""
-    _, dim, index = arguments[0][:3]
-    if logits is None or not fits(4 * logits.numel(), logits.device):
-        return None
-    wide = logits.detach().float()
-    return wide.gather(dim, index) - wide.logsumexp(dim, keepdim=True)
-
-
 def _are_of_the_same(gaps: Tensor, old: Tensor) -> bool:
     """Whether two log-probabilities may be of the same tokens: those of others are as far apart as they are large."""
     return bool(gaps.max() > 0) and float(gaps.mean()) <= NEAR * float(old.abs().mean()) + NEAR
@@ -573,18 +499,3 @@ def _are_of_one_sign(ours: Tensor, theirs: Tensor) -> bool:
     """Whether values may be log-probabilities, or all their negatives: what is below and above 0 is a reward, a value or an advantage."""
     both = torch.cat([ours, theirs])
     return bool((both <= OF_ONE_SIGN).all()) or bool((both >= -OF_ONE_SIGN).all())
-
-
-def _error(known: _Known, tensor: Tensor, use: str) -> tuple[Tensor, bool]:
-    """How far each value is from what it was before it was rounded, in the logarithm; half a step at most, where that was not seen."""
-    values = tensor.detach().float()
-    assert known.rounded is not None
-    coarsest = values if known.size is None else torch.maximum(values.abs(), known.size.reshape(values.shape))
-    step = torch.finfo(known.rounded).eps * torch.ldexp(torch.ones_like(values), torch.frexp(coarsest).exponent - 1)
-    before = _exact_values(known, tensor)
-    if before is not None:
-        error = (values - before.float()).abs()
-        if bool((error <= 4 * step).all()):
-            return (error / values.abs() if use == "quotient" else error), True
-    half = torch.where(values == 0, 0, step / 2)
-    return (half / values.abs() if use == "quotient" else half), False

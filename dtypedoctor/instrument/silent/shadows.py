@@ -666,6 +666,11 @@ class Shadows(Observer):
             return torch.where(near & mixed, real.double(), exact)
         return exact
 
+    def exact(self, tensor: Tensor) -> Tensor | None:
+        """The float64 values of a tensor; None where they are what it holds, or are not known."""
+        memory = self._memory_of(tensor, tensor)
+        return None if memory is None else _view(memory.exact, tensor)
+
     def _memory_of(self, real: Tensor, copy: Tensor) -> _Memory | None:
         """What is known of the memory of an operand, which was ``copy``, unless somebody has written to it unseen."""
         memory = self._memories.get(_key(real)) if self._memories else None
