@@ -18,7 +18,7 @@ from dtypedoctor.instrument.silent.loading import LoadingCheck
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.statistics import measurable, median
-from dtypedoctor.trace.records.silent import FloatToInt, RotaryTable, RoundedAngles
+from dtypedoctor.trace.records.silent import FloatToInt, RotaryTable
 
 if TYPE_CHECKING:
     from dtypedoctor.instrument.silent.checks import Checks
@@ -132,10 +132,6 @@ TOLERANCE = 0.012
 USUAL = 0.6
 """Share of neighbours that have the usual factor; tables for long contexts bend in between."""
 EXACT = 1e-6
-FIRST_INEXACT = 257
-"""bfloat16 lacks it; a table with fewer rows is exact in its first column."""
-WRONG, ALIKE = 0.1, 0.02
-"""Differences of sines; the second one allows for a table that was cast to bfloat16 when it was finished."""
 POSITION = 4096
 """Where the angle error is given, if the model has so many positions."""
 
@@ -152,12 +148,12 @@ _Held = tuple[ref[nn.Module], str, torch.dtype]
 class _Table:
     name: str
     buffer: Tensor
-    told: RotaryTable | RoundedAngles
+    told: RotaryTable
     memory: int
 
 
 class RotaryTables(Observer):
-    """Writes a :class:`RotaryTable` for each rounded table of frequencies that is read, a :class:`RoundedAngles` for one of sines.
+    """Writes a :class:`RotaryTable` for each rounded table of frequencies that is read.
 
     A table is recognised by its values and not by its name: positive, falling, each a constant factor of the one before. One that
     was computed in float32 never equals its own rounding to bfloat16 or float16 (unless all its values are powers of two); one
@@ -185,11 +181,7 @@ class RotaryTables(Observer):
             self._known[module] = [(ref(owner), name.rpartition(".")[2], b.dtype) for name, b, owner in found]
             self._waiting = []
             for name, buffer, owner in found:
-                table = (
-                    _rounded(name, buffer, _last_position(owner, module))
-                    if buffer.dim() == 1
-                    else _rounded_waves(name, buffer)
-                )
+                table = _rounded(name, buffer, _last_position(owner, module))
                 if table is not None:
                     source = self.checks[LoadingCheck].rounded_at(owner, name.rpartition(".")[2])
                     table.told = replace(table.told, source=source)
@@ -203,7 +195,7 @@ class RotaryTables(Observer):
                 continue
             told = replace(table.told, read=True if self._looked else None)
             used = self._used.get(table.memory)
-            if isinstance(told, RotaryTable) and used is not None:
+            if used is not None:
                 told = replace(told, used=used)
             # a text that is generated grows: told again each time that its last position has doubled
             self.session.once(told, (table.name, round(math.log2(used)) if used else 0), table.name.rpartition(".")[0])
@@ -219,7 +211,7 @@ class RotaryTables(Observer):
             return
         operands = [t for t in seen.operands if measurable(t)]
         self._read.update(map(_memory, operands))
-        tables = {table.memory for table in self._waiting if table.buffer.dim() == 1}
+        tables = {table.memory for table in self._waiting}
         of = [self._copies[m][1] if (m := _memory(t)) in self._copies else m for t in operands]
         read = next((memory for memory in of if memory in tables), None)
         if read is None:
@@ -236,7 +228,7 @@ class RotaryTables(Observer):
         """Name, buffer and owner of everything in ``module`` that may be a table by its shape."""
         inside = {id(child) for child in modules_in(module)}
         for _, name, tensor, owner, is_buffer in self.session.names.tensors():
-            may_be = tensor.dim() > 1 or (tensor.dim() == 1 and SHORTEST_TABLE <= len(tensor) <= LONGEST_TABLE)
+            may_be = tensor.dim() == 1 and SHORTEST_TABLE <= len(tensor) <= LONGEST_TABLE
             if is_buffer and may_be and measurable(tensor) and id(owner) in inside:
                 yield name, tensor, owner
 
@@ -277,35 +269,6 @@ def _rounded(name: str, buffer: Tensor, position: int) -> _Table | None:
         position=position,
     )
     return _Table(name, buffer, told, _memory(buffer))
-
-
-def _rounded_waves(name: str, buffer: Tensor) -> _Table | None:
-    """What is wrong with a buffer whose rows are sines or cosines of positions; None where nothing is, or it holds something else.
-
-    Row ``p`` begins with ``cos(p)`` or ``sin(p)``, since the first frequency is 1. In a table of rounded angles it is that of
-    ``p`` rounded, which no other content of a buffer is.
-    """
-    rows = buffer.squeeze()
-    if rows.dim() != 2 or len(rows) < FIRST_INEXACT:
-        return None
-    first = rows[:, 0].double()
-    exact = torch.arange(len(rows), dtype=torch.float64, device=rows.device)
-    for half in (torch.bfloat16, torch.float16):
-        rounded = exact.to(half).double()
-        for wave in (torch.cos, torch.sin):
-            off = (first - wave(exact)).abs()
-            if bool(off.max() > WRONG) and bool((first - wave(rounded)).abs().max() < ALIKE):
-                position = int(off.argmax())
-                told = RoundedAngles(
-                    name=name,
-                    dtype=short_name(half),
-                    largest=float(len(rows) - 1),
-                    error=float((exact - rounded).abs().max()),
-                    deviation=float(off[position]),
-                    position=position,
-                )
-                return _Table(name, buffer, told, _memory(buffer))
-    return None
 
 
 def _is_geometric(values: list[float]) -> bool:

@@ -790,7 +790,6 @@ class Shadows(Observer):
             largest=origin.largest if cast else float(angles[finite].abs().max()),
             error=error,
             apart=origin.apart if cast else None,
-            measured=not cast,
         )
         self.session.once(told, (fqn, told.source), fqn)
 

@@ -262,25 +262,15 @@ def detect_rounded_positions(trace: Trace) -> Iterator[Finding]:
 def detect_rounded_angles(trace: Trace) -> Iterator[Finding]:
     """Sines of rounded angles; where the positions are told to be rounded, that is the cause."""
     counted = {seen.fqn for seen in trace.observed(RoundedPositions)}
-    tables = [seen for seen in trace.observed(RoundedAngles) if seen.what.name]
-    for seen in tables[:1]:  # that of the cosines stands for that of the sines
-        yield replace(make_finding_of(seen, _angles(seen.what, seen.fqn), dtype=None), phase="static", step=None)
     for seen in trace.observed(RoundedAngles):
-        if not seen.what.name and seen.fqn not in counted:
+        if seen.fqn not in counted:
             what = seen.what
             yield make_finding_of(seen, _angles(what, seen.fqn), dtype=what.dtype, op=what.op, source=what.source)
 
 
 def _angles(what: RoundedAngles, fqn: str | None) -> Statement:
-    """What is said of a table, of whole numbers, or of an angle that is rounded."""
-    if what.name:
-        summary = (
-            f"The table {short(what.name)} holds sines of angles that were rounded to {what.dtype}: position {what.position} is "
-            f"off by {what.deviation:.2g}."
-        )
-        evidence = f"Its first column is that of positions rounded to {what.dtype}; a sine lies between -1 and 1."
-        proven = f"a table computed in float32 differs from the one that is read by up to {what.deviation:.2g}"
-    elif what.apart is not None:
+    """What is said of whole numbers, or of an angle, that are rounded."""
+    if what.apart is not None:
         summary = (
             f"{short(fqn)} takes the sine of whole numbers up to {what.largest:,.0f} that {what.dtype} has rounded: they change "
             f"by up to {what.apart:g}."
@@ -289,17 +279,12 @@ def _angles(what: RoundedAngles, fqn: str | None) -> Statement:
         proven = f"the same numbers in float64 are up to {what.apart:g} apart from those that are used"
     else:
         summary = f"{short(fqn)} takes the sine of angles up to {what.largest:,.0f} rad, rounded to {what.dtype}."
-        evidence = f"At {what.largest:,.0f}, {what.dtype} rounds an angle by up to {what.error:.2g} rad."
-        proven = None
-        if what.measured:
-            evidence = (
-                f"The same operators in float64 give angles that are up to {what.error:.2g} rad apart from these."
-            )
-            proven = f"the same operators in float64 give angles that are up to {what.error:.2g} rad apart"
+        evidence = f"The same operators in float64 give angles that are up to {what.error:.2g} rad apart from these."
+        proven = f"the same operators in float64 give angles that are up to {what.error:.2g} rad apart"
     return Statement(
         id="rounded-rotary-buffer",
         severity=Severity.WARNING,
-        proven_by=proven if what.read or not what.name else None,
+        proven_by=proven,
         summary=summary,
         cause=(
             f"{what.dtype} does not have every whole number above {_exact(what.dtype)}, so angles of neighbouring positions or "

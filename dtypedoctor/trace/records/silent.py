@@ -454,15 +454,11 @@ class RoundedAngles:
     """Angles of sines and cosines that half precision has rounded.
 
     Attributes:
-        op, source: of the cast of whole numbers, or of the sine; empty for a table.
+        op, source: of the cast of whole numbers, or of the sine.
         dtype: that rounded them.
         largest: largest angle, in radians; or the largest whole number that was cast.
         error: of an angle, in radians.
         apart: largest difference of the whole numbers and what is used; None where none were cast.
-        name: of a buffer that holds sines or cosines; empty for an operator.
-        position, deviation: the row of that buffer which is most off, and by how much.
-        read: whether an operator was seen to read the buffer; None where none was looked at.
-        measured: whether the error is that of the angles against those in float64, and not what their dtype allows for; False in older traces.
     """
 
     KIND: ClassVar[str] = "rounded-angles"
@@ -473,11 +469,6 @@ class RoundedAngles:
     largest: float
     error: float
     apart: float | None = None
-    name: str = ""
-    position: int = 0
-    deviation: float = 0.0
-    read: bool | None = None
-    measured: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
