@@ -64,7 +64,6 @@ from dtypedoctor.trace.records.silent import (
     Absorbed,
     FloatToInt,
     RoundedAngles,
-    RoundedPositions,
     RouterChoice,
     ScaledBackward,
 )
@@ -94,7 +93,7 @@ _KINDS = {
     SILENT: "silent",
 }
 """How the call fails, by why it is replayed."""
-_OF_ONE_CALL = (Absorbed, FloatToInt, RouterChoice, RoundedPositions, RoundedAngles)
+_OF_ONE_CALL = (Absorbed, FloatToInt, RouterChoice, RoundedAngles)
 """What a look sees of which everything that the call returns may be finite."""
 MAX_REPLAYS = 12
 MAX_SECONDS = 60.0

@@ -13,7 +13,6 @@ where the value is used:
 * **factors** that have become 0 and are not small beside the others;
 * the **imaginary part**, where a cast cuts it off;
 * an **angle** of which a sine is taken, and that is off by a good part of a turn;
-* **positions** that are rounded together, and then computed with;
 * **memory that is written in place** and becomes inf where float64 is finite: a buffer, a statistic;
 * a **comparison**, by which a mask is made or a loop goes on, that has another result;
 * a **schedule** that the program computes from numbers alone, and of which entries coincide;
@@ -43,7 +42,7 @@ from dtypedoctor.instrument.operators import Arguments, in_wider, leaves_memory_
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.silent.observer import Observer, parameters_of
 from dtypedoctor.instrument.statistics import measurable
-from dtypedoctor.trace.records.silent import RoundedAngles, RoundedIndices, RoundedPositions, RoundedUse
+from dtypedoctor.trace.records.silent import RoundedAngles, RoundedIndices, RoundedUse
 
 if TYPE_CHECKING:
     from dtypedoctor.instrument.silent.checks import Checks
@@ -120,11 +119,6 @@ NOISE, CHANCE = 4 * torch.finfo(torch.float32).eps, 1e-3
 """What whole numbers may be off after divisions and products in float32; and how likely other numbers may be as near."""
 RADIANS = 0.25
 """Errors of an angle from here on matter."""
-SHORTEST = 257
-"""Fewer whole numbers from 0 on are exact in both dtypes."""
-_MAKERS = frozenset({"arange", "_to_copy"})
-_ARITHMETIC = frozenset({"mul", "div", "mm", "bmm", "addmm", "baddbmm", "sin", "cos", "exp", "pow"})
-"""Operators that make something else of a position: an angle, a slope, a distance."""
 _ADDS = frozenset({"add", "add_"})
 _SIGNS = frozenset({"sign", "sign_", "sgn", "sgn_"})
 
@@ -137,7 +131,6 @@ class Origin:
         whole: whether whole numbers went into it.
         sums: whether more numbers went into it than came out: it has counted.
         largest, apart: of what it has rounded the largest magnitude, and the largest difference from the float64 values.
-        positions: what it has made of consecutive whole numbers.
     """
 
     op: str
@@ -146,7 +139,6 @@ class Origin:
     whole: bool
     largest: float = 0.0
     apart: float = 0.0
-    positions: RoundedPositions | None = None
     sums: bool = False
 
     @property
@@ -243,18 +235,7 @@ class _Call:
             return origin
         off = (real.double() - exact).abs()[real.isfinite()]
         apart, largest = (float(t.max()) if t.numel() else 0.0 for t in (off, real.double().abs()[real.isfinite()]))
-        positions = None
-        if self.name in _MAKERS and _counts(exact):
-            row = real.reshape(-1, real.shape[-1])[0]
-            positions = RoundedPositions(
-                op=origin.op,
-                source=origin.source,
-                dtype=short_name(real.dtype),
-                length=len(row),
-                distinct=int(row.unique().numel()),
-                largest_error=apart,
-            )
-        return replace(origin, largest=largest, apart=apart, positions=positions)
+        return replace(origin, largest=largest, apart=apart)
 
     def lost_most(self, relative: float) -> tuple[Origin, float]:
         """The operator, of this one and those before, at which the relative error has grown most, and by how much."""
@@ -732,10 +713,13 @@ class Shadows(Observer):
         if call.origin.dtype is torch.float32:
             self._judge_choice(call)
             return
-        self._judge_positions(call)
         if call.name not in _COPIES and call.name not in _COMPARISONS:
-            for memory in call.known.values():
-                self._judge_schedule(memory, str(call.func), call.line)
+            used = call.operands[: 1 if call.name in ("div", "div_") else None]  # a mean divides by a count
+            for memory in [call.known[id(copy)] for copy, _ in used if id(copy) in call.known]:
+                if not (
+                    memory.origin.whole and call.name in _DIFFERENCES
+                ):  # whole numbers that are counted from elsewhere
+                    self._judge_schedule(memory, str(call.func), call.line)
         if call.name in _COMPARISONS:
             self._judge_comparison(call)
         if call.name in _SINES and not call.operands[0][1].requires_grad:  # else it is an activation
@@ -760,18 +744,6 @@ class Shadows(Observer):
             if call.origin.dtype in NARROW:
                 self._used("choice", call, near, real, exact)
             self._judge_ties(call, real, exact)
-
-    def _judge_positions(self, call: _Call) -> None:
-        """The first arithmetic with positions of which half precision has made fewer."""
-        name = call.name.removesuffix("_")
-        operands = [copy for copy, _ in call.operands[: 1 if name == "div" else None]]  # a mean divides by a count
-        for copy in operands if name in _ARITHMETIC else ():
-            known = call.known.get(id(copy))
-            told = known.origin.positions if known is not None else None
-            if known is not None and told is not None and _counts(known.exact[: told.length]):
-                used_at, fqn = self.here()
-                told = replace(told, used_by=str(call.func), used_at=used_at)
-                self.session.once(told, (fqn, told.source), fqn)
 
     def _judge_angles(self, call: _Call) -> None:
         """Sines of angles that are off, because of whole numbers (timesteps, positions) that were rounded, or of a rounding of their own."""
@@ -900,7 +872,7 @@ class Shadows(Observer):
     def _judge_schedule(self, memory: _Memory, op: str, line: Line | None) -> None:
         """A schedule that the program has computed from numbers alone, of which entries coincide."""
         key = memory.held.cdata
-        if key not in self._generated or memory.origin.positions is not None or memory.exact.numel() < GRID:
+        if key not in self._generated or memory.exact.numel() < GRID:
             return
         del self._generated[key]  # once
         if memory.origin.dtype not in NARROW or not _is_grid(memory.exact):
@@ -1049,7 +1021,7 @@ def _keep_few(memories: dict[int, StorageWeakRef]) -> None:
 
 
 def _small_memories(tensors: Sequence[Tensor]) -> dict[int, StorageWeakRef]:
-    storages = [t.untyped_storage() for t in tensors if measurable(t) and t.numel() <= SMALL]
+    storages = [t.untyped_storage() for t in tensors if _is_plain(t) and t.numel() <= SMALL]
     return {memory_key(storage): StorageWeakRef(storage) for storage in storages}
 
 
@@ -1151,15 +1123,6 @@ def _is_integer(tensor: Tensor) -> bool:
 
 def _is_whole(tensor: Tensor) -> bool:
     return _is_integer(tensor) or (tensor.is_floating_point() and bool((tensor == tensor.round()).all()))
-
-
-def _counts(values: Tensor) -> bool:
-    """Whether each row counts by ones, and far enough for half precision to leave numbers out."""
-    return (
-        values.dim() > 0
-        and values.shape[-1] >= SHORTEST
-        and bool((values.reshape(-1, values.shape[-1])[0].diff() == 1).all())
-    )
 
 
 def _view(memory: Tensor, like: Tensor) -> Tensor:

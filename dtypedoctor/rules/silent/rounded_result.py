@@ -13,7 +13,6 @@ from dtypedoctor.trace.records.silent import (
     LostWrites,
     RoundedAngles,
     RoundedIndices,
-    RoundedPositions,
     RoundedSum,
     RoundedUse,
 )
@@ -111,11 +110,10 @@ def _by_cause(trace: Trace) -> dict[str, list[Observed[RoundedUse]]]:
 
 
 def _explained(trace: Trace) -> set[str | None]:
-    """Lines of which other findings say that they round sums, whole numbers, or positions."""
+    """Lines of which other findings say that they round sums, whole numbers, or angles."""
     lines: set[str | None] = {seen.what.source for seen in trace.observed(LostWrites) if seen.what.tensors}
     lines |= {seen.what.source for seen in trace.observed(RoundedSum)}
     lines |= {seen.what.source for seen in trace.observed(RoundedIndices)}
-    lines |= {seen.what.source for seen in trace.observed(RoundedPositions)}
     lines |= {seen.what.source for seen in trace.observed(RoundedAngles)}
     return lines - {"", None}
 

@@ -16,7 +16,6 @@ from dtypedoctor.trace.records.silent import (
     RotaryTable,
     RoundedAngles,
     RoundedIndices,
-    RoundedPositions,
     RouterChoice,
 )
 
@@ -236,36 +235,11 @@ def _little(dtype: str) -> str:
     )
 
 
-def detect_rounded_positions(trace: Trace) -> Iterator[Finding]:
-    """Positions of which half precision has made fewer."""
-    for seen in trace.observed(RoundedPositions):
-        what = seen.what
-        statement = Statement(
-            id="rounded-rotary-buffer",
-            severity=Severity.WARNING,
-            proven_by=f"the same positions in float32 are up to {what.largest_error:g} apart from those that are used",
-            summary=(
-                f"{short(seen.fqn)} counts positions in {what.dtype}: of {what.length} only {what.distinct} are left."
-            ),
-            cause=(
-                f"{what.dtype} does not have every whole number above {_exact(what.dtype)}, so neighbouring tokens of a "
-                "longer text share a position. Count in int64 or float32, and cast what is computed from the positions."
-            ),
-            evidence=(
-                f"{what.op} at {what.source} rounds them by up to {what.largest_error:g}.",
-                f"{what.used_by} at {what.used_at} computes with the rounded numbers.",
-            ),
-        )
-        yield make_finding_of(seen, statement, dtype=what.dtype, op=what.op, source=what.source)
-
-
 def detect_rounded_angles(trace: Trace) -> Iterator[Finding]:
-    """Sines of rounded angles; where the positions are told to be rounded, that is the cause."""
-    counted = {seen.fqn for seen in trace.observed(RoundedPositions)}
+    """Sines of rounded angles."""
     for seen in trace.observed(RoundedAngles):
-        if seen.fqn not in counted:
-            what = seen.what
-            yield make_finding_of(seen, _angles(what, seen.fqn), dtype=what.dtype, op=what.op, source=what.source)
+        what = seen.what
+        yield make_finding_of(seen, _angles(what, seen.fqn), dtype=what.dtype, op=what.op, source=what.source)
 
 
 def _angles(what: RoundedAngles, fqn: str | None) -> Statement:
@@ -354,8 +328,7 @@ RULES = (
     Rule(name="rounded-indices", specs=(ROUNDED_INDICES,), detect=detect_rounded_indices),
     Rule(name="integer-casts", priority=110, specs=(FLOAT_TO_INT_CAST,), detect=detect_integer_casts),
     Rule(name="router-flips", priority=170, specs=(ROUTER_FLIP,), detect=detect_router_flips),
-    Rule(name="rounded-positions", priority=190, specs=(ROUNDED_ROTARY_BUFFER,), detect=detect_rounded_positions),
-    Rule(name="rounded-angles", specs=(ROUNDED_ROTARY_BUFFER,), detect=detect_rounded_angles),
+    Rule(name="rounded-angles", priority=190, specs=(ROUNDED_ROTARY_BUFFER,), detect=detect_rounded_angles),
     Rule(name="rotary-tables", priority=210, specs=(ROUNDED_ROTARY_BUFFER,), detect=detect_rotary_tables),
     Rule(name="rotary-weights", priority=270, specs=(ROUNDED_ROTARY_BUFFER,), inspect=check_rotary),
 )

@@ -369,30 +369,6 @@ class RotaryTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundedPositions:
-    """Positions that were rounded together and then used.
-
-    Attributes:
-        op, source, dtype: of what rounded.
-        length: positions.
-        distinct: of them that are left.
-        largest_error: of those that are finite, in positions.
-        used_by, used_at: the first arithmetic with them, and its line.
-    """
-
-    KIND: ClassVar[str] = "rounded-positions"
-
-    op: str
-    source: str | None
-    dtype: str
-    length: int
-    distinct: int
-    largest_error: float
-    used_by: str = ""
-    used_at: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedIndices:
     """Whole numbers that are others after they went through half precision.
 
