@@ -16,8 +16,6 @@ ALL = {
     name: load_scenario(FOLDER / f"{name}.yaml")
     for name in (
         "dpo_reference_bfloat16",
-        "dpo_reference_merged",
-        "dpo_reference_merged_float32",
         "dpo_reference_precomputed",
         "grpo_reference_float32",
         "lora_dpo_adapters",

@@ -1,17 +1,14 @@
 """Trains with the TRL that is installed against a reference model that may compute in another dtype than the policy.
 
-    python reference.py dpo|grpo POLICY REFERENCE [precomputed] [autocast] [merged]
+    python reference.py dpo|grpo POLICY REFERENCE [precomputed] [autocast]
 
 POLICY and REFERENCE are dtypes; ``none`` for REFERENCE leaves the reference to TRL, which loads it in the policy's dtype. The policy is called before the
-reference in DPO, after it in GRPO and where DPO has the reference's log-probabilities precomputed. With ``merged`` the policy goes on training adapters, as
-after SFT with LoRA, and the reference is a checkpoint with these merged (DPO alone: GRPOTrainer takes no reference). Prints the losses.
+reference in DPO, after it in GRPO and where DPO has the reference's log-probabilities precomputed. Prints the losses.
 """
 
 import sys
-import tempfile
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import QUIET, checkpoint, questions, tokenizer, variety
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
@@ -19,16 +16,6 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 trainer_name, policy, reference, *words = sys.argv[1:]
 folder = checkpoint()
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, policy))
-if "merged" in words:
-    trained = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), LoraConfig(r=4))
-    for name, parameter in trained.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
-    adapters = tempfile.mkdtemp()
-    trained.save_pretrained(adapters)
-    folder = tempfile.mkdtemp()
-    trained.merge_and_unload().save_pretrained(folder)
-    model = PeftModel.from_pretrained(model, adapters, is_trainable=True)
 settings = QUIET | {"bf16": "autocast" in words, "learning_rate": 1e-3}
 if trainer_name == "dpo":
     other = None
