@@ -144,6 +144,42 @@ def neighbors() -> None:
         distances.topk(4, largest=False)
 
 
+def faded() -> None:
+    """An average whose weight is 1 in bfloat16, so that nothing is added."""
+    beta, average = torch.tensor(0.999, dtype=HALF), torch.zeros(64)
+    for _ in range(10):
+        average = beta * average + (1 - beta) * torch.randn(64)
+
+
+def threshold() -> None:
+    """A threshold beyond what half precision can tell from 1, for scores in float32."""
+    limit = torch.tensor(0.9985, dtype=HALF)
+    (torch.rand(5000) * 0.02 + 0.99).gt(limit).sum()
+
+
+def best_so_far() -> None:
+    """A loss that falls by less than its spacing from one epoch to the next."""
+    best = torch.tensor(float("inf"), dtype=HALF)
+    for epoch in range(60):
+        loss = torch.tensor(2.0) * 0.9995**epoch
+        now = (loss + 0.001).to(HALF)
+        best = min(best, now)
+
+
+def seconds_apart() -> None:
+    """Times of day and year beside other features in float32."""
+    times = torch.arange(1_700_000_000, 1_700_000_000 + 256 * 60, 60)
+    rows = torch.stack([times.float(), torch.randn(256)], 1)
+    rows[1:, 0].sub(rows[:-1, 0])
+
+
+def correct_ones() -> None:
+    """A count of whole numbers that are summed before."""
+    correct = torch.zeros(()).half()
+    for _ in range(100):
+        correct += (torch.rand(100) < 0.33).half().sum()
+
+
 def joined() -> None:
     """Ids beyond 24 bits travel beside features in float32."""
     ids = torch.arange(41_307_115, 41_307_715)
@@ -334,6 +370,11 @@ def centered() -> None:
         (levels, "rounded-result", "(sigmas[now - 1] - sigmas[now])", "step of 0"),
         (exam, "rounded-result", ".to(HALF).argmax(1)", "by their order"),
         (neighbors, "rounded-result", "distances.topk(4", "_euclidean_dist at "),
+        (faded, "rounded-result", "(1 - beta) * torch.randn", "multiplies by 0"),
+        (threshold, "rounded-result", ".gt(limit)", "another mask"),
+        (best_so_far, "rounded-result", "best = min(best, now)", "than the same operators do in float64"),
+        (seconds_apart, "rounded-result", "rows[1:, 0].sub", "step of 0"),
+        (correct_ones, "rounded-sum", "correct += ", "adds up 100 terms in float16"),
         (joined, "rounded-indices", "ids[:, None].float()", "450 of 600 have changed"),
         (average_inside, "update-stall", "self.mean.lerp_", "rounds"),
         (averaged, "update-stall", "average.update_parameters(model)", "rounds"),
@@ -568,9 +609,21 @@ def binned() -> None:
     torch.optim.SGD(model.parameters(), 0.01).step()
 
 
+def boundaries() -> None:
+    """Numbers of the program that are rounded, and decide as they would."""
+    scores, half = torch.rand(5000), torch.rand(5000).to(HALF)
+    limit, weight = torch.tensor(0.3, dtype=HALF), torch.tensor(0.9, dtype=HALF)
+    average, best = torch.zeros(64), torch.tensor(float("inf"), dtype=HALF)
+    print(scores.gt(limit).sum(), half.gt(limit).sum())
+    for _ in range(40):
+        average = weight * average + (1 - weight) * torch.randn(64)
+        best = torch.minimum(best, now) if (now := torch.rand(()).add(1).to(HALF)) < best else best
+
+
 @pytest.mark.parametrize(
     "work",
     [
+        boundaries,
         constants,
         binned,
         stochastic,

@@ -712,6 +712,8 @@ class Shadows(Observer):
         """Judges an operator that uses values which rounding has changed; in float32 only choices."""
         if call.origin.dtype is torch.float32:
             self._judge_choice(call)
+            if call.origin.whole:
+                self._judge_step(call)
             return
         if call.name not in _COPIES and call.name not in _COMPARISONS:
             used = call.operands[: 1 if call.name in ("div", "div_") else None]  # a mean divides by a count
@@ -725,6 +727,7 @@ class Shadows(Observer):
         if call.name in _SINES and not call.operands[0][1].requires_grad:  # else it is an activation
             self._judge_angles(call)
         self._judge_step(call)
+        self._judge_factor(call)
         if call.name in _SIGNS:
             self._used("decision", call, call.results[0].double() != call.exact[0], call.results[0], call.exact[0])
         elif call.name in _SEARCHES:
@@ -851,8 +854,17 @@ class Shadows(Observer):
         sides = list(call.known.values())
         if call.name == "sub" and len(sides) == len(call.operands) == 2 and sides[0] is sides[1]:
             real, exact = call.results[0], call.exact[0]
-            if _is_grid(sides[0].exact):
+            entries = [call.values[id(copy)] for copy, _ in call.operands]
+            if _is_grid(sides[0].exact) or all(one.dim() == 1 and _is_grid(one) for one in entries):
                 self._used("step", call, (real == 0) & (exact != 0), real, exact)
+
+    def _judge_factor(self, call: _Call) -> None:
+        """A factor that is 0 only because a number of the program was rounded: 1 - 0.999."""
+        for copy, _ in call.operands if call.name in ("mul", "mul_") else ():
+            known = call.known.get(id(copy))
+            if known is not None and copy.numel() == 1 and known.origin.op == _LIFTED:
+                values = call.values[id(copy)]
+                self._used("factor", call, ((copy == 0) & (values != 0)).reshape(1), copy, values)
 
     def _judge_comparison(self, call: _Call) -> None:
         """Masks, and conditions of loops and branches; of a mask, what differs is seen beside the fewer of its two values."""
@@ -865,9 +877,12 @@ class Shadows(Observer):
             apart = (sides[0] == sides[0].round()) & (sides[1] == sides[1].round())
         else:
             apart = _coarser(sides[0], call.origin.dtype) != _coarser(sides[1], call.origin.dtype)
+            apart |= torch.tensor(all(map(_is_rounded_number, call.known.values())))  # and the data is what it is
         few = max(1, min(int(exact.sum()), int((~exact).sum()))) if real.numel() > 1 else 1
         changed = (real != exact) & apart & sides[0].isfinite() & sides[1].isfinite()
         self._used("mask" if real.numel() > 1 else "condition", call, changed, real, exact, few)
+        if real.numel() == 1 and call.name not in ("eq", "ne"):
+            self._used("choice", call, real != exact, real, exact)
 
     def _judge_schedule(self, memory: _Memory, op: str, line: Line | None) -> None:
         """A schedule that the program has computed from numbers alone, of which entries coincide."""
@@ -1028,6 +1043,11 @@ def _small_memories(tensors: Sequence[Tensor]) -> dict[int, StorageWeakRef]:
 def _is_number(tensor: Tensor) -> bool:
     """Whether a tensor holds one number, and is no element of a larger one."""
     return tensor.dim() == 0 and (not measurable(tensor) or tensor.untyped_storage().nbytes() == tensor.element_size())
+
+
+def _is_rounded_number(memory: _Memory) -> bool:
+    """Whether a number of Python was rounded, and nothing is computed of it yet: a threshold."""
+    return memory.exact.numel() == 1 and memory.lost_at is memory.origin and memory.origin.op == _LIFTED
 
 
 def _is_held(memories: dict[int, StorageWeakRef], tensor: Tensor) -> bool:

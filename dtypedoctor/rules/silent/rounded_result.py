@@ -58,6 +58,7 @@ _CHANGES = {
     "imaginary": "cuts the imaginary part off",
     "restored": "takes away what was added before and does not get back what was there",
     "decision": "takes another decision than the same operators do in float64",
+    "factor": "multiplies by 0, which it would not be in float64",
     "tie": "chooses by their order between values that are equal only after rounding",
     "step": "makes a step of 0 between two entries of a grid, which are apart in float64",
     "state": "leaves inf in memory that outlives the call, where the same operators in float64 leave finite values",
@@ -131,7 +132,7 @@ def _matters(what: RoundedUse) -> bool:
         return what.changed >= max(TIES, FEWEST * what.of)
     if what.use in ("mask", "condition"):
         return what.changed >= max(TIES if what.use == "mask" else CONDITIONS, FEWEST * what.of)
-    return what.use in ("whole", "draw") or what.changed >= FEWEST * what.of
+    return what.use in ("whole", "draw", "factor") or what.changed >= FEWEST * what.of
 
 
 def _statement(what: RoundedUse) -> Statement:
