@@ -33,7 +33,7 @@ ELSEWHERE = {
     "report/library_patch.py": {"file.read_text", "files('dtypedoctor.lab.corrections.libraries').joinpath(correction.test).read_text"},
     "report/to_html.py": {"resources.files('dtypedoctor.report').joinpath('assets', name).read_text"},
     "report/to_json.py": {"resources.files('dtypedoctor.report').joinpath('schema.json').read_text"},
-    "runner/directories.py": {"Path(f'/proc/{process}/stat').read_text", "Path('/proc/stat').read_text"},
+    "runner/directories.py": {"Path(f'/proc/{os.getppid()}/stat').read_text", "Path('/proc/stat').read_text"},
     "cli/scripts.py": {"Path('/proc/sys/kernel/random/boot_id').read_text"},
     "runner/process.py": {
         "os.open", "open", "(directory / STATES).write_text", "(directory / REPEATS).write_text",  # new files
