@@ -15,6 +15,7 @@ from dtypedoctor.interruptions import say
 
 if TYPE_CHECKING:
     from dtypedoctor.report.to_json import Report
+    from dtypedoctor.runner.command import Program
 
 WEEK = 604_800
 
@@ -57,6 +58,11 @@ RerunInPlace = Annotated[
     ),
 ]
 Once = Annotated[bool, typer.Option("--once", help="Run once: try no edit in a copy of the files.")]
+Fix = Annotated[
+    bool,
+    typer.Option("--fix", help="Edit a copy of the program and run it, until it is healthy or no edit helps."),
+]
+InPlace = Annotated[bool, typer.Option("--in-place", help="With --fix: edit the files of a clean git work tree.")]
 Verify = Annotated[
     bool,
     typer.Option(
@@ -83,6 +89,8 @@ def execute(
     rerun: Rerun = False,
     rerun_in_place: RerunInPlace = False,
     once: Once = False,
+    fix: Fix = False,
+    in_place: InPlace = False,
     verify_uninstrumented: Verify = False,
     nproc_per_node: NprocPerNode = None,
     overhead_budget: OverheadBudget = None,
@@ -108,6 +116,7 @@ def execute(
     from dtypedoctor.runner.directories import RecordFolder, job_directory, new_record
     from dtypedoctor.trace.ranks import member, member_of_torchrun, rank_directory
 
+    _tell_of_misplaced(arguments or [])
     fixes = _fixes(ablate or [], attempt or [])
     program = Program(
         name=name_of(target),
@@ -131,6 +140,16 @@ def execute(
             "--rerun, --try, --ablate and --verify-uninstrumented: this job has several machines, and one alone cannot start it again",
             "Leave them out, or start the job on one machine.",
         )
+
+    if in_place and not fix:
+        raise UsageError("--in-place: without --fix no file is edited", "Add --fix.")
+    if fix:
+        if runs_again or once or here is not None or nodes is not None or text or script == "-":
+            raise UsageError(
+                "--fix runs a program of files by itself, on one machine",
+                "Leave out --rerun, --try, --ablate, --once, --verify-uninstrumented and the launcher's other machines.",
+            )
+        return _fix(program, out, in_place=in_place, capsule_limit=capsule_limit << 20)
 
     def record(folder: RecordFolder) -> "tuple[Report, int]":
         option = "--rerun" if here is None and nodes is None else "--nproc-per-node N --rerun"
@@ -157,6 +176,29 @@ def execute(
 
     own = propagate_exit or here is not None  # a launcher ends the whole job where one of its processes fails
     return status if own else exit_code(report)
+
+
+OF_EXEC = ("--fix", "--try", "--rerun", "--once")
+"""Options that some write behind the script, which gets them then."""
+
+
+def _tell_of_misplaced(arguments: list[str]) -> None:
+    for word in arguments:
+        if word.partition("=")[0] in OF_EXEC:
+            say(f"dtypedoctor: {word} stands behind the script, which gets it; options of exec stand before it")
+
+
+def _fix(program: "Program", out: Path | None, *, in_place: bool, capsule_limit: int) -> int:
+    """Mends a program, and exits 0 where it is healthy then."""
+    from dtypedoctor.errors import ExitCode
+    from dtypedoctor.lab.cli.fixing import fix_script, print_fixed
+    from dtypedoctor.runner.directories import new_record
+
+    folder = new_record(out, program.name, program.folder)
+    report, _, fixed = fix_script(program, folder, in_place=in_place, capsule_limit=capsule_limit)
+    _show(report, folder.directory, is_first=True, open_page=False)
+    print_fixed(fixed, folder.directory)
+    return int(ExitCode.OK if fixed.healthy else ExitCode.FINDINGS)
 
 
 def _require_to_start_ranks(script: str, *, is_launcher: bool, is_rank: bool) -> None:

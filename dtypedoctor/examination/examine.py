@@ -124,7 +124,7 @@ class EditTrials:
         for process in run.processes:
             for objection in _objections(finding, self.before, process):
                 return "run", objection
-        changed = _changed_loss(finding, self.before, run)
+        changed = changed_loss(finding, self.before, run)
         return "run", changed if changed and self._repeats(finding, files, seconds) else ""
 
     def _repeats(self, finding: Finding, files: Mapping[str, str], seconds: int) -> bool:
@@ -133,7 +133,7 @@ class EditTrials:
         run = self.attempt(
             f"as-it-is-{self.made}", {path: read_file(Path(path), _LARGEST_FILE).decode() for path in files}, seconds
         )
-        return isinstance(run, str) or not _changed_loss(finding, self.before, run)
+        return isinstance(run, str) or not changed_loss(finding, self.before, run)
 
     def _call(self, finding: Finding, maker: str) -> tuple[str | None, str]:
         """How what the edit does was tried without it (None: not at all), and why it does not help."""
@@ -215,11 +215,14 @@ def _objections(finding: Finding, before: Run, run: Run) -> Iterator[str]:
             yield f"{left.id} recurs"
         elif left.severity is Severity.ERROR and left.id not in known:
             yield f"{left.id} occurs"
+    yield from insane_losses(finding, before, run)
 
-    # An edit that was to make values finite must not make others of those that were
+
+def insane_losses(finding: Finding, before: Run, run: Run) -> Iterator[str]:
+    """What is wrong with the losses of a run in which an edit was to make values finite: it must not make others of those that were."""
     if not spec_of(finding.id).nonfinite:
         return
-    was, losses = _losses(before.trace), _losses(run.trace)
+    was, losses = losses_of(before.trace), losses_of(run.trace)
     if not all(map(math.isfinite, losses.values())):
         yield "the loss is not finite"
     usual = max((abs(loss) for loss in was.values() if math.isfinite(loss)), default=math.inf)
@@ -229,9 +232,9 @@ def _objections(finding: Finding, before: Run, run: Run) -> Iterator[str]:
         yield f"the loss is {worst:.3g} then"
 
 
-def _changed_loss(finding: Finding, before: Run, run: Run) -> str:
+def changed_loss(finding: Finding, before: Run, run: Run) -> str:
     """How the first loss differs, as a clause: computed with the weights that the program begins with, it is the same in both runs where it was right."""
-    was, losses = _losses(before.trace), _losses(run.trace)
+    was, losses = losses_of(before.trace), losses_of(run.trace)
     begin = min(was.keys() & losses.keys(), default=0)
     is_right = begin and begin < (finding.step or 1) + (finding.phase in _AFTER_THE_LOSS) and math.isfinite(was[begin])
     if not is_right or spec_of(finding.id).family is SILENT:
@@ -243,7 +246,7 @@ def _changed_loss(finding: Finding, before: Run, run: Run) -> str:
     return f"it changes the loss of step {begin}, which is right, from {was[begin]:.4g} to {losses[begin]:.4g}"
 
 
-def _losses(trace: Trace) -> dict[int, float]:
+def losses_of(trace: Trace) -> dict[int, float]:
     """The losses by step, also those that are not finite."""
     return {
         metric.step: float(metric.values.get("loss", metric.spelled.get("loss", "nan")))

@@ -1,0 +1,380 @@
+"""``exec --fix``: edits a copy of a program until it runs without a finding, one finding after the other.
+
+Each candidate edit of the first finding is written into the copy, and the program runs again. One is kept if that failure is gone and the program comes
+at least as far as before; what it meets then is the next finding. So two mistakes in a row are mended, of which each edit alone leaves the program failing.
+"""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from difflib import unified_diff
+from pathlib import Path
+
+from dtypedoctor.analysis import ending_of
+from dtypedoctor.cli.scripts import finished, first_run, guarded
+from dtypedoctor.diagnosis.rule import Advice, Edit, Finding, Severity
+from dtypedoctor.errors import UsageError
+from dtypedoctor.examination.examine import (
+    advised,
+    changed_loss,
+    edited_files,
+    examine,
+    findings_of,
+    insane_losses,
+    losses_of,
+)
+from dtypedoctor.examination.processes import Leading
+from dtypedoctor.foreign_files import read_file, write_file
+from dtypedoctor.interruptions import say
+from dtypedoctor.report.to_json import Report
+from dtypedoctor.runner.command import Program
+from dtypedoctor.runner.directories import RecordFolder, runs_folder
+from dtypedoctor.runner.process import run_script
+from dtypedoctor.runner.run import Run
+from dtypedoctor.text import counted
+
+ROUNDS, WAYS = 5, 4
+"""Findings that are mended one after the other, and edits that are tried for one, at most."""
+MOST_BYTES, MOST_FILES = 2 << 30, 50_000
+"""Of a tree that is copied."""
+PATCH, STORY = "fix.patch", "fix.json"
+"""In the directory of the run: all edits as one diff, and what was tried for which finding."""
+_LARGEST_FILE = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Try:
+    """An edit that the program was run with.
+
+    Attributes:
+        finding: id of what it is to mend.
+        where: lines that it changes.
+        objection: why it was taken back; empty where it was kept.
+        then: the first finding of the run with it; empty where there is none.
+        steps: that this run has done.
+        loss: its last one, if it has any.
+    """
+
+    finding: str
+    where: tuple[str, ...]
+    objection: str
+    then: str
+    steps: int
+    loss: float | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Fixed:
+    """What became of a program.
+
+    Attributes:
+        before: its first run.
+        after: the run with all edits that were kept.
+        tries: all runs between them, in order.
+        patch: the edits that were kept as one diff, for ``patch -p0``.
+        healthy: whether the last run has no finding and ends as it should.
+        why_not: why it went no further, where it is not.
+    """
+
+    before: Run
+    after: Run
+    tries: list[Try] = field(default_factory=list)
+    patch: str = ""
+    healthy: bool = False
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    """Where a program is edited: a copy of its files, or these themselves.
+
+    Attributes:
+        program: as it is started there.
+        root: the folder below which files may be edited.
+        texts: of each edited file its text before, by path.
+    """
+
+    program: Program
+    root: Path
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def write(self, files: dict[str, str]) -> dict[str, str]:
+        """Writes texts into files; returns what was in them.
+
+        Raises:
+            ValueError: one lies elsewhere.
+            OSError: one cannot be read or written.
+        """
+        if outside := [path for path in files if not Path(path).is_relative_to(self.root)]:
+            raise ValueError(f"{outside[0]} lies outside of {self.root}")
+        was = {path: read_file(Path(path), _LARGEST_FILE).decode() for path in files}
+        for path, text in was.items():
+            self.texts.setdefault(path, text)
+        for path, text in files.items():
+            Path(path).write_text(text, encoding="utf-8")
+        return was
+
+    def patch(self) -> str:
+        """All that has changed, as a unified diff with paths from the working directory."""
+        found: list[str] = []
+        for path, text in self.texts.items():
+            shown, now = os.path.relpath(path), Path(path).read_text(encoding="utf-8")
+            found += unified_diff(text.splitlines(keepends=True), now.splitlines(keepends=True), shown, shown)
+        return "".join(found)
+
+
+def fix_script(
+    program: Program, folder: RecordFolder, *, in_place: bool, capsule_limit: int
+) -> tuple[Report, int, Fixed]:
+    """Runs a program, mends what is found, and so on until nothing is found or no edit helps.
+
+    Args:
+        program: what to run.
+        folder: see :func:`dtypedoctor.cli.scripts.record_script`; it holds each run, the patch and what was tried.
+        in_place: whether the files themselves are edited, which are to be a clean work tree of git, and not a copy.
+        capsule_limit: bytes that the capsule of the failing call may take.
+
+    Returns:
+        The report on the first run, the program's own exit status in it, and what became of it.
+
+    Raises:
+        UsageError: there is no such script, the tree is too large to copy, or it is not clean.
+    """
+    with guarded(folder) as guardian, _work_tree(program) if in_place else _copy_of(program) as tree:
+        request = tree.program.request(capsule_limit)
+        lead = Leading()
+        first = lead(first_run(tree.program, request, folder, guardian))
+
+        def run(label: str) -> Run:
+            say(f"dtypedoctor: running the script again ({label}) …")
+            again = run_script(
+                tree.program.words,
+                {**request, "capsule_limit": None},
+                folder.private / label,
+                live=False,
+                time_limit=tree.program.time_limit,
+                guardian=guardian,
+            )
+            return lead(again)
+
+        fixed, advice = _fixed(tree, first, run)
+        treatment = examine(tree.program.described(), first, capsule_limit=capsule_limit, rerun="--rerun")
+        if advice is not None:
+            treatment = replace(treatment, advice=(advice, *treatment.advice[1:]))
+        fixed.patch = tree.patch()
+        write_file(folder.private / PATCH, fixed.patch)
+        write_file(folder.private / STORY, json.dumps(_story(fixed), indent=1))
+        report, status = finished(treatment, folder)
+        return report, status, fixed
+
+
+def _fixed(tree: Tree, first: Run, run: Callable[[str], Run]) -> tuple[Fixed, Advice | None]:
+    """Mends one finding after the other; the advice on the first with the edits that were kept for it, if any were."""
+    fixed, shown = Fixed(before=first, after=first), None
+    seen: set[tuple[str, str | None]] = set()
+    for _ in range(ROUNDS):
+        finding = _worst(fixed.after)
+        if finding is None:
+            fixed.healthy = ending_of(fixed.after).completed
+            fixed.why_not = "" if fixed.healthy else ending_of(fixed.after).words
+            return fixed, shown
+        seen.add((finding.id, finding.source))
+        kept = _mended(tree, fixed, finding, seen, run)
+        if kept is None:
+            fixed.why_not = f"no edit was found that helps against {finding.id} ({finding.source or 'no line'})"
+            return fixed, shown
+        shown = shown or (kept if fixed.before is first and len(seen) == 1 else None)
+    fixed.healthy = _worst(fixed.after) is None and ending_of(fixed.after).completed
+    fixed.why_not = "" if fixed.healthy else f"{ROUNDS} findings were mended, and there are more"
+    return fixed, shown
+
+
+def _mended(
+    tree: Tree, fixed: Fixed, finding: Finding, seen: set[tuple[str, str | None]], run: Callable[[str], Run]
+) -> Advice | None:
+    """Tries the edits for a finding until one helps, which stays in the tree; None where none does."""
+    before = fixed.after
+    (first, *_), _ = advised((finding,), before, tree.program.path)
+    for way in [way for way in (first, *first.others) if way.edits][:WAYS]:
+        try:
+            was = tree.write(edited_files(way.edits))
+        except (OSError, ValueError):  # not as it was any more, or not of this tree
+            continue
+        number, kept = len(fixed.tries) + 1, False
+        try:
+            after = run(f"fix-{number}")
+            objection = _objection(finding, before, after, seen)
+            kept = not objection
+        finally:
+            if not kept:
+                tree.write(was)
+        if kept and (changed := changed_loss(finding, before, after)):
+            # Where nothing seeds the random numbers, the loss differs from run to run, and no edit has changed it
+            edited = tree.write(was)
+            kept = bool(changed_loss(finding, before, run(f"as-it-is-{number}")))
+            objection = "" if kept else changed
+            if kept:
+                tree.write(edited)
+        fixed.tries.append(_try(finding, way.edits, objection, after))
+        if kept:
+            fixed.after = after
+            return replace(way, tried="run", others=())
+    return None
+
+
+def _objection(finding: Finding, before: Run, after: Run, seen: set[tuple[str, str | None]]) -> str:
+    """Why an edit does not help; empty where it does. That the program meets something else further on is no objection."""
+    steps = counted(after.trace.steps_done, "step")
+    if after.trace.steps_done < before.trace.steps_done:
+        return f"the program ends after {steps}"
+    following = _worst(after)
+    if following is not None and (following.id, following.source) in seen:
+        return f"{following.id} recurs at {following.source or 'the same place'}"
+    ending = ending_of(after)
+    if following is None and not ending.completed:
+        return ending.words
+    return next(insane_losses(finding, before, after), "") if following is None else ""
+
+
+def _worst(run: Run) -> Finding | None:
+    """The first finding of a run that is more than a note."""
+    return next((one for one in findings_of(run) if one.severity is not Severity.INFO), None)
+
+
+def _try(finding: Finding, edits: Sequence[Edit], objection: str, after: Run) -> Try:
+    following, losses = _worst(after), losses_of(after.trace)
+    return Try(
+        finding=finding.id,
+        where=tuple(dict.fromkeys(f"{edit.file}:{edit.line}" for edit in edits)),
+        objection=objection,
+        then=following.id if following is not None else "",
+        steps=after.trace.steps_done,
+        loss=losses[max(losses)] if losses else None,
+    )
+
+
+def _story(fixed: Fixed) -> dict[str, object]:
+    tries = [
+        {
+            "finding": one.finding,
+            "where": list(one.where),
+            "kept": not one.objection,
+            "objection": one.objection or None,
+            "then": one.then or None,
+            "steps": one.steps,
+            "loss": one.loss if one.loss is not None and math.isfinite(one.loss) else None,
+        }
+        for one in fixed.tries
+    ]
+    return {"healthy": fixed.healthy, "why_not": fixed.why_not or None, "tries": tries}
+
+
+@contextmanager
+def _work_tree(program: Program) -> Iterator[Tree]:
+    """The files of a program themselves.
+
+    Raises:
+        UsageError: they are not in a work tree of git, or something in it is not committed.
+    """
+    place = program.folder or Path.cwd()
+    asked = subprocess.run(
+        ["git", "-C", str(place), "rev-parse", "--show-toplevel"], capture_output=True, text=True, check=False
+    )
+    if asked.returncode:
+        raise UsageError(f"--in-place: {place} is in no work tree of git", "Leave it out: a copy is edited then.")
+    root = Path(asked.stdout.rstrip("\n"))
+    changed = subprocess.run(
+        ["git", "-C", str(root), "status", "--porcelain"], capture_output=True, text=True, check=False
+    )
+    if changed.returncode or changed.stdout:
+        raise UsageError(f"--in-place: {root} has changes that are not committed", "Commit or stash them first.")
+    yield Tree(program=program, root=root)
+
+
+@contextmanager
+def _copy_of(program: Program) -> Iterator[Tree]:
+    """A copy of the folder that the program lies in, which is the working directory meanwhile if that one was inside of it.
+
+    Raises:
+        UsageError: it is too large.
+    """
+    here = Path.cwd()
+    place = program.folder or here
+    root = here if place.is_relative_to(here) else place
+    _require_small(root)
+    with tempfile.TemporaryDirectory(prefix="dtypedoctor-fix-", ignore_cleanup_errors=True) as scratch:
+        copy = Path(scratch).resolve() / root.name
+        left_out = {str(runs_folder().resolve())}
+        shutil.copytree(root, copy, symlinks=True, ignore=lambda folder, names: {
+            name for name in names if os.path.join(folder, name) in left_out or not _can_be_copied(folder, name)
+        })  # fmt: skip
+
+        def moved(word: str) -> str:
+            path = Path(word)
+            return str(copy / path.relative_to(root)) if path.is_absolute() and path.is_relative_to(root) else word
+
+        path = program.path and moved(program.path)
+        there = replace(program, path=path, args=[*map(moved, program.args)], command=[*map(moved, program.command)])
+        try:
+            if here.is_relative_to(root):
+                os.chdir(copy / here.relative_to(root))
+            yield Tree(program=there, root=copy)
+        finally:
+            os.chdir(here)
+
+
+def _can_be_copied(folder: str, name: str) -> bool:
+    path = os.path.join(folder, name)
+    return os.path.islink(path) or os.path.isdir(path) or os.path.isfile(path)  # no pipe, no socket, no device
+
+
+def _require_small(root: Path) -> None:
+    """Rejects a tree that takes too long to copy."""
+    files = size = 0
+    for folder, _, names in os.walk(root):
+        files += len(names)
+        for name in names:
+            size += os.lstat(os.path.join(folder, name)).st_size
+        if files > MOST_FILES or size > MOST_BYTES:
+            raise UsageError(
+                f"--fix: {root} holds more than {MOST_FILES:,} files or {MOST_BYTES >> 30} GiB, too much to copy",
+                "Start it in the folder of the program alone, or with --in-place in a clean work tree of git.",
+            )
+
+
+def print_fixed(fixed: Fixed, directory: Path) -> None:
+    """Prints the patch to stdout, and the runs side by side to stderr."""
+    from rich.table import Table
+
+    from dtypedoctor.cli.output import console_for
+
+    table = Table("run", "edited", "finding", "steps", "last loss", box=None, pad_edge=False)
+    table.add_row("as it is", "", *_cells(fixed.before))
+    for number, one in enumerate(fixed.tries, 1):
+        outcome = f"taken back: {one.objection}" if one.objection else one.then or "none"
+        loss = "" if one.loss is None else f"{one.loss:.4g}"
+        table.add_row(f"fix-{number}", ", ".join(one.where), outcome, str(one.steps), loss)
+    console = console_for(sys.stderr)
+    console.print(table)
+    if fixed.healthy:
+        words = f"FIXED: with {counted(sum(not one.objection for one in fixed.tries), 'edit')} the program runs without a finding."
+        words = words if fixed.tries else "HEALTHY: there is nothing to fix."
+    else:
+        words = f"NOT FIXED: {fixed.why_not}."
+    console.print(words, markup=False, highlight=False)
+    if fixed.patch:
+        sys.stdout.write(fixed.patch)
+        console.print(f"Apply:  patch -p0 < {directory / PATCH}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _cells(run: Run) -> tuple[str, str, str]:
+    finding, losses = _worst(run), losses_of(run.trace)
+    first = finding.id if finding is not None else "none"
+    return first, str(run.trace.steps_done), f"{losses[max(losses)]:.4g}" if losses else ""

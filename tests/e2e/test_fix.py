@@ -1,0 +1,99 @@
+"""``exec --fix``: a program is edited in a copy, finding after finding, until it runs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command import dtypedoctor
+
+TWO_IN_A_ROW = """\
+import pathlib
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Linear(4, 4).to(torch.bfloat16)
+head = nn.Linear(4, 1)
+x = torch.tensor(eval(pathlib.Path(__file__).with_name("numbers.txt").read_text()))
+h = net(x)
+loss = head(h).mean()
+loss.backward()
+pathlib.Path("done.txt").write_text("done")
+"""
+"""Casting at one of the two calls leaves the other to fail."""
+
+NO_EDIT = """\
+import torch
+
+torch.fft.rfft(torch.ones(5, dtype=torch.bfloat16).to_sparse().to_dense())[0].item().missing
+"""
+
+
+def written(folder: Path, source: str) -> Path:
+    (folder / "numbers.txt").write_text("[[0.5, 1.0, -1.0, 2.0]]")
+    script = folder / "train.py"
+    script.write_text(source)
+    return script
+
+
+def test_two_mistakes_in_a_row_are_mended_in_a_copy(tmp_path: Path) -> None:
+    """The patch cures the program that it was made of, whose folder nothing has changed until then."""
+    script = written(tmp_path, TWO_IN_A_ROW)
+    done = dtypedoctor("exec", "--fix", "--out", str(tmp_path / "run"), "train.py", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "FIXED: with 2 edits the program runs without a finding." in done.err
+    assert script.read_text() == TWO_IN_A_ROW
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["numbers.txt", "run", "train.py"]
+    patch = tmp_path / "run" / "fix.patch"
+    assert patch.read_text() in done.out
+    story = json.loads((tmp_path / "run" / "fix.json").read_text())
+    assert story["healthy"]
+    assert [one["where"] for one in story["tries"] if one["kept"]] == [["train.py:9"], ["train.py:10"]]
+    subprocess.run(["patch", "-p0", "-i", str(patch)], cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True)
+
+
+@pytest.mark.release
+def test_a_program_that_no_edit_helps_is_left_as_it_is(tmp_path: Path) -> None:
+    """It is said so, and the command fails."""
+    script = written(tmp_path, NO_EDIT)
+    done = dtypedoctor("exec", "--fix", "--out", str(tmp_path / "run"), str(script), cwd=tmp_path)
+    assert done.code == 10
+    assert "NOT FIXED: " in done.err
+    assert script.read_text() == NO_EDIT
+
+
+@pytest.mark.release
+def test_files_are_edited_in_place_in_a_clean_work_tree_alone(tmp_path: Path) -> None:
+    """What is not committed could not be told from the edits."""
+    script = written(tmp_path, TWO_IN_A_ROW)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    command = ("exec", "--fix", "--in-place", "--out", str(tmp_path.parent / f"{tmp_path.name}-run"), "train.py")
+    refused = dtypedoctor(*command, cwd=tmp_path)
+    assert refused.code == 2
+    assert "not committed" in refused.err
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "one"], check=True)
+    done = dtypedoctor(*command, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "net(x.to(torch.bfloat16))" in script.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("exec", "--in-place", "train.py"), "--in-place: without --fix no file is edited"),
+        (("exec", "--fix", "--rerun", "train.py"), "--fix runs a program of files by itself"),
+        (("exec", "--fix", "-c", "pass"), "--fix runs a program of files by itself"),
+    ],
+)
+def test_what_does_not_go_together_is_a_usage_error(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    """Nothing is run."""
+    written(tmp_path, "open('ran', 'w')")
+    refused = dtypedoctor(*words, cwd=tmp_path)
+    assert refused.code == 2
+    assert said in refused.err
+    assert not (tmp_path / "ran").exists()
