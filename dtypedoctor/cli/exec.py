@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dtypedoctor.cli.output import NprocPerNode, OpenPage, Out, OverheadBudget, ScriptArgument, announce
+from dtypedoctor.cli.output import EveryNSteps, NprocPerNode, OpenPage, Out, OverheadBudget, ScriptArgument, announce
 from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import say
 
@@ -94,6 +94,7 @@ def execute(
     verify_uninstrumented: Verify = False,
     nproc_per_node: NprocPerNode = None,
     overhead_budget: OverheadBudget = None,
+    every_n_steps: EveryNSteps = None,
     capsule_limit: Annotated[
         int, typer.Option("--capsule-limit", help="Largest capsule of the failing call.", metavar="MIB", min=1)
     ] = 64,
@@ -122,7 +123,7 @@ def execute(
         name=name_of(target),
         **target,
         time_limit=time_limit,
-        overhead_budget=_budget(overhead_budget or "auto"),
+        overhead_budget=_budget(overhead_budget or (f"1/{every_n_steps}" if every_n_steps else "auto")),
         processes=nproc_per_node or 0,
         fixes=fixes,
     )

@@ -38,6 +38,7 @@ def inspect(
     scaler: Annotated[bool, typer.Option("--scaler", help="It will be trained with GradScaler.")] = False,
     fsdp: Annotated[bool, typer.Option("--fsdp", help="It will be sharded with FSDP.")] = False,
     format: FormatOption = TERMINAL,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.", hidden=True)] = False,
 ) -> int:
     """List the dtypes of a model's parameters, quantization states and config, and the failures to expect.
 
@@ -54,7 +55,7 @@ def inspect(
         )
     subject = _subject_of(model, Intent(dtype=dtype, scaler=scaler, fsdp=fsdp))
     inspection = Inspection(subject=subject, findings=preflight(subject))
-    show(inspection_document(inspection), format)
+    show(inspection_document(inspection), "json" if as_json else format)
     return int(ExitCode.FINDINGS if inspection.troubled else ExitCode.OK)
 
 

@@ -70,7 +70,7 @@ def test_the_states_are_named_where_no_weight_can_be_read(without_weights: Path,
     """The safetensors library refuses the file; ``inspect`` and what a run checks first name its states all the same."""
     with pytest.raises(safetensors.SafetensorError):
         safetensors.safe_open(without_weights / "model.safetensors", "pt").__enter__()
-    finished = in_this_process("inspect", "--format", "json", without_weights, "--dtype", "bfloat16")
+    finished = in_this_process("inspect", "--json", without_weights, "--dtype", "bfloat16")
     document = json.loads(finished.out)
     assert finished.code == 10
     assert "cut short" in str(document["coverage"])
@@ -82,7 +82,7 @@ def test_the_states_are_named_where_no_weight_can_be_read(without_weights: Path,
 
 def test_states_that_agree_with_the_dtype_are_not_named(without_weights: Path) -> None:
     """Loaded as float16 the same files are in order."""
-    finished = in_this_process("inspect", "--format", "json", without_weights, "--dtype", "float16")
+    finished = in_this_process("inspect", "--json", without_weights, "--dtype", "float16")
     assert "quant-state-dtype" not in [one["id"] for one in json.loads(finished.out)["findings"]]
     assert finished.code == 0
 

@@ -42,7 +42,7 @@ def test_an_ordinary_checkpoint_exits_with_zero_and_in_json_too(tmp_path: Path) 
     """The JSON holds model, status, census, findings and coverage."""
     folder = checkpoint(tmp_path / "model", torch.float16, "float16")
     assert in_this_process("inspect", folder).code == 0
-    finished = in_this_process("inspect", "--format", "json", folder, "--scaler")
+    finished = in_this_process("inspect", "--json", folder, "--scaler")
     document = json.loads(finished.out)
     assert finished.code == 10
     assert document["status"] == "findings"
@@ -69,7 +69,7 @@ def test_a_real_4_bit_checkpoint_tells_its_quantisation_states(tmp_path: Path) -
 
 def test_a_builtin_model_is_built_by_a_worker() -> None:
     """Its dtypes in memory are counted."""
-    finished = in_this_process("inspect", "--format", "json", "builtin:gemma4-tiny", "--dtype", "float32")
+    finished = in_this_process("inspect", "--json", "builtin:gemma4-tiny", "--dtype", "float32")
     document = json.loads(finished.out)
     assert finished.code == 0, finished.out
     assert set(document["census"]["tensors"]) == {"float32"}

@@ -370,7 +370,7 @@ def test_odd_settings_and_names_of_a_model_do_no_harm(tmp_path: Path) -> None:
     commands = []
     for number, config in enumerate(ODD):
         folder = write_checkpoint(tmp_path / str(number), config=config)
-        commands += [["inspect", str(folder), "--scaler", "--fsdp"], ["inspect", str(folder), "--format", "json"]]
+        commands += [["inspect", str(folder), "--scaler", "--fsdp"], ["inspect", str(folder), "--json"]]
     folder = write_checkpoint(tmp_path / "colors")
     odd = {f"{ESCAPES}.inv_freq": ("F16", [4], None), f"a{ESCAPES}": ("F32", [4], None)} | packed(
         f"m{ESCAPES}.w", ESCAPES
@@ -378,7 +378,7 @@ def test_odd_settings_and_names_of_a_model_do_no_harm(tmp_path: Path) -> None:
     write_safetensors(folder / f"model{ESCAPES}.safetensors", odd)
     (folder / f"pytorch_model{ESCAPES}.bin").write_bytes(b"")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": ESCAPES}}))
-    commands += [["inspect", str(folder), "--fsdp"], ["inspect", str(folder), "--format", "json"], ["inspect", str(tmp_path / ("x" * 5000))],
+    commands += [["inspect", str(folder), "--fsdp"], ["inspect", str(folder), "--json"], ["inspect", str(tmp_path / ("x" * 5000))],
                  ["inspect", str(tmp_path / "no\0thing")], ["inspect", "no/such\x1b[2Jmodel"]]  # fmt: skip
     for outcome in probed(*commands):
         harmless(outcome, 0, 2, 10)
