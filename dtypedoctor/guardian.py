@@ -8,13 +8,18 @@ import contextlib
 import errno
 import os
 import signal
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 
 PROGRAM = os.path.abspath(__file__)
 """This file, as it is run; ``-I -S`` go before it."""
+FOLLOW = "--follow"
+"""Stands before the number of the process whose end is waited for, and what is then moved where."""
 ENOUGH_ROOM = 1 << 30
 """Bytes; a folder on a disk with less is taken where no other has more."""
+
+SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def make_private_folder(name: str, program: Iterable[str], beside: str = ".") -> str:
@@ -174,6 +179,23 @@ def _guard() -> None:
         _move(*wanted["move"])
 
 
+def _follow(process: int, source: str, wanted: str) -> None:
+    """Moves a record when a process has ended that has not done so itself. This process is nobody's child, and ends when there is nothing to move."""
+    import select
+
+    ended = os.pidfd_open(process)
+    if os.fork():
+        return
+    os.setsid()
+    os.chdir("/")
+    os.closerange(3, ended)
+    os.closerange(ended + 1, 1 << 12)
+    while os.path.isdir(source):
+        if select.select([ended], [], [], SECONDS_BETWEEN_LOOKS)[0]:
+            _move(source, wanted, merge=True)
+            return
+
+
 def _move(source: str, wanted: str, merge: bool) -> None:
     with contextlib.suppress(OSError):  # it stays where it is
         names = os.listdir(source)
@@ -181,4 +203,7 @@ def _move(source: str, wanted: str, merge: bool) -> None:
 
 
 if __name__ == "__main__":
-    _guard()
+    if sys.argv[1:2] == [FOLLOW]:
+        _follow(int(sys.argv[2]), *sys.argv[3:5])
+    else:
+        _guard()

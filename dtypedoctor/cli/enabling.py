@@ -103,6 +103,7 @@ def _text_of(place: Path) -> str:
 
 def job_report(
     directory: Annotated[Path, typer.Argument(help="Run directory of the job.", metavar="RUN")],
+    to: Annotated[Path | None, typer.Option("--to", hidden=True, help="Where to move it.")] = None,
 ) -> int:
     """Write the report of a `DTYPEDOCTOR=1` job again.
 
@@ -118,6 +119,7 @@ def job_report(
     from dtypedoctor.redaction.redact import without_process_secrets
     from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report
     from dtypedoctor.report.first_screen import print_first_screen
+    from dtypedoctor.runner.directories import RecordFolder
     from dtypedoctor.runner.process import collect_job
     from dtypedoctor.runner.run import WorkerExit
     from dtypedoctor.trace.ranks import BEFORE
@@ -136,13 +138,20 @@ def job_report(
         capsule_limit=CAPSULE_LIMIT,
         rerun="dtypedoctor exec --rerun",
     )
+    folder = RecordFolder(directory, to) if to is not None else None
+    if folder is not None:
+        folder.reserve()
+    shown = folder.directory if folder is not None else directory
     report = build_report(
         treatment,
         command=f"{SWITCH}=1 {shlex.join(without_process_secrets(['python', *words]))}",
         files={"report": REPORT_JSON, "markdown": REPORT_MD, "before": BEFORE},
-        next_command=next_command(treatment, directory, directory),
+        next_command=next_command(treatment, directory, shown),
     )
     kept(directory, report)
+    if folder is not None:
+        folder.arrive()
+        directory = folder.directory
     print_first_screen(report, console_for(sys.stderr), str(directory), left_in(directory))
     return exit_code(report)
 

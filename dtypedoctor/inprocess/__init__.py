@@ -1,5 +1,6 @@
 """``with dtypedoctor.watch(model): …``, and what it shares with the callback: a part of a running program, watched and written up."""
 
+import contextlib
 import functools
 import html
 import inspect
@@ -20,7 +21,6 @@ from dtypedoctor.diagnosis.rule import Advice
 from dtypedoctor.errors import UsageError
 from dtypedoctor.examination.capsules import CAPSULE_LIMIT
 from dtypedoctor.examination.examine import examine
-from dtypedoctor.foreign_files import working_directory
 from dtypedoctor.instrument.budget import budget_of
 from dtypedoctor.interruptions import contained, say
 from dtypedoctor.plugins import KEEP_FLOAT32
@@ -33,12 +33,12 @@ from dtypedoctor.report.to_html import render_html
 from dtypedoctor.report.to_json import Report
 from dtypedoctor.report.to_terminal import print_document
 from dtypedoctor.runner.command import OF_A_SCENARIO, Program, scenario_name
-from dtypedoctor.runner.directories import job_directory, new_directory
+from dtypedoctor.runner.directories import RecordFolder, job_directory, new_record
 from dtypedoctor.runner.run import WorkerExit, collect
 from dtypedoctor.text import one_line, paragraphs
 from dtypedoctor.trace.ranks import BEFORE, member, rank_directory
 from dtypedoctor.worker.process_watch import ProcessWatch
-from dtypedoctor.worker.recording import Recording, hide_in_excepthook
+from dtypedoctor.worker.recording import Recording, hide_in_excepthook, move_when_this_process_ends
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -61,7 +61,7 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
             of the run directory. False makes none again, and the report seldom knows the operator and the edit.
 
     Attributes:
-        directory: the run directory.
+        directory: the run directory, which is created when the block ends; until then the record is in a private folder elsewhere.
         report: the finished report; None inside of the block.
 
     Raises:
@@ -107,7 +107,7 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
 
     @property
     def directory(self) -> Path:
-        """The run directory."""
+        """The run directory, which is created when the block ends."""
         return self._watched.directory
 
     @property
@@ -223,8 +223,7 @@ class Watched:
         self._name = _NOTEBOOK if "ipykernel" in sys.modules else scenario_name(sys.argv[0])
         self._out = out
         self.directory: Path
-        self._place: Path
-        self._start: Path | None = None
+        self._folder: RecordFolder
         self.report: WatchReport | None = None
         self._recording: Recording | None = None
         self._show_frames: Callable[[], None] = lambda: None
@@ -244,13 +243,12 @@ class Watched:
         _check_module(model)
         if (other := watched_for()) is not None:
             raise UsageError(f"this process is already recorded in {other}", "Stop that recording first.")
-        out, here = self._out, member()
-        if here is not None:  # one of several processes, each with a directory of its own
-            out = rank_directory(out if out is not None else job_directory(self._name), here.rank)
-        self.directory = new_directory(out, self._name)
-        self._place, self._start = self.directory.absolute(), working_directory()
-        trace = self._place / BEFORE
+        self._folder = _record_folder(self._out, self._name)
+        self.directory = self._folder.directory
+        trace = self._folder.private / BEFORE
         trace.mkdir()
+        with contextlib.suppress(OSError):  # of a program that is killed the record stays where it is then
+            move_when_this_process_ends(str(self._folder.private), str(self.directory.absolute()))
         self._recording = Recording(trace)
         self._recording.follow_program("watched")
         process = ProcessWatch(self._recording.writer, budget=self._budget)
@@ -278,9 +276,10 @@ class Watched:
         with contained() as ours:  # no space left, a defect of ours: the program goes on, or its error
             self._show_frames()
             recording.end(error, [("the end", note)] if note else ())
-            if working_directory() != self._start:  # the program has changed it
-                self.directory = self._place
             self.report = self._written(WorkerExit(code=_status(error), timed_out=False, seconds=recording.seconds))
+        with contained():
+            self._folder.arrive()
+            self.directory = self._folder.directory
         if ours.error is not None:
             self._say(f"dtypedoctor: no report: {type(ours.error).__name__}: {ours.error}")
         if self.report is not None:
@@ -290,7 +289,8 @@ class Watched:
                 self._say(f"dtypedoctor: failing call: {replay_command(self.report, shlex.quote(str(self.directory)))}")
 
     def _written(self, ended: WorkerExit) -> WatchReport:
-        run = collect(self._place / BEFORE, ended, foreign=True)
+        private = self._folder.private
+        run = collect(private / BEFORE, ended, foreign=True)
         program = Program(
             name=self._name,
             summary="A program that instruments itself.",
@@ -299,13 +299,15 @@ class Watched:
             time_limit=OF_A_SCENARIO,
         )
         treatment = examine(program.described(), run, capsule_limit=CAPSULE_LIMIT if self._replay else None)
+        self._folder.reserve()
+        self.directory = self._folder.directory
         built = build_report(
             treatment,
             command="" if self._name == _NOTEBOOK else shlex.join(without_process_secrets(["python", *sys.argv])),
             files={"report": REPORT_JSON, "markdown": REPORT_MD, "before": BEFORE},
             next_command=f"dtypedoctor report {shlex.quote(str(self.directory))}",
         )
-        write_report(self._place, built)
+        write_report(private, built)
         return WatchReport(**{each.name: getattr(built, each.name) for each in fields(built)})
 
 
@@ -348,6 +350,14 @@ class Trainings:
         if watched is not None and watched.active:
             watched.end(error, note)
             self.report = watched.report
+
+
+def _record_folder(out: Path | None, name: str) -> RecordFolder:
+    """Where this process records: ``out``, or in a directory of its own in there where it is one of several."""
+    here = member()
+    if here is not None:
+        out = rank_directory(out if out is not None else job_directory(name), here.rank)
+    return new_record(out, name, Path(sys.argv[0]).resolve().parent)
 
 
 def _check_module(model: object) -> None:

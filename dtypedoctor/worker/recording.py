@@ -7,15 +7,18 @@ user without the frames of this package.
 """
 
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
+from dtypedoctor import guardian
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.events import NOT_HERE, Became, End, NotWatched, Refused, Resources, Stage
 from dtypedoctor.trace.ranks import JOB, header
@@ -156,6 +159,44 @@ class Recording:
         self._over = True
         self.writer.write(End(n=self.writer.next_n(), outcome=outcome, steps_completed=steps))
         self.writer.close()
+
+
+def move_when_this_process_ends(private: str, wanted: str) -> None:
+    """Starts a process, which is not a child of this one, that moves the record of a program that does not come to do so itself.
+
+    Raises:
+        OSError: it cannot be started; the record then stays where it is if the program is killed.
+    """
+    nowhere = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
+    command = [sys.executable, "-I", "-S", guardian.PROGRAM, guardian.FOLLOW, str(getpid()), private, wanted]
+    with _not_told_of_children():
+        started = os.posix_spawn(sys.executable, command, os.environ, file_actions=nowhere)
+        with suppress(ChildProcessError):  # a thread of the program waits for any child
+            os.waitpid(started, 0)  # it has forked, and ends
+
+
+_SIZE_OF_SIGACTION = 256
+"""Bytes; more than the structure has anywhere. Zeros stand for the default action."""
+
+
+@contextmanager
+def _not_told_of_children() -> Iterator[None]:
+    """The program's handler of SIGCHLD, whatever it is, does not run for children that end inside; it does after it for those of its own.
+
+    Blocking the signal instead would only delay it, or let a thread of a library take it.
+    """
+    import ctypes  # not where nothing is started
+
+    libc = ctypes.CDLL(None)
+    handler, default = (ctypes.create_string_buffer(_SIZE_OF_SIGACTION) for _ in range(2))
+    libc.sigaction(signal.SIGCHLD, default, handler)
+    try:
+        yield
+    finally:
+        libc.sigaction(signal.SIGCHLD, handler, None)
+    with suppress(ChildProcessError):
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            os.kill(getpid(), signal.SIGCHLD)
 
 
 HOME = str(Path(__file__).resolve().parents[1])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dtypedoctor.foreign_files import read_file
-from dtypedoctor.guardian import make_run_directory
+from dtypedoctor.guardian import make_private_folder
 from dtypedoctor.interruptions import contained, say
 from dtypedoctor.redaction.redact import REQUEST, public_text
 from dtypedoctor.trace.events import NOTHING_WATCHED, NotWatched
@@ -35,7 +35,7 @@ from dtypedoctor.trace.ranks import (
 )
 from dtypedoctor.unpatched import at_audit, from_json, getpid
 from dtypedoctor.worker.on_import import no_collection
-from dtypedoctor.worker.recording import Recording
+from dtypedoctor.worker.recording import Recording, move_when_this_process_ends
 
 FIRST_CHILD, LAST_CHILD = 101, 132
 """Numbers of recorded processes that are neither ranks nor numbered by ``multiprocessing``."""
@@ -145,20 +145,23 @@ def _numbers_of_child() -> Iterator[int]:
 
 
 def _new_job(environment: Mapping[str, str]) -> Path:
-    """Makes the run directory of a job that has begun by itself, and tells the processes of it.
+    """Makes the private folder of a job that has begun by itself, tells the processes of it, and starts what moves it if this one is killed.
 
-    It is ``runs/NAME-TIME``, or where ``DTYPEDOCTOR_RUNS`` says, with the name of the first script on the command line.
+    Its record is going to lie in ``runs/NAME-TIME``, or where ``DTYPEDOCTOR_RUNS`` says, with the name of the first script on the command line.
     """
     scripts = (word for word in sys.orig_argv[1:] if word.endswith(".py"))
     name = re.sub(r"[\W_]+", "-", os.path.basename(next(scripts, sys.argv[0])).removesuffix(".py").lower()).strip("-")
     runs = os.path.abspath(os.environ.get("DTYPEDOCTOR_RUNS") or "runs")
     wanted = os.path.join(runs, f"{name or 'program'}-{time.strftime('%Y%m%d-%H%M%S')}")
-    job = Path(make_run_directory(wanted), BEFORE)
+    script = os.path.dirname(os.path.abspath(sys.argv[0]))
+    folder = make_private_folder(name or "program", [os.getcwd(), script], os.getcwd())
+    move_when_this_process_ends(folder, wanted)
+    job = Path(folder, BEFORE)
     job.mkdir()
     (job / REQUEST).write_text(
         public_text(json.dumps(request_of(sys.argv, place_in_job(environment)))), encoding="utf-8"
     )
-    _tell(job.parent, {"argv": sys.orig_argv, "failed": False, "pid": getpid()})
+    _tell(job.parent, {"argv": sys.orig_argv, "failed": False, "pid": getpid(), "to": wanted})
     os.environ[JOB] = str(job)
     return job
 
@@ -172,12 +175,12 @@ def _write_report(folder: Path, *, failed: bool) -> None:
     if not folder.is_dir():
         say(
             f"dtypedoctor: the program deleted the folder with the records of this run ({folder}), so nothing is known of it: "
-            "set DTYPEDOCTOR_RUNS to a folder that it does not delete"
+            "set TMPDIR to a folder that it does not delete"
         )
         return
     job = from_json(read_file(folder / JOB_FILE)) | {"failed": failed}
     _tell(folder, job)
-    command = [sys.executable, "-m", "dtypedoctor", "job-report", str(folder)]
+    command = [sys.executable, "-m", "dtypedoctor", "job-report", str(folder), "--to", job["to"]]
     environment = {name: value for name, value in os.environ.items() if name not in (SWITCH, JOB)}
     sys.stdout.flush()
     subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=2, check=False)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from command import report_of
 from light_environment import Light
+from patience import becomes
 
 from dtypedoctor.cli import enabling
 from dtypedoctor.errors import UsageError
@@ -128,13 +129,14 @@ def test_a_program_that_a_program_becomes_is_recorded_too(enabled: Light) -> Non
     assert [finding["id"] for finding in report_of(run)["findings"]] == ["operand-dtype-mismatch"]
 
 
-def test_what_a_killed_program_recorded_lies_where_its_report_would_be(enabled: Light) -> None:
-    """By SIGKILL too, and its children are its own."""
-    killed = "import os, torch\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))"
+def test_what_a_killed_program_recorded_is_moved_to_where_its_report_would_be(enabled: Light) -> None:
+    """Nothing of ours lies in its folder until it ends, by SIGKILL too, and its children are its own."""
+    killed = "import os, torch\nassert sorted(os.listdir('.')) == before\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))"
     count = "try:\n    os.wait()\nexcept ChildProcessError:\n    os.kill(os.getpid(), 9)"
-    (enabled.folder / "killed.py").write_text(f"{killed}\n{count}\n")
+    program = f"import os\nbefore = sorted(os.listdir('.'))\n{killed}\n{count}\n"
+    (enabled.folder / "killed.py").write_text(program)
     assert enabled("killed.py", DTYPEDOCTOR="1").code == -9
-    assert len(list(enabled.folder.glob("runs/killed-*/before/events.jsonl"))) == 1
+    assert becomes(lambda: len(list(enabled.folder.glob("runs/killed-*/before/events.jsonl"))) == 1)
 
 
 def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,16 +156,22 @@ kinds = {name: stat.S_IFMT(os.lstat(os.path.join(record, name)).st_mode) for nam
 print({stat.S_IFREG, stat.S_IFDIR} >= set(kinds.values()))
 """
 
+BEGINNINGS = {
+    "exec": (["-m", "dtypedoctor", "exec", "work.py"], ""),
+    "watch": (["work.py"], "import dtypedoctor\ndtypedoctor.watch().__enter__()\n"),
+}
 
-def test_no_folder_of_ours_ever_holds_a_pipe(tmp_path: Path) -> None:
+
+@pytest.mark.parametrize(("words", "begin"), BEGINNINGS.values(), ids=BEGINNINGS)
+def test_no_folder_of_ours_ever_holds_a_pipe(words: list[str], begin: str, tmp_path: Path) -> None:
     """There are plain files only: whoever reads a pipe waits for ever, and it cannot be copied."""
     work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
     work.mkdir()
     elsewhere.mkdir()
-    (work / "work.py").write_text(KINDS)
+    (work / "work.py").write_text(begin + KINDS)
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(elsewhere)}
     done = subprocess.run(
-        [sys.executable, "-m", "dtypedoctor", "exec", "work.py"],
+        [sys.executable, *words],
         cwd=work,
         capture_output=True,
         text=True,

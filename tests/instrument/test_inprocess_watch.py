@@ -289,16 +289,18 @@ def test_everything_is_put_back_afterwards(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("two_threads")
 def test_a_report_that_cannot_be_written_does_not_replace_the_programs_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the doctor cannot do, the program's exception leaves the block, and the process is watched no longer."""
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("TMPDIR", str(elsewhere))
     before = process_state()
     block = dtypedoctor.watch(out=tmp_path / "run")
 
     def fail() -> None:
         with block:
             nn.Linear(2, 2)(torch.ones(1, 2))
-            shutil.rmtree(tmp_path / "run")
+            shutil.rmtree(*elsewhere.iterdir())
             raise KeyError("lost")
 
     with pytest.raises(KeyError, match="lost"):
