@@ -384,6 +384,17 @@ def unsettled(trace: Trace) -> tuple[ScalerState, ...]:
     return next((tuple(skipped) for skipped in by_optimizer.values() if cannot_settle(skipped)), ())
 
 
+def never_stepped(trace: Trace) -> tuple[ScalerState, ...]:
+    """The steps of an optimizer, all of them skipped, in a run that is over: it has trained nothing. Empty where each has stepped, or was to step a few times only."""
+    if trace.end is None:
+        return ()
+    by_optimizer: dict[int, list[ScalerState]] = {}
+    for state in trace.all(ScalerState):
+        by_optimizer.setdefault(state.optimizer, []).append(state)
+    idle = (states for states in by_optimizer.values() if len(states) >= STUCK and all(one.skipped for one in states))
+    return tuple(next(idle, ()))
+
+
 def cannot_settle(skipped: Sequence[ScalerState]) -> bool:
     """Whether the scale of steps that were skipped one after another shows that no step will be taken."""
     if len(skipped) < STUCK:

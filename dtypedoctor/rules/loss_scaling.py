@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from itertools import takewhile
 
 from dtypedoctor.diagnosis.checkpoint import StaticTensor, Subject
-from dtypedoctor.diagnosis.incidents import unsettled
+from dtypedoctor.diagnosis.incidents import never_stepped, unsettled
 from dtypedoctor.diagnosis.rule import LOSS_SCALING, OF_ANY_FINDING, Confidence, Finding, FindingSpec, Rule, Severity
 from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, module_of, raising_line, rejection_in
 from dtypedoctor.dtypes import HALF
@@ -171,6 +171,9 @@ def detect_exhausted_scale(trace: Trace) -> Iterator[Finding]:
     raised = rejection_in(trace)
     refused = raised if raised is not None and AT_MINIMUM in raised.message else None
     skipped = unsettled(trace)
+    idle = refused is None and not skipped
+    if idle:
+        skipped = never_stepped(trace)
     if refused is None and not skipped:
         return
     of_optimizer = [state for state in trace.all(ScalerState) if not skipped or state.optimizer == skipped[0].optimizer]
@@ -189,13 +192,15 @@ def detect_exhausted_scale(trace: Trace) -> Iterator[Finding]:
         )
     statement = Statement(
         id="loss-scale-exhausted",
-        severity=Severity.WARNING if spoilt else Severity.ERROR,
+        severity=Severity.WARNING if spoilt or idle else Severity.ERROR,
         summary=f"{len(skipped) or 'All'} steps in a row are skipped while the loss scale goes {scales}: nothing is trained.",
         cause=(
             "A scaler skips a step whose gradients are not finite and lowers its scale until they are. "
             + (
                 "Here the forward pass is not finite, so no scale can help; see the other finding."
                 if spoilt
+                else "Here the run was over before it had come to a scale at which the gradients fit: begin with a smaller one (`init_scale`)."
+                if idle
                 else "Here the forward pass is finite, and the scale does not get to where the gradients fit: it is held up by a "
                 "floor or a backoff close to 1, or even a scale of 1 is too large."
             )

@@ -51,8 +51,17 @@ def test_bfloat16_trainables_are_a_warning_and_an_error_once_the_kernel_is_missi
 
 
 def test_a_run_that_ends_while_the_scale_still_comes_down_is_silent() -> None:
-    """Ten halvings are no failure yet."""
-    assert list(detect_exhausted_scale(scales(*[(2.0 ** (16 - i), True) for i in range(10)]).build())) == []
+    """Where steps were taken before, ten halvings are no failure yet."""
+    states = [(2.0**16, False), *((2.0 ** (16 - i), True) for i in range(10))]
+    assert list(detect_exhausted_scale(scales(*states).build())) == []
+
+
+def test_a_run_that_is_over_before_its_first_step_has_trained_nothing() -> None:
+    """A larger scale than ten halvings take away is a mistake of the run all the same, and one that has stepped once is none."""
+    skipped = [(2.0 ** (24 - i), True) for i in range(10)]
+    (finding,) = detect_exhausted_scale(scales(*skipped).ended())
+    assert (finding.id, finding.severity) == ("loss-scale-exhausted", Severity.WARNING)
+    assert not list(detect_exhausted_scale(scales(*skipped, (2.0**14, False)).ended()))
 
 
 EXHAUSTED = {
