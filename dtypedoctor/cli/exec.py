@@ -107,7 +107,7 @@ def execute(
 
     Edits are tried before they are shown: in a copy of the files, without network, for a minute.
 
-    Exits 0 if nothing is found and the script succeeds, else 10. The report goes to stderr. Options of the script stand after it.
+    Exits 0 if torch ran, nothing is found and the script succeeds, else 10. The report goes to stderr. Options of the script stand after it.
     """
     from dtypedoctor.runner.command import Program, name_of, program_of
 

@@ -249,6 +249,8 @@ def _why(run: Run) -> str:
     became = run.trace.last(Became)
     if became is not None:
         return f"the script became another program, which was not measured: exec of {one_line(became.program, 120)}"
+    if run.spawned is not None and not run.died:
+        return f"spawned process {run.spawned} ended without Python's shutdown (`Pool.terminate`, os._exit or exec)"
     if run.foreign and not run.died:
         return "the script ended without Python's shutdown (os._exit or exec)"
     return "the process ended without writing an end record"

@@ -231,7 +231,7 @@ def open_run(place: Path) -> SavedRun:
 def _died_at_once(directory: Path) -> EmptyTraceError:
     printed = directory / STDERR
     return EmptyTraceError(
-        f"{directory}: an empty trace: the run died before it wrote anything, so there is nothing to compare",
+        f"{directory}: no whole record at the beginning of the trace: the run died before it wrote anything, or the file is damaged",
         f"What it printed last may say why: {printed}" if printed.is_file() else "Run it again.",
     )
 
