@@ -136,7 +136,8 @@ class Failing:
         """Makes ``call`` again, on copies of its arguments."""
         if self.left <= 0 or perf_counter() > self.until:
             return False
-        if self.kind in (Kind.NONFINITE, Kind.BACKWARD) and _has_nonfinite_weights(call):
+        # With a parameter that is not finite the call shows what an earlier step has done.
+        if self.kind in (Kind.NONFINITE, Kind.BACKWARD) and not all(is_finite(one) for _, one in call.parameters()):
             return False
         if self.kind is Kind.NONFINITE and not self.may_be_given and _is_given_nonfinite(call):
             return False
@@ -160,11 +161,6 @@ def _is_given_nonfinite(call: LiveCall) -> bool:
     """Whether an input is NaN or inf; -inf is what masks are made of."""
     floats = (real_of(t).detach() for _, t in call.inputs() if t.is_floating_point() or t.is_complex())
     return any(bool((tensor.isnan() | (tensor == torch.inf)).any()) for tensor in floats)
-
-
-def _has_nonfinite_weights(call: LiveCall) -> bool:
-    """Whether a parameter is NaN or inf: then the call shows what an earlier step has done."""
-    return not all(is_finite(parameter) for _, parameter in call.parameters())
 
 
 def on_copies(call: LiveCall) -> Repeat:

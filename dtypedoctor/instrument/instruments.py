@@ -39,7 +39,7 @@ from dtypedoctor.instrument.silent.underflow import GradientCheck
 from dtypedoctor.instrument.statistics import HALF, Rooted
 from dtypedoctor.instrument.watch import ModuleWatch
 from dtypedoctor.instrument.whereabouts import CaughtLog, RegionLog, behind, call_arguments, raised_record
-from dtypedoctor.trace.events import REPLAY_OF_FAILURES, WORKED_ELSEWHERE, NotWatched
+from dtypedoctor.trace.events import COMPILED_OUTSIDE, REPLAY_OF_FAILURES, WORKED_ELSEWHERE, NotWatched
 from dtypedoctor.trace.writer import TraceWriter
 
 FOLLOWED = 1 << 18
@@ -49,7 +49,6 @@ MAX_ACCUMULATED = 100
 
 HOW_TO_REPLAY = "DTYPEDOCTOR_REPLAY_IN_PLACE"
 """Environment variable for tests: ``late`` for what is known late only, as on a device, or a number for each so-manieth call although nothing fails."""
-COMPILED_OUTSIDE = "the inside of compiled functions that were called outside of modules"
 WHY_COMPILED_OUTSIDE = "compiled code runs no module hooks; compile the module itself to have its inputs and outputs measured, or run with --ablate compile"
 
 

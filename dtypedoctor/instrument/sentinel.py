@@ -437,9 +437,10 @@ class Sentinel(OperatorMode):
         """Runs ``func`` as it is and looks at what comes out."""
         kwargs = kwargs or {}
         plan = self._plans.get(func) or self._plan(func)
-        if plan.passes or not self._on or self._position.muted or self.quiet() or self._is_lent_to_a_module():
+        if plan.passes or not self._on or self._position.muted or self.quiet():
             return self.run(func, args, kwargs)
-        if being_recorded():  # what is measured would be written into the program that torch records
+        # Where a node of a GPU calls a module, nothing takes the mode off; where torch records a program, what is measured would become part of it.
+        if (self._abroad and self._position.stack) or being_recorded():
             return self.run(func, args, kwargs)
         if self._lent and self._inside and self._is_inside_of_a_module():
             return self._in_a_module(func, plan, args, kwargs)
@@ -470,10 +471,6 @@ class Sentinel(OperatorMode):
         for follow in plan.followed:
             follow(func, (args, kwargs), result)
         return result
-
-    def _is_lent_to_a_module(self) -> bool:
-        """Whether a node of a GPU calls a module, in a thread in which nothing takes the mode off."""
-        return self._abroad and bool(self._position.stack)
 
     def _is_inside_of_a_module(self) -> bool:
         node = autograd_node()

@@ -288,7 +288,7 @@ def raised_record(error: BaseException, session: Session, modules: list[str], ph
         phase=phase,
         type=type(error).__name__,
         message=message_of(error),
-        frames=_frames(error.__traceback__),
+        frames=[_described(tb.tb_frame, tb.tb_lineno) for tb in links][-MAX_FRAMES:],
         modules=modules,
         op=raising_operator(error),
         spans=[span_of(tb.tb_frame.f_code, tb.tb_lasti) for tb in links][-MAX_FRAMES:],
@@ -385,10 +385,6 @@ def _around(found: TracebackType | None) -> list[str]:
         if not (ours or frame.f_code.co_filename.startswith("<frozen")) and len(around) < MAX_FRAMES:
             around.append(_described(frame, line))
     return around[::-1]
-
-
-def _frames(found: TracebackType | None) -> list[str]:
-    return [_described(link.tb_frame, link.tb_lineno) for link in _links(found)][-MAX_FRAMES:]
 
 
 def _described(frame: FrameType, line: int) -> str:

@@ -22,6 +22,7 @@ from dtypedoctor.report.to_json import Status
 from dtypedoctor.runner.run import Run
 from dtypedoctor.text import counted, one_line
 from dtypedoctor.trace.events import (
+    COMPILED_OUTSIDE,
     FAILED_THERE,
     LOST_UPDATES,
     NO_PYTHON,
@@ -88,8 +89,10 @@ class Measured:
                 yield measured_share(name, measured, total)
 
     def left_out(self) -> Iterator[str]:
-        """For each kind of which some was left out on purpose, how much was measured."""
-        yield from (measured_share(name, *self.counts[name]) for name, amount in self.skipped.items() if amount)
+        """For each kind of which a relevant share was left out, how much was measured."""
+        for name, (measured, total) in self.counts.items():
+            if self.skipped.get(name) or measured < total * ENOUGH:
+                yield measured_share(name, measured, total)
 
 
 def measured_in(traces: Sequence[Trace], diagnosed: Trace | None = None) -> Measured:
@@ -378,12 +381,15 @@ def _healthy(treatment: Treatment, measured: Measured, noted: Finding | None) ->
     verdict = (
         f"Nothing found{' that is wrong' if also else ''}: {_done(treatment)}, {_finiteness(measured, noted)}{still}."
     )
-    return f"{verdict}{_unchecked(trace.all(NotWatched))}{also}"
+    return f"{verdict}{_unchecked(trace)}{also}"
 
 
-def _unchecked(notes: Sequence[NotWatched]) -> str:
+def _unchecked(trace: Trace) -> str:
+    notes = trace.all(NotWatched)
     failed = [note.what for note in notes if note.why.startswith(FAILED_THERE)]
     unseen = [note.what for note in notes if note.why.startswith(NOT_SEEN) or note.what.startswith(LOST_UPDATES)]
+    if not trace.steps_done and any(note.what == COMPILED_OUTSIDE for note in notes):
+        unseen.append("optimizer steps inside of compiled functions")
     why = {"Not checked, because dtypedoctor failed there": failed, "Not checked": unseen}
     return "".join(f" {reason}: {one_line(', '.join(what), 200)}." for reason, what in why.items() if what)
 

@@ -20,6 +20,7 @@ from dtypedoctor.report.to_json import Report, Status
 from dtypedoctor.runner.command import Program
 from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.trace.events import (
+    COMPILED_OUTSIDE,
     NO_TORCH,
     NOT_HERE,
     WORKED_ELSEWHERE,
@@ -87,6 +88,7 @@ def test_operators_that_are_sampled_make_a_run_healthy_and_are_stated() -> None:
         measured(module_calls=20, module_calls_measured=19, operators=3000, operators_measured=12).build()
     )
     assert (report.status, exit_code(report)) == (Status.HEALTHY, 0)
+    assert "everything measured (12 of 3,000 operators outside of modules) is finite" in report.headline
     assert measured_sentence(report) == "Measured: 19 of 20 module calls, 12 of 3,000 operators outside of modules."
     assert '"module_calls": [\n      19,\n      20\n    ]' in format_named("json").render(public_run(report))
     for name in ("md", "html"):
@@ -100,6 +102,16 @@ def test_calls_that_were_left_out_on_purpose_are_in_the_headline() -> None:
     assert report.headline.endswith("everything measured (52 of 400 module calls) is finite.")
     assert measured_sentence(report) == "Measured: 52 of 400 module calls."
     assert report_on(measured(module_calls_skipped=348, losses=2, losses_measured=2).build()).status is Status.UNKNOWN
+
+
+@pytest.mark.parametrize("seen", [0, 3])
+def test_a_run_whose_optimizer_steps_may_be_compiled_says_that_none_were_checked(seen: int) -> None:
+    """Finite losses and gradients tell nothing of updates that nobody saw."""
+    trace = measured(losses=5, losses_measured=5).add(NotWatched(what=COMPILED_OUTSIDE, why="compiled code")).build()
+    records = [replace(one, steps_completed=seen) if isinstance(one, End) else one for one in trace.records]
+    report = report_on(replace(trace, records=tuple(records)))
+    assert report.status is Status.HEALTHY
+    assert ("Not checked: optimizer steps inside of compiled functions." in report.headline) is (seen == 0)
 
 
 @pytest.mark.parametrize(
