@@ -385,13 +385,17 @@ def _healthy(treatment: Treatment, measured: Measured, noted: Finding | None) ->
 
 
 def _unchecked(trace: Trace) -> str:
-    notes = trace.all(NotWatched)
-    failed = [note.what for note in notes if note.why.startswith(FAILED_THERE)]
-    unseen = [note.what for note in notes if note.why.startswith(NOT_SEEN) or note.what.startswith(LOST_UPDATES)]
-    if not trace.steps_done and any(note.what == COMPILED_OUTSIDE for note in notes):
-        unseen.append("optimizer steps inside of compiled functions")
-    why = {"Not checked, because dtypedoctor failed there": failed, "Not checked": unseen}
+    failed = [note.what for note in trace.all(NotWatched) if note.why.startswith(FAILED_THERE)]
+    why = {"Not checked, because dtypedoctor failed there": failed, "Not checked": list(_unseen(trace))}
     return "".join(f" {reason}: {one_line(', '.join(what), 200)}." for reason, what in why.items() if what)
+
+
+def _unseen(trace: Trace) -> Iterator[str]:
+    for note in trace.all(NotWatched):
+        if note.why.startswith(NOT_SEEN) or note.what.startswith(LOST_UPDATES):
+            yield note.what
+        elif note.what == COMPILED_OUTSIDE and not trace.steps_done:
+            yield "optimizer steps inside of compiled functions"
 
 
 def _standstill(trace: Trace) -> str:
