@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import is_grad_enabled, nn
 from torch.amp.autocast_mode import autocast
 from torch.compiler import is_compiling
 from torch.cuda.amp import common as amp
@@ -430,8 +430,6 @@ def _already_open() -> list[AutocastRegion]:
     ]
 
 
-grad_is_enabled = torch.is_grad_enabled
-
 MAX_TOLD = 50
 """Different things that are reported as not watched; a program can have any number of modules."""
 
@@ -478,7 +476,7 @@ class Guard:
                 with DisableTorchFunction():
                     hook(*args)
                 return
-            grad = grad_is_enabled()
+            grad = is_grad_enabled()
             if self.profiled:
                 record_operators(False)
             if len(here.stack) > DEEP:
