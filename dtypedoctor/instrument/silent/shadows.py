@@ -880,6 +880,7 @@ class Shadows(Observer):
             apart |= torch.tensor(all(map(_is_rounded_number, call.known.values())))  # and the data is what it is
         few = max(1, min(int(exact.sum()), int((~exact).sum()))) if real.numel() > 1 else 1
         changed = (real != exact) & apart & sides[0].isfinite() & sides[1].isfinite()
+        few = max(few, int(changed.sum()))  # as where none of float64's mask is True
         self._used("mask" if real.numel() > 1 else "condition", call, changed, real, exact, few)
         if real.numel() == 1 and call.name not in ("eq", "ne"):
             self._used("choice", call, real != exact, real, exact)
