@@ -180,6 +180,12 @@ def sequence_number(node: Any) -> int:
     return number
 
 
+def gradient_dtype(node: Any, index: int = 0) -> torch.dtype:
+    """The dtype in which an autograd node gets the gradient of what it returned; the engine casts what it is handed."""
+    dtype: torch.dtype = node._input_metadata[index].dtype
+    return dtype
+
+
 # With a fallback: settings of the thread ------------------------------------------------------------------------------------------------
 
 set_grad_enabled: Callable[[bool], Any] = _optional("_C._set_grad_enabled", None, torch.set_grad_enabled)

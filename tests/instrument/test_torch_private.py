@@ -64,6 +64,7 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "_backward_hooks": lambda: torch.ones(1),
     "_register_hook_dict": clamped,
     "_sequence_nr": clamped,
+    "_input_metadata": clamped,
     "_saved_self": clamped,
     "_saved_min": clamped,
     "_saved_max": clamped,

@@ -1,17 +1,21 @@
 """Gradients that float16 flushes to zero: counted before optimizer steps, and compared with those of a scaled loss."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from math import inf, log2
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.optim import Optimizer
 
-from dtypedoctor.instrument.operators import Arguments
+from dtypedoctor._torch_private import gradient_dtype
 from dtypedoctor.instrument.readings import is_checked
 from dtypedoctor.instrument.silent.observer import Observer, named_parameters_of, parameters_of
-from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.instrument.silent.policies import nodes_behind
+from dtypedoctor.instrument.statistics import measurable, out_of_their_sight
 from dtypedoctor.trace.records.execution import AutocastRegion
 from dtypedoctor.trace.records.silent import FlushedGradient, GradientZeros, ScaledGradient, Zeros
 
@@ -43,28 +47,48 @@ class GradientCheck(Observer):
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._dead: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self.on_zeros: list[Callable[[], None]] = []
+        self._passes = 0
+        self._hooks: list[Any] = []
         self._flushed: FlushedGradient | None = None
 
-    def follows(self, func: Any) -> bool:
-        """Whether an operator casts."""
-        return str(func) == "aten._to_copy.default"
-
-    def ran(self, func: Any, arguments: Arguments, result: Any) -> None:
-        """A cast has run outside of modules: where it leaves nothing of a gradient, no call that is made again with a larger one shows it."""
-        if self._flushed is not None or result.dtype is not torch.float16 or self.position.phase != "backward":
+    def before_backward(self, tensors: list[Tensor]) -> None:
+        """A backward pass begins: looks where its gradient becomes float16. Where nothing is left of it, no call that is made again shows it."""
+        if self.position.backward_depth:
             return
-        gradient = arguments[0][0]
-        if gradient.element_size() <= result.element_size() or not (
-            measurable(gradient) and self.session.readings.may_read(result)
+        self._passes += 1
+        for node in nodes_behind(tensors) if is_checked(self._passes) else ():
+            for place, (behind, index) in enumerate(node.next_functions):
+                if behind is not None and _narrows(node, behind, index):
+                    look = self.session.guard.shield(
+                        partial(self._handed_on, node, place), "gradients that become float16"
+                    )
+                    self._hooks.append(node.register_hook(look))
+
+    def after_backward(self) -> None:
+        """It has ended."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _handed_on(self, node: Any, place: int, made: Sequence[Tensor | None], got: Sequence[Tensor | None]) -> None:
+        """An autograd node has made a gradient that goes on in float16."""
+        gradient, upstream, may_read = made[place], got[0], self.session.readings.may_read
+        if (
+            gradient is None
+            or upstream is None
+            or not (measurable(gradient) and measurable(upstream) and may_read(gradient))
         ):
             return
-        with self.position.mute(), torch.no_grad():
-            absmax = float(gradient.abs().max()) if gradient.numel() else 0.0
-            if 0 < absmax < torch.inf and not result.any():
-                revived = int((gradient * SCALE).half().count_nonzero())
-                source, elements = self.here()[0], result.numel()
-                told = FlushedGradient(source=source, elements=elements, absmax=absmax, scale=SCALE, revived=revived)
-                self._flushed = told if revived else None
+        with self.position.mute(), out_of_their_sight(), torch.no_grad():
+            absmax = 0.0 if gradient.half().any() else float(upstream.abs().max())
+            if not 0 < absmax < inf:
+                return
+            scale = 2.0 ** -round(log2(absmax))
+            revived = int(_made_of(node, place, gradient, upstream, scale).half().count_nonzero())
+            elements = gradient.numel()
+        if revived and self._flushed is None:
+            self._flushed = FlushedGradient(
+                source=self.here()[0], elements=elements, absmax=absmax, scale=scale, revived=revived
+            )
 
     def entered(self, region: AutocastRegion) -> None:
         """An autocast region is entered."""
@@ -108,6 +132,20 @@ class GradientCheck(Observer):
             self.session.once(self._flushed, ())
         self._flushed = None
         self._dead[optimizer] = dead
+
+
+def _narrows(node: Any, behind: Any, index: int) -> bool:
+    """Whether a gradient that a node gets in a wider dtype goes to the node behind it in float16."""
+    return gradient_dtype(behind, index) is torch.float16 and gradient_dtype(node) in (torch.float32, torch.float64)
+
+
+def _made_of(node: Any, place: int, gradient: Tensor, upstream: Tensor, scale: float) -> Tensor:
+    """The gradient that a node makes of a multiplied one, in which it is linear; no code of the program runs twice."""
+    if gradient.dtype is not torch.float16 or isinstance(node, FunctionCtx):
+        return gradient * scale
+    again = node(upstream * scale)
+    made: Tensor = again[place] if isinstance(again, tuple) else again
+    return made
 
 
 def when_scaled(

@@ -68,12 +68,12 @@ def _flushed_as_a_whole(seen: Observed[FlushedGradient]) -> Finding:
     statement = Statement(
         id="gradient-underflow",
         severity=Severity.WARNING,
-        proven_by=f"multiplied by {what.scale:g} the same gradient, cast again, is not zero",
+        proven_by=f"multiplied by {what.scale:.3g} the same gradient is not zero in float16",
         summary=f"All gradients are zero: what comes back from the loss, up to {what.absmax:.2g}, is flushed to zero in float16, and there is no loss scaler.",
         cause=_SMALLEST,
         evidence=(
-            f"A cast to float16 in the backward pass, outside of modules, leaves none of {what.elements:,} elements.",
-            f"Of the same gradient multiplied by {what.scale:g} it leaves {what.revived:,}.",
+            f"Where the gradient of the loss becomes float16, none of {what.elements:,} elements is left.",
+            f"Of the same gradient multiplied by {what.scale:.3g} there are {what.revived:,}.",
         ),
     )
     return replace(make_finding_of(seen, statement, dtype="float16", source=what.source), phase="backward")

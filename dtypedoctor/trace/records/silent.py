@@ -523,13 +523,13 @@ class ScaledBackward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushedGradient:
-    """A gradient outside of modules that a cast to float16 rounds to zero as a whole, in a step in which all gradients of the parameters are zero.
+    """A gradient that float16 rounds to zero as a whole where it takes it over, in a step in which all gradients of the parameters are zero.
 
     Attributes:
-        source: the line that the cast differentiates, if it is known.
+        source: the line that is differentiated there, if it is known.
         elements: of the gradient.
-        absmax: the largest before the cast.
-        scale: what it was multiplied by, to be cast once more.
+        absmax: the largest before.
+        scale: what it was multiplied by, to be handed to float16 once more.
         revived: elements that are not zero then.
     """
 
