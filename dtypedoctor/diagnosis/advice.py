@@ -138,7 +138,8 @@ def _filled(text: str, scene: Scene) -> str:
         values["cost"] = _cost_of_float32(scene)
     if "{model}" in text or "{before_optimizer}" in text:
         values["model"], values["before_optimizer"] = _optimizer_of(scene)
-    return text.format(**values)
+    filled = text.format(**values)
+    return filled.replace("`the operator`", "the operator")
 
 
 def _module_in_words(finding: Finding) -> str:

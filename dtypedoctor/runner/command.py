@@ -130,7 +130,8 @@ def program_of(script: str, arguments: list[str], *, module: bool, text: bool) -
     if script != "-" and not os.path.exists(script):
         hint = "Give a file, -m and the name of a module, or a command such as torchrun."
         raise UsageError(f"{script}: no such script{_meant_beside(script)}", hint)
-    return {"path": script, "args": arguments}
+    # Python takes what begins with a dash for options
+    return {"path": f"./{script}" if script[0] == "-" != script else script, "args": arguments}
 
 
 def _named_among(program: str, arguments: list[str]) -> dict[str, Any]:

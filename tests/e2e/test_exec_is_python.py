@@ -79,3 +79,11 @@ def test_a_command_is_what_a_shell_would_start(tmp_path: Path, monkeypatch: pyte
             program = program_of(words[0], words[1:], module=False, text=False)
             assert Program(name="it", **program).words == command
     assert program_of("sh", ["run.sh", "torchrun.py", "1"], module=False, text=False)["path"] == "torchrun.py"
+
+
+def test_a_script_that_begins_with_a_dash_is_no_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python is given its path; a dash alone is the standard input."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-dash.py").touch()
+    assert program_of("-dash.py", [], module=False, text=False)["path"] == "./-dash.py"
+    assert program_of("-", [], module=False, text=False)["path"] == "-"

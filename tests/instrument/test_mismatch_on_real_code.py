@@ -161,3 +161,25 @@ def test_an_operator_that_half_precision_lacks_is_told_from_one_that_fails_in_an
     found = findings(tmp_path, lambda _: Half(does)())
     assert [finding.id for finding in found] == expected
     assert all(finding.proven_by for finding in found if finding.id == "unsupported-dtype")
+
+
+def test_what_a_program_adds_up_in_another_dtype_is_no_cache(tmp_path: Path) -> None:
+    """Outside of modules there is none; and a module that adds to its buffer keeps no keys or values there."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("counts", torch.zeros(3))
+
+        def forward(self, weights: Tensor) -> Tensor:
+            return self.counts.scatter_add_(0, torch.arange(3), weights)
+
+    half, rows = torch.ones(3, 4).bfloat16(), torch.zeros(3, 4)
+    for name, does in (
+        ("own", lambda: rows.index_add_(0, torch.arange(3), half)),
+        ("module", lambda: Counts()(half[:, 0])),
+    ):
+        (tmp_path / name).mkdir()
+        found = findings(tmp_path / name, lambda _: does())  # noqa: B023
+        assert found
+        assert "kv-cache-dtype" not in {finding.id for finding in found}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from traces import TraceBuilder, tensor
 
+from dtypedoctor.diagnosis.advice import _filled
 from dtypedoctor.diagnosis.edits import MAKERS, edits_for
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Link, Severity
@@ -271,3 +272,12 @@ def test_what_a_norm_returns_is_cast_to_the_dtype_of_its_input(
     found, _ = first_edits(read, ["cast-promoted-output"])
     assert [edit.new.strip() for edit in found] == ([new] if new else [])
     assert [edit.line for edit in found] == [5] * len(found)
+
+
+def test_an_operator_that_is_not_known_is_not_quoted_as_one(tmp_path: Path) -> None:
+    """Where nothing saw which one it was."""
+    read = scene(tmp_path, "y = a @ b")
+    unknown = replace(read, finding=replace(read.finding, id="operand-dtype-mismatch", op=None))
+    assert _filled(spec_of("operand-dtype-mismatch").do_this, unknown).startswith(
+        "Give all operands of the operator one"
+    )

@@ -196,10 +196,13 @@ KEY_AND_VALUE = (1, 2)
 
 
 def cache_of_another_dtype(case: Case) -> Verdict | None:
-    """A write into memory that was there before the call, at positions and not under a mask."""
+    """A write of a module into memory that was there before the call, at positions and not under a mask; what is added up is no cache."""
     target, source = _target_and_source(case)
     is_masked = any(t.dtype == "bool" for t in case.op.inputs)
-    if target is None or source is None or is_masked or not _outlives_the_call(target.origin):
+    adds_up = "add" in case.family or "reduce" in case.family
+    if target is None or source is None or is_masked or adds_up or case.op.root < 0:
+        return None
+    if not _outlives_the_call(target.origin):
         return None
     return _cache(case, target, f"{op_name(case)} writes {source.dtype} keys or values into it.")
 

@@ -64,7 +64,8 @@ def _instead(finding: Finding) -> str:
     if expects is None:
         return ""
     wanted, found = expects.groups()
-    return f"Cast the {found} operand of `{finding.op or 'the operator'}` to {wanted}, or make it in that dtype."
+    operator = f"`{finding.op}`" if finding.op else "the operator"
+    return f"Cast the {found} operand of {operator} to {wanted}, or make it in that dtype."
 
 
 OPERAND_DTYPE_MISMATCH = FindingSpec(
