@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE
 
-from dtypedoctor.report import Report, Status
 from dtypedoctor.report.build import write_report
+from dtypedoctor.report.to_json import Report, Status
 from dtypedoctor.trace.events import End, Header, Root, Site
 from dtypedoctor.trace.writer import TraceWriter
 

@@ -27,6 +27,7 @@ OPENS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "copyfi
 ELSEWHERE = {
     "cli/enabling.py": {"place.write_text", "place.read_text"},  # the user's site-packages
     "cli/output.py": {"os.open", "webbrowser.open"},  # the null device
+    "lab/cli/fixing.py": {"Path(path).write_text", "Path(path).read_text"},  # of a copy of the program, or of its work tree
     "lab/cli/scenario_files.py": {"Path(folder, 'version.py').read_text"},  # of torch
     "redaction/redact.py": {"os.open"},  # a new file that only the user may read
     "redaction/secrets.py": {"_TABLE.read_bytes", "open"},  # of this package; what the environment names
