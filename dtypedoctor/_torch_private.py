@@ -81,14 +81,9 @@ DisableTensorClasses = torch._C.DisableTorchFunctionSubclass
 
 def as_the_program() -> AbstractContextManager[None]:
     """Inside, code of the program that we run again calls ``__torch_function__`` of its classes, as it does by itself; not where modes are off, too."""
-    if _EnableTorchFunction is None or torch._C._is_torch_function_all_disabled():
-        return nullcontext()
-    context: AbstractContextManager[None] = _EnableTorchFunction()
-    return context
+    return nullcontext() if torch._C._is_torch_function_all_disabled() else EnableTorchFunction()
 
 
-_EnableTorchFunction = _optional("_C._EnableTorchFunction", None)
-"""Inside, no ``__torch_function__`` is asked, of a mode or of a class of tensors."""
 tree_map: Callable[[Callable[[Any], Any], Any], Any] = _pytree.tree_map
 """A structure of lists, tuples and dicts with a function of each of its leaves."""
 tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _pytree.tree_flatten
@@ -370,11 +365,11 @@ def is_plain_inside(cls: type) -> bool:
     return cls.__torch_dispatch__ is _without_dispatch  # type: ignore[attr-defined]
 
 
-def max_norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The largest magnitude of each tensor, as float32, in as few kernels as can be; without the name in one each."""
+def norm_of_each(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
+    """The norm of each tensor, in its own dtype or in ``dtype``, in as few kernels as can be; without the name in one each."""
     if hasattr(torch, "_foreach_norm"):
-        return torch._foreach_norm(list(tensors), float("inf"), dtype=torch.float32)
-    return [torch.linalg.vector_norm(tensor, float("inf"), dtype=torch.float32) for tensor in tensors]
+        return torch._foreach_norm(list(tensors), order, dtype=dtype)
+    return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -982,17 +977,12 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any] | None:
     return disable(function, recursive=True) if disable is not None else None
 
 
-_norm_of_each: Callable[[Sequence[Tensor], float], Sequence[Tensor]] = _optional(
-    "_foreach_norm", None, lambda tensors, order: [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
-)
-
-
 def norms_of(tensors: Sequence[Tensor], order: float) -> Tensor:
     """The norms of some tensors of one device in a vector; without ``_foreach_norm`` by an operator for each.
 
     The fused operator of CUDA returns the elements of one vector, side by side: that is taken, where it is so, and they need not be copied.
     """
-    norms = list(_norm_of_each(tensors, order))
+    norms = list(norm_of_each(tensors, order))
     first, last = norms[0], norms[-1]
     memory, begin = first.untyped_storage(), first.storage_offset()
     are_side_by_side = (

@@ -141,15 +141,10 @@ def execute(
             "--rerun, --try, --ablate and --verify-uninstrumented: this job has several machines, and one alone cannot start it again",
             "Leave them out, or start the job on one machine.",
         )
-
-    if in_place and not fix:
-        raise UsageError("--in-place: without --fix no file is edited", "Add --fix.")
+    _require_to_edit_files(
+        fix, in_place, alone=not (runs_again or once or here is not None or nodes is not None or text or script == "-")
+    )
     if fix:
-        if runs_again or once or here is not None or nodes is not None or text or script == "-":
-            raise UsageError(
-                "--fix runs a program of files by itself, on one machine",
-                "Leave out --rerun, --try, --ablate, --once, --verify-uninstrumented and the launcher's other machines.",
-            )
         return _fix(program, out, in_place=in_place, capsule_limit=capsule_limit << 20)
 
     def record(folder: RecordFolder) -> "tuple[Report, int]":
@@ -179,7 +174,7 @@ def execute(
     return status if own else exit_code(report)
 
 
-OF_EXEC = ("--fix", "--try", "--rerun", "--once")
+OF_EXEC = ("--fix", "--try")
 """Options that some write behind the script, which gets them then."""
 
 
@@ -200,6 +195,17 @@ def _fix(program: "Program", out: Path | None, *, in_place: bool, capsule_limit:
     _show(report, folder.directory, is_first=True, open_page=False)
     print_fixed(fixed, folder.directory)
     return int(ExitCode.OK if fixed.healthy else ExitCode.FINDINGS)
+
+
+def _require_to_edit_files(fix: bool, in_place: bool, *, alone: bool) -> None:
+    """Rejects ``--fix`` beside what else runs the program again, and where no files are edited."""
+    if in_place and not fix:
+        raise UsageError("--in-place: without --fix no file is edited", "Add --fix.")
+    if fix and not alone:
+        raise UsageError(
+            "--fix runs a program of files by itself, on one machine",
+            "Leave out --rerun, --try, --ablate, --once, --verify-uninstrumented and the launcher's other machines.",
+        )
 
 
 def _require_to_start_ranks(script: str, *, is_launcher: bool, is_rank: bool) -> None:

@@ -104,7 +104,7 @@ def _compiled(finding: Finding, trace: Trace) -> bool:
 
 TIE_BREAKERS: Mapping[str, Callable[[Finding, Trace], bool]] = {
     "autocast-off": _autocast,
-    # a fused kernel shows nothing of what is inside it, and has arithmetic of its own
+    # the operators inside of a fused kernel are not seen, and it computes otherwise than they would
     "eager-attention": lambda finding, trace: FUSED.search(finding.op or "") is not None,
     "compile-off": _compiled,
     # a gradient leaves the range by itself, or because the loss was multiplied

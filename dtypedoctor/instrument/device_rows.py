@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dtypedoctor._torch_private import max_norms, without_autocast
+from dtypedoctor._torch_private import norm_of_each, without_autocast
 from dtypedoctor.instrument.statistics import is_permuted, without_repeats
 
 Counts = tuple[float, int, int]
@@ -223,7 +223,7 @@ class NormRows:
         row = self._host[self._launched % self._SLOTS]
         row.fill_(self._NOT_YET)
         with torch.no_grad(), without_autocast():
-            norms = max_norms([tensor for tensor, _ in batch])
+            norms = norm_of_each([tensor for tensor, _ in batch], math.inf, torch.float32)
             row[: len(batch)].copy_(torch.stack(list(norms)), non_blocking=True)
         return self._launched
 

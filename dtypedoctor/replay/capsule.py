@@ -130,7 +130,7 @@ def named_in(call: Mapping[str, Any]) -> Iterator[Named]:
     """Everything that the description of a call names; see ``instrument/capture.py`` for its form.
 
     Raises:
-        Exception: it has another form: of any type, as whoever damaged it chose.
+        Exception: it has another form; a damaged one can raise any type.
     """
     yield from _in_module(call["recipe"])
     yield from _in_values({str(number): value for number, value in enumerate(call["args"])})

@@ -1,8 +1,11 @@
 """``exec --fix``: a program is edited in a copy, finding after finding, until it runs."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -97,3 +100,39 @@ def test_what_does_not_go_together_is_a_usage_error(tmp_path: Path, words: tuple
     assert refused.code == 2
     assert said in refused.err
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.release
+def test_a_signal_while_an_edit_is_tried_ends_the_command(tmp_path: Path) -> None:
+    """No other edit is tried, and nothing of the program has changed."""
+    waits = TWO_IN_A_ROW.replace("h = net(x)", "h = net(x)\nimport time; time.sleep(100)")
+    script = written(tmp_path, waits)
+    (tmp_path / "data").symlink_to("../elsewhere")
+    running = subprocess.Popen(
+        [sys.executable, "-m", "dtypedoctor", "exec", "--fix", "--out", tmp_path / "run", "train.py"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert running.stderr is not None
+    said = next(line for line in running.stderr if "(fix-1)" in line)
+    time.sleep(8)  # until it waits; a signal before that ends it as well
+    os.killpg(running.pid, signal.SIGINT)
+    rest = running.communicate(timeout=60)[1]
+    assert "running the script again" not in rest, said
+    assert "NOT FIXED: a run was interrupted." in rest or running.returncode == 130
+    assert script.read_text() == waits
+
+
+def test_links_lead_to_where_they_did(tmp_path: Path) -> None:
+    """A relative one that leads out of the folder would lead to nothing in a copy of it."""
+    (tmp_path / "program").mkdir()
+    (tmp_path / "numbers.txt").write_text("3")
+    (tmp_path / "program" / "numbers.txt").symlink_to("../numbers.txt")
+    script = tmp_path / "program" / "train.py"
+    script.write_text("import torch\nprint('read', torch.ones(1).item() * int(open('numbers.txt').read()))")
+    done = dtypedoctor("exec", "--fix", "--out", tmp_path / "run", "train.py", cwd=tmp_path / "program")
+    assert "read 3.0" in done.out
+    assert "HEALTHY: there is nothing to fix." in done.err
+    assert done.code == 0

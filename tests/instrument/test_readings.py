@@ -193,13 +193,13 @@ def test_modules_that_a_node_calls_again_are_left_to_the_module_watch(device: to
 def test_an_update_that_bfloat16_loses_is_found_in_few_readings(device: torch.device, tmp_path: Path) -> None:
     """A merge of an adapter, in a step in which nothing else is read."""
 
-    model = nn.Linear(16, 16, bias=False).to(device, torch.bfloat16)
-    nn.init.ones_(model.weight)
-
     def work(_: Instruments) -> None:
+        model = nn.Linear(16, 16, bias=False).to(device, torch.bfloat16)
+
         def merges(step: int) -> None:
             if step == 11:
                 with torch.no_grad():
+                    model.weight.fill_(1.0)
                     model(torch.ones(2, 16, device=device, dtype=torch.bfloat16))
                     model.weight += torch.full((16, 16), 1e-4, device=device, dtype=torch.bfloat16)
 

@@ -263,7 +263,7 @@ def test_norms_come_in_one_vector(monkeypatch: pytest.MonkeyPatch, side_by_side:
     tensors = [torch.full((2,), float(number)) for number in range(3)]
     norms = torch.tensor([0.0, 1.0, 2.0])
     if side_by_side:
-        monkeypatch.setattr(private, "_norm_of_each", lambda tensors, order: norms.unbind())
+        monkeypatch.setattr(private, "norm_of_each", lambda tensors, order: norms.unbind())
     found = private.norms_of(tensors, inf)
     assert found.tolist() == [0.0, 1.0, 2.0]
     assert (found.data_ptr() == norms.data_ptr()) is side_by_side

@@ -86,6 +86,8 @@ BACKWARDS, GRADIENTS = 3, 4
 """Optimizer steps in which gradients of many backward passes are followed, and how many of them."""
 MOST_TOLD = 40
 _READING = frozenset({"index", "gather", "index_select"})
+_FILLING = frozenset({"fill_", "zero_"})
+"""Operators that write without a look at what was there."""
 _ADDING = frozenset({"add_", "sub_", "addmm_", "addbmm_", "baddbmm_", "addr_"})
 """Operators by which something is merged into weights."""
 
@@ -633,6 +635,10 @@ class StateCheck(Observer):
         """State has been written to."""
         operands, began, adds = call.operands, call.line, call.adds
         come_from = [one for operand in operands if operand.value for one in operand.value.come_from]
+        if _name(call.func) in _FILLING:
+            value.exact = value.now.double()
+            state.overwritten(value.now)
+            return
         if _name(call.func) == "copy_":
             source = next((one for one in come_from if one.state is state and one.began), None)
             if self._results:

@@ -179,21 +179,38 @@ def _fixed(tree: Tree, first: Run, run: Callable[[str], Run]) -> tuple[Fixed, Ad
     """Mends one finding after the other; the advice on the first with the edits that were kept for it, if any were."""
     fixed, shown = Fixed(before=first, after=first), None
     seen: set[tuple[str, str | None]] = set()
-    for _ in range(ROUNDS):
-        finding = _worst(fixed.after)
-        if finding is None:
-            fixed.healthy = ending_of(fixed.after).completed
-            fixed.why_not = "" if fixed.healthy else ending_of(fixed.after).words
-            return fixed, shown
-        seen.add((finding.id, finding.source))
-        kept = _mended(tree, fixed, finding, seen, run)
-        if kept is None:
-            fixed.why_not = f"no edit was found that helps against {finding.id} ({finding.source or 'no line'})"
-            return fixed, shown
-        shown = shown or (kept if fixed.before is first and len(seen) == 1 else None)
-    fixed.healthy = _worst(fixed.after) is None and ending_of(fixed.after).completed
-    fixed.why_not = "" if fixed.healthy else f"{ROUNDS} findings were mended, and there are more"
+    try:
+        while (finding := _worst(_uninterrupted(fixed.after))) is not None:
+            if len(seen) == ROUNDS:
+                fixed.why_not = f"{ROUNDS} findings were mended, and there are more"
+                return fixed, shown
+            seen.add((finding.id, finding.source))
+            kept = _mended(tree, fixed, finding, seen, lambda label: _uninterrupted(run(label)))
+            if kept is None:
+                fixed.why_not = f"no edit was found that helps against {finding.id} ({finding.source or 'no line'})"
+                return fixed, shown
+            shown = shown or kept
+    except InterruptedRunError:
+        fixed.why_not = "a run was interrupted"
+        return fixed, shown
+    fixed.healthy = ending_of(fixed.after).completed
+    fixed.why_not = "" if fixed.healthy else ending_of(fixed.after).words
     return fixed, shown
+
+
+class InterruptedRunError(Exception):
+    """A run was ended by a signal that this command got as well, or was meant to pass on."""
+
+
+def _uninterrupted(run: Run) -> Run:
+    """The run.
+
+    Raises:
+        InterruptedRunError: it was asked to end: nothing else is tried then.
+    """
+    if run.exit.asked_to_end:
+        raise InterruptedRunError
+    return run
 
 
 def _mended(
@@ -320,6 +337,7 @@ def _copy_of(program: Program) -> Iterator[Tree]:
             path = Path(word)
             return str(copy / path.relative_to(root)) if path.is_absolute() and path.is_relative_to(root) else word
 
+        _lead_out(copy, root)
         path = program.path and moved(program.path)
         there = replace(program, path=path, args=[*map(moved, program.args)], command=[*map(moved, program.command)])
         try:
@@ -328,6 +346,18 @@ def _copy_of(program: Program) -> Iterator[Tree]:
             yield Tree(program=there, root=copy)
         finally:
             os.chdir(here)
+
+
+def _lead_out(copy: Path, root: Path) -> None:
+    """Has relative links that lead out of the copied folder lead to where they did."""
+    for folder, folders, files in os.walk(copy):
+        for name in (*folders, *files):
+            link = Path(folder, name)
+            if link.is_symlink() and not link.exists():
+                original = root / link.relative_to(copy)
+                if original.exists():
+                    link.unlink()
+                    link.symlink_to(original.resolve())
 
 
 def _can_be_copied(folder: str, name: str) -> bool:
