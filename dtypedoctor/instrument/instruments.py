@@ -39,7 +39,7 @@ from dtypedoctor.instrument.silent.underflow import GradientCheck
 from dtypedoctor.instrument.statistics import HALF, Rooted
 from dtypedoctor.instrument.watch import ModuleWatch
 from dtypedoctor.instrument.whereabouts import CaughtLog, RegionLog, behind, call_arguments, raised_record
-from dtypedoctor.trace.events import COMPILED_OUTSIDE, REPLAY_OF_FAILURES, WORKED_ELSEWHERE, NotWatched
+from dtypedoctor.trace.events import COMPILED_OUTSIDE, END_OF_PROGRAM, REPLAY_OF_FAILURES, WORKED_ELSEWHERE, NotWatched
 from dtypedoctor.trace.writer import TraceWriter
 
 FOLLOWED = 1 << 18
@@ -214,7 +214,8 @@ class Instruments:
         self.modules.stop()
         self.phases.stop()
         self.session.autocast.stop()
-        self.arrivals.finish()
+        if (silent := self.arrivals.finish()) is not None:
+            self.guard.failed(END_OF_PROGRAM, silent)
         if self.watching and not self._counted:
             self._counted = True
             for note in self._left_out():

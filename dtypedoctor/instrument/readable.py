@@ -199,8 +199,13 @@ class Arrivals:
         while self._awaited and (self._awaited[0].event is None or self._awaited[0].event.query()):
             self._call(self._awaited.popleft())
 
-    def finish(self) -> None:
-        """The run is over: waits for what is on its way. What a dead device owes is given up; the rest is called. Never raises."""
+    def finish(self) -> RuntimeError | None:
+        """Waits for what is on its way, since the run is over. What a dead device owes is given up; the rest is called.
+
+        Returns:
+            What the device said where it does not answer any more.
+        """
+        silent = None
         while self._awaited:
             awaited = self._awaited.popleft()
             try:
@@ -209,8 +214,10 @@ class Arrivals:
             except RuntimeError as error:
                 if is_interruption(error):
                     raise
+                silent = error
                 continue
             self._call(awaited)
+        return silent
 
     def _call(self, awaited: _Awaited) -> None:
         if awaited.copy is None or awaited.room is None:

@@ -3,7 +3,7 @@
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from dtypedoctor.analysis import How, analysis_of, ended_at, ending_of
@@ -23,6 +23,7 @@ from dtypedoctor.runner.run import Run
 from dtypedoctor.text import counted, one_line
 from dtypedoctor.trace.events import (
     COMPILED_OUTSIDE,
+    END_OF_PROGRAM,
     FAILED_THERE,
     LOST_UPDATES,
     NO_PYTHON,
@@ -339,13 +340,20 @@ def _without_findings(treatment: Treatment, measured: Measured, noted: Finding |
         return Status.UNKNOWN, f"{_capital(lack)}."
     if part := _part_recorded(treatment):
         return Status.UNKNOWN, f"Nothing found {part}; {_as_far_as_known(trace, measured)}."
-    if doubt := doubt_in_words(trace):
+    if doubt := _lost_at_the_end(traces) or doubt_in_words(trace):
         return Status.UNKNOWN, f"Nothing found, but {doubt}."
     if measured.swallowed:
         return Status.UNKNOWN, f"{_capital(measured.swallowed)} {_REPLACED}."
     if trace.end is not None and treatment.observer.bitwise_equal is False:
         return Status.UNKNOWN, f"Nothing found, but instrumentation changed the run: {treatment.observer.reason}."
     return Status.HEALTHY, _healthy(treatment, measured, noted)
+
+
+def _lost_at_the_end(traces: Iterable[Trace]) -> str:
+    """What a device did not say any more when the program was over; empty where everything was read."""
+    notes = (note for trace in traces for note in trace.all(NotWatched))
+    why = next((note.why for note in notes if note.what == END_OF_PROGRAM), "")
+    return f"what was computed last could not be read: {one_line(why, 200)}" if why else ""
 
 
 def _damaged(damaged: Trace, trace: Trace, measured: Measured) -> tuple[Status, str]:

@@ -21,7 +21,7 @@ from dtypedoctor.instrument.operators import keep_compiler_out
 from dtypedoctor.instrument.phases import ScalerStep
 from dtypedoctor.instrument.readable import values_of
 from dtypedoctor.instrument.session import FOR_GOOD
-from dtypedoctor.trace.events import Environment, Metric, NotWatched
+from dtypedoctor.trace.events import END_OF_PROGRAM, Environment, Metric, NotWatched
 from dtypedoctor.trace.records.execution import LogFilter, OptimizerSteps
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import at_fork, getpid, perf_counter
@@ -120,7 +120,7 @@ class ProcessWatch:
         for stop_waiting in self._waiting:
             stop_waiting()
         keeping = self.instruments.guard.keeping  # of what goes wrong here, the rest is written all the same
-        with keeping("the end of the program"):
+        with keeping(END_OF_PROGRAM):
             self.instruments.stop()
             self._note_steps()
         with keeping("what ended the program"):

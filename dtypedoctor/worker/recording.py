@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from dtypedoctor import guardian
 from dtypedoctor.interruptions import contained
-from dtypedoctor.trace.events import NOT_HERE, Became, End, NotWatched, Refused, Resources, Stage
+from dtypedoctor.trace.events import END_OF_PROGRAM, NOT_HERE, Became, End, NotWatched, Refused, Resources, Stage
 from dtypedoctor.trace.ranks import JOB, header
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import at_audit, at_fork, audited, getpid, perf_counter
@@ -126,7 +126,7 @@ class Recording:
         with contained() as ours:  # a defect of ours, or a device that no longer answers
             steps = self._conclude(error, unwatched)
         if ours.error is not None:
-            self._not_watched("the end of the program", f"{type(ours.error).__name__}: {ours.error}")
+            self._not_watched(END_OF_PROGRAM, f"{type(ours.error).__name__}: {ours.error}")
         completed = error is None or (is_program and isinstance(error, SystemExit))
         self._close("completed" if completed else "raised", steps)
 

@@ -21,6 +21,8 @@ from dtypedoctor.runner.command import Program
 from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.trace.events import (
     COMPILED_OUTSIDE,
+    END_OF_PROGRAM,
+    FAILED_THERE,
     NO_TORCH,
     NOT_HERE,
     WORKED_ELSEWHERE,
@@ -166,6 +168,16 @@ def test_work_in_processes_that_nobody_measures_makes_a_run_unknown() -> None:
     for why, status in ((WORKED_ELSEWHERE, Status.UNKNOWN), (NOT_HERE, Status.HEALTHY)):
         report = report_on(measured(**counts).add(NotWatched(what="other programs", why=why)).build())
         assert report.status is status
+
+
+def test_a_run_whose_last_readings_are_lost_is_unknown() -> None:
+    """A GPU that has stopped after the host was through, with status 0, owes what it computed last."""
+    counts = {"module_calls": 4, "module_calls_measured": 4}
+    lost = NotWatched(what=END_OF_PROGRAM, why=f"{FAILED_THERE} with AcceleratorError: CUDA error: an illegal address")
+    report = report_on(measured(**counts).add(lost).build())
+    assert (report.status, exit_code(report)) == (Status.UNKNOWN, 10)
+    assert "what was computed last could not be read" in report.headline
+    assert "an illegal address" in report.headline
 
 
 def test_gradients_of_zeros_that_nobody_has_looked_at_again_make_a_run_unknown() -> None:
