@@ -74,6 +74,13 @@ class DispatchMode(_TorchDispatchMode):
 
 OpOverload = torch._ops.OpOverload
 """The class of operators with their signature, as a dispatch mode gets them."""
+
+
+def operator_classes() -> tuple[type, type]:
+    """The classes whose instances are called where a program calls an operator by its name, with and without an overload."""
+    return torch._ops.OpOverload, torch._ops.OpOverloadPacket
+
+
 DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTensorClasses = torch._C.DisableTorchFunctionSubclass
 """Inside, no ``__torch_function__`` of a class is called; modes are."""
@@ -705,6 +712,18 @@ attention_choice: Callable[..., int] = _optional("_fused_sdp_choice", None, lamb
 _has_kernel = _optional(
     "_C._dispatch_has_kernel_for_dispatch_key", "operators in inference mode, inside of others", None
 )
+
+
+_operator_names: Callable[[], list[str]] = _optional(
+    "_C._dispatch_get_all_op_names", "the operators that torch brings", list
+)
+
+
+def operator_namespaces() -> frozenset[str]:
+    """The namespaces of the operators that are there now, and of those that torch registers later."""
+    present = {name.partition("::")[0] for name in _operator_names()}
+    later = {"inductor", "rngprims", "debugprims", "higher_order", "flex_lib", "fsdp", "symm_mem", "c10d_functional"}
+    return frozenset({"aten", "prim", "prims", *present, *later})
 
 
 def _has_kernel_for(operator: Any, key: str) -> bool:

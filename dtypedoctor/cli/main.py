@@ -57,6 +57,7 @@ _VERBS = {
     "dtypedoctor.lab.cli.run": ("run", "bisect"),
     "dtypedoctor.cli.exec": ("exec",),
     "dtypedoctor.lab.cli.treat": ("treat",),
+    "dtypedoctor.lab.cli.audit": ("audit",),
     "dtypedoctor.lab.cli.replay": ("replay",),
     "dtypedoctor.cli.reading": ("inspect", "report", "explain", "env"),
     "dtypedoctor.lab.cli.reading": ("compare", "scenarios"),

@@ -24,6 +24,7 @@ _NOT_THE_USERS = (
     "torch.",
     "dtypedoctor.instrument",
     "dtypedoctor.worker",
+    "dtypedoctor.lab.audit",
     "dtypedoctor.lab.worker",
     "dtypedoctor.interruptions",
     "dtypedoctor._torch_private",
