@@ -160,9 +160,9 @@ class Position:
         backward pass began last, and which waits for it."""
         return self.of.here or self.last
 
-    def begin_call(self) -> None:
-        """An outermost call begins in this thread; no other one gets its number."""
-        self.here.call = next(self._calls)
+    def begin_call(self, skipped: int = 0) -> None:
+        """An outermost call begins in this thread, after ``skipped`` that were not told of; no other one gets its number."""
+        self.here.call = next(islice(self._calls, skipped, None))
 
     @property
     def call(self) -> int:

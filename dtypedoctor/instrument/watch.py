@@ -228,8 +228,16 @@ class ModuleWatch:
     def _raised_inside(self, module: nn.Module, args: Any) -> None:
         """The call of a module that is not looked at has raised: it is as if it, and those around it, had been entered."""
         if self.raised_in[0] != id(sys.exc_info()[1]) and self._replay is None:
+            if self._skipping and self._skipped:
+                self._begin_call(self._skipped - 1)
             self._position.stack[:] = calls_running()
             self._leave_any(module, args, {}, _RAISED)
+
+    def _begin_call(self, skipped: int) -> None:
+        """Gives an outermost call its number; those before it that nobody was told of have theirs, too."""
+        self.passed_by += skipped
+        self._skipped = 0
+        self._position.begin_call(skipped)
 
     def _skips(self, module: nn.Module) -> bool:
         """Whether nobody is told of an outermost call: it is recomputed, or one of many in quick succession. The first call in a step is never skipped."""
@@ -320,8 +328,6 @@ class ModuleWatch:
             self._looks = self._looks_at_step or number <= FIRST
         else:
             self._looks = budget.call_begins(number, self._skipped) or 1 < position.step <= FIRST
-        self.passed_by += self._skipped
-        self._skipped = 0
         self._next_kept = perf_counter() + APART
 
     def optimizer_steps(self) -> None:
@@ -411,7 +417,7 @@ class ModuleWatch:
         self._places.begin_call()
         self._writer.begin_call()
         if not here.backward_depth:  # a recomputed block belongs to the call that is being differentiated
-            self._position.begin_call()
+            self._begin_call(self._skipped)
             if self._budget is not None and self._lead.get(_CALL, here) is here:
                 self._plan_call(module)
         elif (place := self._names.find(module)) is not None:

@@ -126,6 +126,7 @@ for dtype in (torch.float16, torch.bfloat16):
 """
 
 ASSERTED = """
+import time
 import torch
 from torch import nn
 
@@ -135,6 +136,7 @@ for step in range(6):
     ids = torch.randint(0, 100, (2, 8))
     if step == 4:
         ids[1, 3] = 123
+    time.sleep(0.02)  # of calls in quick succession not each is kept
     model(ids.cuda()).float().sum().item()
 """
 

@@ -123,6 +123,27 @@ def test_calls_without_steps_have_a_schedule_of_their_own(tmp_path: Path) -> Non
         assert len(outer) > FIRST  # what a call returns is all that shows what goes wrong in it
 
 
+@pytest.mark.parametrize("raises", [False, True])
+def test_calls_in_quick_succession_have_their_numbers(tmp_path: Path, raises: bool) -> None:
+    """Nobody is told of most of them; the next one that is told of, or the one that raises, is the 51st all the same."""
+    net, number = Stack(), []
+
+    def infer(instruments: Instruments) -> None:
+        with torch.no_grad():
+            for _ in range(50):
+                net(torch.ones(2, 4))
+            if raises:
+                with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                    net(torch.ones(2, 5))
+            else:
+                sleep(0.01)
+                net(torch.ones(2, 4))
+        number.append(instruments.session.position.call)
+
+    watched(tmp_path, infer, budget=Budget(share=1e-9, credit=0.0))
+    assert number == [51]
+
+
 def test_between_looks_the_loss_is_measured_alone(tmp_path: Path) -> None:
     """Every fourth step holds each module and gradient; what was left out is said."""
     trace, _ = trained(tmp_path, Budget(every=4), 9)
