@@ -39,6 +39,14 @@ def test_healthy_kernels_pass(name: str, dtype: torch.dtype) -> None:
     assert "twice" in report.passed
 
 
+@pytest.mark.parametrize("wrong", [2, torch.tensor([2.0] * 9 + [float("nan")])])
+def test_a_dtype_in_which_the_kernel_is_wrong_is_no_reference(wrong: Any) -> None:
+    """LigerGroupNormFunction is called with float32 only, and in Triton's interpreter its float64 gradients are wrong."""
+    kernel = function(lambda ctx, x: x * 3, lambda ctx, g: g * (wrong if g.dtype is torch.float64 else 3))
+    report = tried((kernel, (rand(6, 10),)))
+    assert (report.verdict, "reference" in report.passed, "direction" in report.passed) == ("", False, True)
+
+
 def operator(name: str, run: Callable[..., None]) -> Callable[..., Any]:
     return torch.library.custom_op(
         f"trials::{name}", run, mutates_args=("out",), schema="(Tensor x, Tensor(a!) out) -> ()"

@@ -178,14 +178,31 @@ class Trials:
         for dtype in wider:
             with contained() as attempt:
                 wide = self._again(dtype=dtype)
-            if attempt.error is None and all(t.isfinite().any() or not t.numel() for t in wide.outputs.values()):
+            if attempt.error is None and not _loses(wide, self._made):
                 self._wide, self._wide_dtype = wide, dtype
                 break
         if self._wide is None:
             raise NoTrialError(f"it takes no dtype wider than {self.subject.narrowest()}".replace("torch.", ""))
-        self._compare(
-            self._wide, verdicts.RANGE, verdicts.ROUNDING, f"with {self._wide_dtype} inputs".replace("torch.", "")
-        )
+        try:
+            self._compare(
+                self._wide, verdicts.RANGE, verdicts.ROUNDING, f"with {self._wide_dtype} inputs".replace("torch.", "")
+            )
+        except FaultError:
+            self._drop_wrong_reference()
+            raise
+
+    def _drop_wrong_reference(self) -> None:
+        """Drops a reference whose gradient is not that of its own forward, where the kernel's own is: it may never be called in that dtype."""
+        wide, dtype = self._wide, self._wide_dtype
+        try:
+            self._direction()
+        except FaultError as fault:
+            self._wide = self._wide_dtype = None
+            with contained() as attempt:
+                self._direction()
+            if attempt.error is None:
+                raise NoTrialError(f"with {dtype} inputs, {fault.args[1]}".replace("torch.", "")) from None
+            self._wide, self._wide_dtype = wide, dtype
 
     def _compare(self, other: Result, of_range: str, of_rounding: str, how: str) -> None:
         """Raises a fault where a tensor of the first call is farther from that of another way than rounding explains.
@@ -271,7 +288,7 @@ class Trials:
             quotient, spread = self._quotient(name, value, direction)
             scale = max(abs(analytic), abs(quotient), 0.3 * float(gradient.double().norm()) * size)
             is_flat = quotient == 0 and spread == 0  # a rounding: its gradient is somebody's choice
-            if not math.isfinite(quotient) or scale == 0 or is_flat or spread > 0.1 * scale:
+            if not math.isfinite(quotient + analytic) or scale == 0 or is_flat or spread > 0.1 * scale:
                 continue
             error = abs(analytic - quotient) / scale
             wrong = error > EXACT + 8 * spread / scale
@@ -326,6 +343,12 @@ def _difference(ours: Result, first: Result) -> str:
         if bool(differs.any()) and (by_kind or _error(tensor, other) > 16 * torch.finfo(tensor.dtype).eps):
             return f"{int(differs.sum()):,} of {tensor.numel():,} elements of {name}"
     return ""
+
+
+def _loses(wide: Result, made: Result) -> bool:
+    """Whether a reference is not finite where the call itself is: then it is none."""
+    narrow = made.named()
+    return any(bool((narrow[name].isfinite() & ~tensor.isfinite()).any()) for name, tensor in wide.named().items())
 
 
 def _norm(tensor: Tensor) -> float:
