@@ -719,6 +719,11 @@ _operator_names: Callable[[], list[str]] = _optional(
 )
 
 
+def qualified_name_of(operator: Any) -> str:
+    """Namespace and name of an operator of ``torch.ops``, with its overload where it has one of its own."""
+    return str(getattr(operator, "_qualified_op_name", "") or operator.name())
+
+
 def operator_namespaces() -> frozenset[str]:
     """The namespaces of the operators that are there now, and of those that torch registers later."""
     present = {name.partition("::")[0] for name in _operator_names()}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dtypedoctor._torch_private import operator_classes, operator_namespaces
+from dtypedoctor._torch_private import operator_classes, operator_namespaces, qualified_name_of
 from dtypedoctor.instrument.frames import source_of
 from dtypedoctor.instrument.live_call import LiveCall, tensors_of
 from dtypedoctor.instrument.naming import dtype_name
@@ -83,7 +83,7 @@ class Audit:
         @wraps(call)
         def called(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
             function = partial(call, operator)
-            name = str(getattr(operator, "_qualified_op_name", "") or operator.name())
+            name = qualified_name_of(operator)
             if name.partition("::")[0] in self._native:
                 return function(*args, **kwargs)
             return self._called(OPERATOR, name.removesuffix(".default"), function, args, kwargs)
