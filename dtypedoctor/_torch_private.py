@@ -91,8 +91,6 @@ def as_the_program() -> AbstractContextManager[None]:
     return nullcontext() if torch._C._is_torch_function_all_disabled() else EnableTorchFunction()
 
 
-tree_map: Callable[[Callable[[Any], Any], Any], Any] = _pytree.tree_map
-"""A structure of lists, tuples and dicts with a function of each of its leaves."""
 tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _pytree.tree_flatten
 """The leaves of a structure, and its form."""
 
@@ -865,7 +863,7 @@ def cast_for_unit(unit: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
     def cast_tensor(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    return lambda args, kwargs: (args, kwargs) if dtype is None else tree_map(cast_tensor, (args, kwargs))
+    return lambda args, kwargs: (args, kwargs) if dtype is None else _pytree.tree_map(cast_tensor, (args, kwargs))
 
 
 def hooks_of(module: nn.Module) -> Sequence[Any]:

@@ -24,7 +24,6 @@ from dtypedoctor._torch_private import (
     is_wrapped,
     memory_key,
     parameters_of,
-    tree_map,
     without_autocast,
 )
 from dtypedoctor.instrument.module_tree import ByModule
@@ -39,6 +38,8 @@ from dtypedoctor.instrument.operators import (
     leaves_memory_as_it_was,
     scalars,
     tensors_of,
+    tree_map,
+    uncollected,
     written,
 )
 from dtypedoctor.instrument.session import Session
@@ -77,7 +78,7 @@ class Originals:
         exact = original.detach().float()
         rounded = exact.to(result.dtype).float()
         if bool(((rounded == 0) & (exact != 0) | (rounded.isinf() & exact.isfinite())).any()):
-            self._of.setdefault(owner, {})[name] = exact.clone()
+            self._of.setdefault(owner, {})[name] = uncollected(exact.clone())
 
     def left(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The parameters and buffers that still hold what a cast has left of their original, with the original."""
@@ -213,8 +214,16 @@ class Float32Program:
             return Step(None, None, 0)
         # Aliases keep the memory and neither the tensors nor their graph, which the program may want to die or to swap.
         copies = operands if kept is given else tensors_of(kept)
-        aliases = {id(tensor): tensor.detach() for tensor in copies}
-        step = Step(func, _mapped(aliases, kept), next(_ORDER), bytes_of(copies), source=source, fqn=fqn, n=n)
+        aliases = {id(tensor): uncollected(tensor.detach()) for tensor in copies}
+        step = Step(
+            func,
+            tree_map(lambda value: aliases.get(id(value), value), kept),
+            next(_ORDER),
+            bytes_of(copies),
+            source=source,
+            fqn=fqn,
+            n=n,
+        )
         for made, tensor, copy in zip(makers, operands, copies, strict=True):
             if made is not None:
                 step.makers[id(aliases[id(copy)])] = made, _layout(tensor)
@@ -322,15 +331,6 @@ class Float32Program:
 
 _ORDER = count()
 _CAST = torch.ops.aten.to.dtype
-
-
-def _mapped(aliases: dict[int, Tensor], value: Any) -> Any:
-    """``value`` with aliases of the tensors in it; for each operator of a program, so torch's own function would take too long."""
-    if isinstance(value, Tensor):
-        return aliases[id(value)]
-    if isinstance(value, (tuple, list)):
-        return type(value)([_mapped(aliases, item) for item in value])
-    return {name: _mapped(aliases, item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@
 that an experiment with them may take, and how a mode stays out of the compiler's way.
 """
 
+import ctypes
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,6 @@ from dtypedoctor._torch_private import (
     schema_of,
     takes_numbers_as_tensors,
     top_function_mode,
-    tree_map,
     uncompiled,
     version_of,
     with_keys,
@@ -120,6 +120,51 @@ def _collect(items: Iterable[Any], found: list[Tensor]) -> None:
             _collect(item, found)
         elif isinstance(item, dict):
             _collect(list(item.values()), found)
+
+
+def tree_map(function: Callable[[Any], Any], value: Any) -> Any:
+    """A structure of lists, tuples and dicts with a function of each of its leaves.
+
+    That of torch leaves a circle of references behind, which keeps what it has seen until Python's collector comes.
+    """
+    if isinstance(value, dict):
+        return {name: tree_map(function, item) for name, item in value.items()}
+    if not isinstance(value, (tuple, list)):
+        return function(value)
+    items = [tree_map(function, item) for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+_untrack = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("PyObject_GC_UnTrack", ctypes.pythonapi))
+
+
+def uncollected(value: Any) -> Any:
+    """``value``, of whose tensors, the doctor's own, Python's garbage collector no longer keeps a list: ``gc.get_objects()`` counts those of the program.
+
+    They refer to nothing, so they are in no circle, and are freed with their last reference: Python does the same for tuples of numbers.
+
+    Args:
+        value: tensors without a graph, hooks and attributes, also in tuples, lists and dictionaries.
+    """
+    if type(value) is Tensor:
+        _untrack(value)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            uncollected(item)
+    elif isinstance(value, dict):
+        uncollected(list(value.values()))
+    return value
+
+
+class Uncollected:
+    """Base of what keeps such tensors in its attributes, alone or in tuples."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if isinstance(value, (Tensor, tuple)):
+            uncollected(value)
+        object.__setattr__(self, name, value)
 
 
 @cache
@@ -221,12 +266,10 @@ def keep_written(func: Any, arguments: Arguments) -> Arguments:
         return arguments
 
     def copied(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [copied(item) for item in value]
         return value.clone() if isinstance(value, Tensor) and address_of(value) in memories else value
 
-    args, kwargs = arguments
-    return tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}
+    copies: Arguments = tree_map(copied, arguments)
+    return copies
 
 
 def address_of(tensor: Tensor) -> int:

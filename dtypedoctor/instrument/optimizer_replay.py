@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from inspect import unwrap
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import as_the_program, copy_all, version_of
 from dtypedoctor.instrument.frames import source_of
-from dtypedoctor.instrument.operators import bytes_of
+from dtypedoctor.instrument.operators import bytes_of, uncollected
 from dtypedoctor.instrument.repeated_call import is_same, share_of_device
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import is_finite, measurable, out_of_their_sight
@@ -62,7 +63,8 @@ class _Step:
     """An optimizer step as it began.
 
     Attributes:
-        optimizer: which one.
+        optimizer: which one; the program may want it and its parameters to die.
+        cls: its class.
         fields: its attributes.
         groups: its groups of parameters, with the options of then.
         copies: by the identity of the parameter.
@@ -73,7 +75,8 @@ class _Step:
         is_whole: whether all float16 parameters were copied.
     """
 
-    optimizer: Optimizer
+    optimizer: ref[Optimizer]
+    cls: type[Optimizer]
     fields: dict[str, Any]
     groups: list[dict[str, Any]]
     copies: dict[int, _Copy]
@@ -95,7 +98,7 @@ class _Step:
     def twin(self) -> Optimizer:
         """An optimizer of the same class that has the copies for parameters, and nothing in common with the program's."""
         others = {number: nn.Parameter(copy.value) for number, copy in self.copies.items()}
-        twin: Optimizer = object.__new__(type(self.optimizer))
+        twin: Optimizer = object.__new__(self.cls)
         vars(twin).update(self.fields)
         twin.state = defaultdict(dict)
         for number, copy in self.copies.items():
@@ -140,7 +143,8 @@ class OptimizerReplays:
         with position.mute(), out_of_their_sight(), torch.no_grad():
             buffers, copies = _copies(optimizer, parameters, oldest.buffers if oldest is not None else [])
         begun = _Step(
-            optimizer=optimizer,
+            optimizer=ref(optimizer, self._forget),
+            cls=type(optimizer),
             fields=dict(vars(optimizer)),
             groups=[dict(group) for group in optimizer.param_groups],
             copies=copies,
@@ -156,9 +160,13 @@ class OptimizerReplays:
     def after_step(self, optimizer: Optimizer) -> None:
         """A step has ended."""
         for begun in self._steps[-1:]:
-            if begun.optimizer is optimizer:
+            if begun.optimizer() is optimizer:
                 for copy in begun.copies.values():
                     copy.version = version_of(copy.parameter)
+
+    def _forget(self, optimizer: ref[Optimizer]) -> None:
+        """An optimizer has died."""
+        self._steps = [begun for begun in self._steps if begun.optimizer is not optimizer]
 
     def explain(self) -> None:
         """Something is not finite: makes the step again that has spoilt a parameter, if one has. Waits for the device."""
@@ -244,7 +252,7 @@ def _copies(
         assert parameter.grad is not None
         sources += [parameter.detach(), parameter.grad.detach(), *_tensors(optimizer, parameter)]
     if list(map(_looks, buffers)) != list(map(_looks, sources)):
-        buffers = [torch.empty_like(source) for source in sources]
+        buffers = uncollected([torch.empty_like(source) for source in sources])
     copy_all(buffers, sources)
     left = iter(buffers)
     found = {}

@@ -14,11 +14,19 @@ from dtypedoctor._torch_private import (
     OpOverload,
     schema_of,
     tree_flatten,
-    tree_map,
     without_autocast,
 )
 from dtypedoctor.instrument.naming import dtype_name, short_name
-from dtypedoctor.instrument.operators import Arguments, bytes_of, fits, for_wider, is_unfinished, tensors_of, written
+from dtypedoctor.instrument.operators import (
+    Arguments,
+    bytes_of,
+    fits,
+    for_wider,
+    is_unfinished,
+    tensors_of,
+    tree_map,
+    written,
+)
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import (
     HALF,

@@ -473,8 +473,8 @@ class Guard:
                 position.silent_work()
                 return
             if function_mode_is_on():  # the program's own, which is to see what the program does and nothing else
-                with DisableTorchFunction():
-                    hook(*args)
+                with DisableTorchFunction():  # by itself a hook would be a circle, and keep what it is called with
+                    self.shield(callback, what, quick=quick)(*args)
                 return
             grad = is_grad_enabled()
             if self.profiled:

@@ -90,6 +90,42 @@ model.double()
 print("double", next(model.parameters()).dtype)
 """
 
+COUNTED = """
+import gc, torch
+from torch import nn
+torch.manual_seed(0)
+def alive():
+    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 8))
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("calls", torch.zeros(()))
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        self.calls += 1
+        angles = torch.arange(32, dtype=x.dtype) * 0.3
+        return self.layers(x) + angles.cos()[:8]
+gc.disable()
+for dtype in (torch.bfloat16, torch.float16):
+    model = Net().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    counts = []
+    for step in range(5):
+        x = torch.randn(4, 8, dtype=dtype)
+        loss = (model(x).float() - x.float()).square().mean()
+        noise = (x * 3 + 1).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del x, loss, noise
+        counts.append(alive())
+    print(dtype, counts)
+    x = torch.full((2, 8), 6e4, dtype=torch.float16) * 2
+    print((x - x).isnan().any().item(), alive())
+"""
+
 
 @pytest.fixture(autouse=True, scope="module")
 def libraries() -> None:
@@ -139,3 +175,12 @@ def test_conversions_work_as_without_the_tool(source: str, in_place: str, tmp_pa
     assert bare.out.count("\n") > 0
     assert "FAILED" not in bare.out
     assert bare.out in ended.out
+
+
+def test_a_program_that_counts_all_tensors_counts_its_own(tmp_path: Path) -> None:
+    """What a look keeps beside half precision is not in ``gc.get_objects()``, and dies without Python's collector."""
+    script = tmp_path / "program.py"
+    script.write_text(COUNTED)
+    bare = python(script)
+    assert bare.out.count("\n") > 0
+    assert bare.out in forked("exec", "--out", tmp_path / "run", script).out

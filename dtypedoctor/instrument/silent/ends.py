@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.operators import uncollected
 from dtypedoctor.instrument.readable import held_values
 from dtypedoctor.instrument.silent.observer import Observer, named_parameters_of
 from dtypedoctor.instrument.statistics import measurable, out_of_their_sight
@@ -89,7 +90,7 @@ def _is_trained(parameter: Tensor) -> bool:
 
 def _copies(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Some elements of each parameter as float32; none of one that cannot be read now."""
-    copies = []
+    copies: list[Tensor] = []
     with out_of_their_sight():
         for parameter in parameters:
             values = parameter if measurable(parameter) else held_values(parameter)
@@ -100,6 +101,7 @@ def _copies(parameters: Sequence[Tensor]) -> list[Tensor]:
                 continue
             flat = values.detach().view(-1)
             copies.append(flat[:: -(-flat.numel() // SAMPLED) or 1].to(torch.float32, copy=True))
+    uncollected(copies)
     return copies
 
 

@@ -16,6 +16,7 @@ from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import (
     Arguments,
     TensorIds,
+    Uncollected,
     bytes_of,
     fits,
     in_wider,
@@ -91,7 +92,7 @@ class _Overflow:
 
 
 @dataclass(slots=True)
-class _Shadow:
+class _Shadow(Uncollected):
     """What a tensor would hold had nothing overflowed, in float32 (or as it is, for a mask)."""
 
     tensor: Tensor

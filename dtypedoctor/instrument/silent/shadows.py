@@ -34,11 +34,19 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import DisableTorchFunction, base_of, memory_key, schema_of, tree_map, without_autocast
+from dtypedoctor._torch_private import DisableTorchFunction, base_of, memory_key, schema_of, without_autocast
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.instrument.frames import Line, line_of, number_given, users_frame
 from dtypedoctor.instrument.naming import short_name
-from dtypedoctor.instrument.operators import Arguments, in_wider, leaves_memory_as_it_was, tensors_of, written
+from dtypedoctor.instrument.operators import (
+    Arguments,
+    Uncollected,
+    in_wider,
+    leaves_memory_as_it_was,
+    tensors_of,
+    tree_map,
+    written,
+)
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.silent.observer import Observer, parameters_of
 from dtypedoctor.instrument.statistics import measurable
@@ -153,7 +161,7 @@ class Origin:
 
 
 @dataclass(slots=True)
-class _Memory:
+class _Memory(Uncollected):
     """What all elements of a storage would be in float64, what they were when that was computed, and the largest difference."""
 
     held: StorageWeakRef
@@ -258,7 +266,7 @@ class Shadows(Observer):
         self._looking = session.guard.keeping("values that half precision rounds")
         self._reads = session.readings.reads
         self._memories: OrderedDict[int, _Memory] = OrderedDict()
-        self._elements = 0
+        self._elements, self._most = 0, FEWEST
         self._operators: Counter[bool] = Counter()
         self._at_line: Counter[tuple[Any, Line | None]] = Counter()
         self._uses: dict[tuple[str, str, str], RoundedUse] = {}
@@ -698,9 +706,10 @@ class Shadows(Observer):
         if self.position.backward_depth:
             self.gradients.add(key)
         self._elements += values.numel()
-        if self._elements > HELD:
+        if self._elements > HELD or len(self._memories) > self._most:
             for gone in [number for number, memory in self._memories.items() if memory.held.expired()]:
                 self._forget(gone)
+            self._most = max(FEWEST, 2 * len(self._memories))
         while self._elements > HELD and self._memories:
             self._forget(next(iter(self._memories)))
 

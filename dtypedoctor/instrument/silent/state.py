@@ -36,7 +36,7 @@ from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.gradients import leaves_of
 from dtypedoctor.instrument.naming import dtype_name, short_name
-from dtypedoctor.instrument.operators import Arguments, in_wider, tensors_of, written
+from dtypedoctor.instrument.operators import Arguments, Uncollected, in_wider, tensors_of, uncollected, written
 from dtypedoctor.instrument.readings import WINDOW, is_checked, is_in_window
 from dtypedoctor.instrument.silent.observer import Observer, parameters_of
 from dtypedoctor.instrument.silent.shadows import Shadows, digits_lost, has_wide_form
@@ -100,7 +100,7 @@ _Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(slots=True, eq=False)
-class _State:
+class _State(Uncollected):
     """What is known of state.
 
     Attributes:
@@ -286,7 +286,7 @@ class _From(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Value:
+class _Value(Uncollected):
     """What is in memory, and what it would be in float64, at the elements that are followed."""
 
     held: StorageWeakRef
@@ -363,7 +363,8 @@ class _Parameter:
     """
 
     name: str
-    tensor: Tensor
+    dtype: str
+    elements: int
     first: Tensor
     moves: Tensor
     signs: Tensor
@@ -448,7 +449,7 @@ class StateCheck(Observer):
         self._values: OrderedDict[_Key, _Value] = OrderedDict()
         self._operators = 0
         self._steps: WeakKeyDictionary[Optimizer, _Steps] = WeakKeyDictionary()
-        self._stepping: list[_Parameter] | None = None
+        self._stepping: list[tuple[Tensor, _Parameter]] | None = None
         self._optimizer: _Steps | None = None
         self._followed: dict[int, _State] = {}
         """State that has been through enough rounds to be judged."""
@@ -912,7 +913,7 @@ class StateCheck(Observer):
         names = self.names.parameters()
         with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
             self._stepping = [
-                self._parameter(steps, names[id(one)], one)
+                (one, self._parameter(steps, names[id(one)], one))
                 for one in half
                 if id(one) in names and one.grad is not None and measurable(one.grad)
             ]
@@ -927,37 +928,40 @@ class StateCheck(Observer):
         parameter = steps.parameters.get(name)
         if parameter is None or parameter.first.shape != now.shape:
             nothing = torch.zeros_like(exact)
-            parameter = _Parameter(name[1], tensor, now, nothing.bool(), nothing, (now, exact))
+            parameter = _Parameter(
+                name[1], dtype_name(tensor), tensor.numel(), now, nothing.bool(), nothing, (now, exact)
+            )
             steps.parameters[name] = parameter
-        parameter.tensor, parameter.before = tensor, (now, exact)
+            uncollected([parameter.first, parameter.moves, parameter.signs])
+        parameter.before = uncollected((now, exact))
         parameter.checks += 1
         parameter.signs += _elements(tensor.grad, tensor.shape).double().sign().nan_to_num()  # type: ignore[arg-type]
         return parameter
 
     def after_step(self, optimizer: Optimizer) -> None:
         """It has stepped."""
-        parameters, self._stepping, self._optimizer = self._stepping, None, None
-        if not parameters:
+        stepped, self._stepping, self._optimizer = self._stepping, None, None
+        if not stepped:
             return
         with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
-            self._compare_step(optimizer, self._steps[optimizer], parameters)
+            self._compare_step(optimizer, self._steps[optimizer], stepped)
 
-    def _compare_step(self, optimizer: Optimizer, steps: _Steps, parameters: list[_Parameter]) -> None:
-        pairs = [self._after(parameter.tensor) for parameter in parameters]
-        counted = [one.counts(*pair) for one, pair in zip(parameters, pairs, strict=True)]
+    def _compare_step(self, optimizer: Optimizer, steps: _Steps, stepped: list[tuple[Tensor, _Parameter]]) -> None:
+        pairs = [self._after(tensor) for tensor, _ in stepped]
+        counted = [one.counts(*pair) for (_, one), pair in zip(stepped, pairs, strict=True)]
         rows = torch.stack([row.to(counted[0].device) for row in counted]).tolist()  # a device is waited for once
         overshot: dict[str, OvershotParameter] = {}
-        for parameter, pair, (*counts, far, moved, update) in zip(parameters, pairs, rows, strict=True):
+        for (tensor, parameter), pair, (*counts, far, moved, update) in zip(stepped, pairs, rows, strict=True):
             parameter.add(counts)
             if counts[1] >= MOSTLY * counts[0] > 0:
-                state = self._values[_key(parameter.tensor)].come_from[0].state
+                state = self._values[_key(tensor)].come_from[0].state
                 state.becomes(*pair)
                 parameter.is_kept = self._is_kept(state)
             if far >= max(ENOUGH_TOO_FAR, MANY_TOO_FAR * len(pair[0])):
                 overshot[parameter.name] = OvershotParameter(
                     elements=len(pair[0]),
                     overshot=int(far),
-                    dtype=dtype_name(parameter.tensor),
+                    dtype=parameter.dtype,
                     moved=moved,
                     update=update,
                 )
@@ -969,7 +973,7 @@ class StateCheck(Observer):
                 Overshoots(
                     optimizer=type(optimizer).__name__,
                     lr=_rate(optimizer),
-                    compared=len(parameters),
+                    compared=len(stepped),
                     parameters=dict(worst),
                 )
             )
@@ -1015,12 +1019,12 @@ def _stalled(totals: Sequence[_Parameter]) -> list[tuple[str, StalledParameter]]
         name: StalledParameter(
             wanted=sum(one.wanted for one in same),
             lost=sum(one.lost for one in same),
-            dtype=dtype_name(same[0].tensor),
+            dtype=same[0].dtype,
             elements=sum(len(one.first) for one in same),
             absmax=max(one.absmax for one in same),
             update=max(one.update for one in same),
-            asked=sum(round(one.asked * one.tensor.numel() / len(one.first)) for one in same),
-            still=sum(round(one.still * one.tensor.numel() / len(one.first)) for one in same),
+            asked=sum(round(one.asked * one.elements / len(one.first)) for one in same),
+            still=sum(round(one.still * one.elements / len(one.first)) for one in same),
             steady=max(one.steady for one in same),
             parameters=len(same),
         )
