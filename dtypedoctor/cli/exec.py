@@ -152,7 +152,7 @@ def execute(
         if not runs_again:
             again = here is None and nodes is None and not once
             return record_script(program, folder, capsule_limit=capsule_limit << 20, rerun=option, tries_edits=again)
-        from dtypedoctor.lab.cli.reruns import treat_script
+        from dtypedoctor.lab.cli.fixing import treat_script
 
         asked = {"certify": certify, "ablations": rerun, "capsule_limit": capsule_limit << 20, "rerun_option": option}
         return treat_script(program, folder, asked, in_place=rerun_in_place)

@@ -95,8 +95,7 @@ def report(
     """Print the report of a finished run."""
     announce(f"Reading {', '.join(map(str, runs))}", terminal_only=True)  # a long trace without a report takes seconds
     from dtypedoctor.redaction.redact import redact
-    from dtypedoctor.report.files import read_matrix, report_of, report_of_machines
-    from dtypedoctor.report.matrix import matrix_document, matrix_exit
+    from dtypedoctor.report.files import matrix_document, matrix_exit, read_matrix, report_of, report_of_machines
     from dtypedoctor.report.run_document import run_document
 
     gc.disable()  # the process ends with the report, and looking for garbage in a long trace takes a fifth of the time
@@ -127,7 +126,7 @@ def explain(
     """Print the page about a finding (symptoms, cause, evidence, fixes), or what a fix changes and where it can be put in."""
     from dtypedoctor.diagnosis.registry import by_family, finding_ids, readable_page
     from dtypedoctor.examination.fixes import edits_of, reach_of_modules, reaches
-    from dtypedoctor.report.library_patch import about, patch_of
+    from dtypedoctor.report.fixes import about, patch_of
 
     fixes = {one.remedy.id: one for one in reaches()}
     if finding is None:

@@ -15,7 +15,7 @@ from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.trace.events import Observed, Raised, Sample, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.ranks import Succession
-from dtypedoctor.trace.records.models import CollectiveCall, ProcessGroup
+from dtypedoctor.trace.records.execution import CollectiveCall, ProcessGroup
 
 SENT, RECEIVED = "sent", "received"
 ONE_SIDED = frozenset({"broadcast", "scatter"})

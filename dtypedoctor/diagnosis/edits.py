@@ -1,18 +1,230 @@
-"""Edits of the program's own source that remove the cause of a finding: made from the line that failed, or from the line that set a dtype.
+"""What to do about each finding, in words and as edits of the program's source: from the line that failed, or the one that set a dtype.
 
 Each maker reads the syntax tree of a file and gives changes of it, or none where it does not see exactly what to change. What comes out is
 checked: applied line by line it still parses, and no line of it holds what may be a secret.
+
+A cast whose result the program keeps stays a copy: ``p.detach().to(torch.bfloat16)`` copies float32 weights, ``p.detach().to(torch.float32)`` returns
+``p``. Where an edit changes the dtype on one side of such a cast, what was a copy shares its storage with the weights, and what updates it in place
+changes them. Nothing raises, and the trial of the edit need not show it. So each cast that may stop copying gets ``.clone()``: one too many does no harm.
 """
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from math import prod
+from pathlib import Path
 
 from dtypedoctor.diagnosis import dtype_edits, value_edits
-from dtypedoctor.diagnosis.kept_copies import dtypes_in, still_copying
-from dtypedoctor.diagnosis.rule import Edit
-from dtypedoctor.diagnosis.scene import Change, Changes, Scene, Source, may_be_shown
+from dtypedoctor.diagnosis.registry import page, spec_of
+from dtypedoctor.diagnosis.rule import Advice, Edit, Excerpt, Finding, FindingSpec, Severity
+from dtypedoctor.diagnosis.scene import Change, Changes, Scene, Source, masked_line, may_be_shown
+from dtypedoctor.diagnosis.value_edits import fitting
+from dtypedoctor.diagnosis.wording import class_of, short, shown_line
+from dtypedoctor.errors import DoctorError
+from dtypedoctor.foreign_files import working_directory
+from dtypedoctor.text import counted, memory
+from dtypedoctor.trace.events import ParameterNote
+from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.records.silent import Updates
+
+
+def advise(
+    findings: Sequence[Finding], trace: Trace, script: str | None, *, began: float, own_files: bool
+) -> tuple[tuple[Advice, ...], tuple[Excerpt, ...]]:
+    """Say what to do about each finding, in their order, and show the lines of the first.
+
+    Args:
+        findings: what was found.
+        trace: where.
+        script: path of the program; None where there is none.
+        began: when it ran: a file that was changed since is not the one that ran.
+        own_files: whether the program's files may be read: without them there are neither edits nor lines.
+    """
+
+    here = working_directory()
+    # The program may have deleted its working directory
+    path = Path(script).resolve() if script and (here is not None or Path(script).is_absolute()) else None
+    folders = [folder for folder in (here and here.resolve(), path and path.parent) if folder is not None]
+
+    scenes = [Scene(finding, trace, tuple(folders), path, began=began) for finding in findings]
+    advice = tuple(_advice(scene, own_files=own_files) for scene in scenes)
+    return advice, _excerpts(scenes[0]) if scenes and own_files else ()
+
+
+def _advice(scene: Scene, *, own_files: bool) -> Advice:
+    """What may mend it, each way with its edits; one without any where none is seen."""
+    finding, spec = scene.finding, spec_of(scene.finding.id)
+    if spec.partly_frozen is not None and _is_partly_frozen(scene):
+        text, code = (_filled(part, scene) for part in spec.partly_frozen)
+        return Advice(finding=finding.id, text=text, code=code)
+    if spec.instead is not None and (text := spec.instead(finding)):
+        return Advice(finding=finding.id, text=text)
+    ways = []
+    for edits, maker in edits_for(scene, spec.edits) if own_files else [((), "")]:
+        text = f"{_text(spec, scene, INSTEAD.get(maker, ''))} {REMARKS.get(maker, '')}".rstrip()
+        ways.append(Advice(finding=finding.id, text=text, edits=edits, maker=maker if edits else ""))
+    return replace(ways[0], others=tuple(ways[1:]))
+
+
+def _excerpts(scene: Scene) -> tuple[Excerpt, ...]:
+    """Show the lines at which a finding shows."""
+    raised, line = scene.raised, scene.failing_line()
+    is_late = line is not None and spec_of(scene.finding.id).nonfinite  # what raises then only noticed it
+    if raised is not None and not raised.caught and len(raised.spans) == len(raised.frames) and not is_late:
+        return tuple(_along(scene, list(zip(raised.frames, raised.spans, strict=True))))
+    return (_excerpt(line[0], line[1], "", [], scene.shown(line[0].path)),) if line is not None else ()
+
+
+Frame = tuple[str, list[int]]
+"""``/path/of/file.py:line function`` and the span of what it was doing."""
+
+
+def _along(scene: Scene, frames: list[Frame]) -> Iterator[Excerpt]:
+    """The program's innermost line, and the line of the library inside of it where the exception was raised."""
+    own = [at for at, (frame, _) in enumerate(frames) if _opened(frame, scene.source) is not None]
+    if not own:
+        return
+    last = own[-1]
+    yield _excerpt_of(scene, frames[last], skipped=0)
+    inside = range(len(frames) - 1, last, -1)  # files of libraries are long: no more are read than needed
+    raised_in = next((at for at in inside if _opened(frames[at][0], scene.installed) is not None), last)
+    if raised_in > last:
+        yield _excerpt_of(scene, frames[raised_in], skipped=raised_in - last - 1)
+
+
+def _opened(frame: str, read: Callable[[str], Source | None]) -> Source | None:
+    """The file of a frame; None for one that cannot be read, or has no such line."""
+    path, _, line = frame.rpartition(" ")[0].rpartition(":")
+    source = read(path)
+    return source if source is not None and source.has(int(line)) else None
+
+
+def _excerpt_of(scene: Scene, frame: Frame, *, skipped: int) -> Excerpt:
+    at, _, function = frame[0].rpartition(" ")
+    line = int(at.rpartition(":")[2])
+    own = _opened(frame[0], scene.source)
+    source = own or _opened(frame[0], scene.installed)
+    assert source is not None
+    file = scene.shown(source.path) if own is not None else shown_line(at).rpartition(":")[0]
+    return _excerpt(source, line, function, frame[1], file, skipped)
+
+
+def _excerpt(source: Source, line: int, function: str, span: list[int], file: str, skipped: int = 0) -> Excerpt:
+    text = masked_line(source, line)
+    begin, end = len(text) - len(text.lstrip()), len(text)
+    if len(span) == 4 and span[0] == line:
+        raw = source.data.splitlines()[line - 1]
+        begin = len(raw[: span[2]].decode("utf-8", "replace"))
+        end = len(raw[: span[3]].decode("utf-8", "replace")) if span[1] == line else len(text)
+    return Excerpt(
+        file=file, line=line, function=function, text=text, begin=begin, end=min(end, len(text)), skipped=skipped
+    )
+
+
+def _text(spec: FindingSpec, scene: Scene, of_edit: str) -> str:
+    """The sentence of the edit that is shown, where it has one of its own; else that of the finding."""
+    do_this = of_edit or (spec.of_line if scene.finding.source else "") or spec.do_this
+    text = _filled(do_this, scene) if do_this else _first_way(scene.finding)
+    milder = scene.finding.severity is Severity.INFO and spec.severity is not Severity.INFO
+    return f"It may stay as it is. To change it: {text[:1].lower()}{text[1:]}" if milder else text
+
+
+def _filled(text: str, scene: Scene) -> str:
+    """``text`` with the names and dtypes of the finding."""
+    finding = scene.finding
+    module = _module_in_words(finding)
+    values = {
+        "module": module,
+        "alike": _all_alike(scene) or module,
+        "op": finding.op or "the operator",
+        "dtype": finding.dtype or "odd",
+        "other": scene.other or "that of the others",
+        "device": scene.device,
+    }
+    if "{cost}" in text:
+        values["cost"] = _cost_of_float32(scene)
+    if "{model}" in text or "{before_optimizer}" in text:
+        values["model"], values["before_optimizer"] = _optimizer_of(scene)
+    filled = text.format(**values)
+    return filled.replace("`the operator`", "the operator")
+
+
+def _module_in_words(finding: Finding) -> str:
+    if finding.fqn is None and finding.phase == "backward":
+        return "the backward pass"
+    return finding.module.partition(" (")[0] or short(finding.fqn)
+
+
+def _parameters_of(scene: Scene) -> list[ParameterNote]:
+    """The parameters of the run, each as it was noted last."""
+    notes = {(note.root, note.name): note for note in scene.trace.all(ParameterNote) if not note.buffer}
+    return list(notes.values())
+
+
+def _is_partly_frozen(scene: Scene) -> bool:
+    """Whether a line that casts the whole model would widen weights that nobody trains; not of a finding about tensors that are no weights."""
+    return bool(fitting(scene, ("set-float32",))) and any(
+        not note.requires_grad and note.dtype == scene.finding.dtype for note in _parameters_of(scene)
+    )
+
+
+_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Lion": 1, "Adagrad": 1}
+"""Tensors that an optimizer keeps of each parameter, in its dtype; not of SGD and RMSprop, which keep more with momentum."""
+
+
+def _cost_of_float32(scene: Scene) -> str:
+    """What it costs to train in float32 what is trained in half precision, to follow a clause; empty where that is not known."""
+    half = [note for note in _parameters_of(scene) if note.requires_grad and note.dtype == scene.finding.dtype]
+    elements = sum(prod(note.shape) for note in half)
+    optimizer = next((seen.what.optimizer for seen in scene.trace.observed(Updates)), "")
+    if not elements or optimizer not in _MOMENTS:
+        return ""
+    tensors = 2 + _MOMENTS[optimizer]  # weight and gradient
+    kept = f" and {counted(_MOMENTS[optimizer], 'moment')} of {optimizer}"
+    return f" (costs {memory(2 * tensors * elements)} more for {counted(elements, 'trained weight')}: weight, gradient{kept} take 4 bytes each, not 2)"
+
+
+def _optimizer_of(scene: Scene) -> tuple[str, str]:
+    """What the program calls the model in ``AdamW(model.parameters())``, and where; a general name where that cannot be seen."""
+    optimizer = next((seen.what.optimizer for seen in scene.trace.observed(Updates)), "")
+    source = scene.failing_file()
+    for made in source.every(ast.Call) if source is not None and optimizer else ():
+        if source is None or ast.unparse(made.func).rpartition(".")[2] != optimizer:
+            continue
+        for node in ast.walk(made):
+            if isinstance(node, ast.Attribute) and node.attr in ("parameters", "named_parameters"):
+                where = f"{scene.shown(source.path)}:{made.lineno}"
+                return ast.unparse(node.value), f"Before {optimizer} is made ({where}),"
+    return "model", "Before the optimizer is made,"
+
+
+def _all_alike(scene: Scene) -> str:
+    """The modules whose parameters are like that of the finding, ``all 7 modules of class Norm``; empty where there is one only."""
+    cls = class_of(scene.trace, scene.finding.fqn) if scene.finding.fqn else ""
+    notes = [note for note in scene.trace.all(ParameterNote) if note.owner == cls and not note.buffer]
+    modules = {(note.root, note.name.rpartition(".")[0]) for note in notes if note.dtype == scene.finding.dtype}
+    return f"all {len(modules)} modules of class {cls}" if len(modules) > 1 else ""
+
+
+_HOW_TO_FIX = re.compile(
+    r"^## How to fix it\n+(?:\d+\.|-)\s+(.+?)(?=\n(?:\d+\.|-)\s|\n\n|\Z)", re.MULTILINE | re.DOTALL
+)
+
+
+def _first_way(finding: Finding) -> str:
+    """The first way of fixing that the finding's page names; what shows the page where it names none."""
+    try:
+        found = _HOW_TO_FIX.search(page(finding.id))
+    except DoctorError:
+        found = None
+    if found is None:
+        return f"`dtypedoctor explain {finding.id}` lists what to change."
+    without_links = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", found[1])
+    plain = re.sub(r"(?<![\w*])\*{1,2}(\S[^*]*)\*{1,2}(?![\w*])", r"\1", without_links)  # emphasis, and no product
+    return " ".join(plain.replace("`", "").split())
 
 
 def edits_for(scene: Scene, makers: Sequence[str]) -> Iterator[tuple[tuple[Edit, ...], str]]:
@@ -208,3 +420,113 @@ MAKERS: dict[str, Maker] = {
     "compiled-for-any-size": value_edits.compiled_for_any_size,
     "counter-in-tensor": value_edits.counter_in_tensor,
 }
+
+
+_CASTS = {"half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float64"}
+_SHARING = frozenset(
+    {"detach", "cpu", "cuda", "to", "view", "reshape", "contiguous", "flatten", "squeeze", "unsqueeze", "t", "requires_grad_"}
+)  # fmt: skip
+"""Methods that may return a tensor of the same storage."""
+_KEEPING = frozenset(
+    {"append", "extend", "insert", "add", "setattr", "setdefault", "update", "register_buffer", "register_parameter", "Parameter", "Buffer",
+     "ParameterList", "ParameterDict", "list", "tuple", "dict", "OrderedDict", "defaultdict"}
+)  # fmt: skip
+"""Functions that keep what they get; others are taken to read it."""
+_CALLS_OF_WEIGHTS = frozenset({"detach", "data", "grad", "weight", "bias"})
+"""Attributes by which a program reads a weight to keep it."""
+_LISTS_WEIGHTS = re.compile(r"\.(named_)?(parameters|buffers)\(|state_dict\(")
+_DTYPE = re.compile(r"\b(bfloat16|float16|float32|float64|half|float|double)\b")
+
+
+def still_copying(source: Source, changes: Sequence[Change], of_weights: Collection[str]) -> list[Change]:
+    """``.clone()`` behind each cast of weights in the file whose copy is kept, and which may copy nothing more after the changes.
+
+    Args:
+        source: the file.
+        changes: what is changed in it.
+        of_weights: the dtypes that weights get, here or in another file: a cast of them to one of these stops copying.
+    """
+    parents = {child: node for node in ast.walk(source.tree) for child in ast.iter_child_nodes(node)}
+    listed = _listed(source)
+    ends = []
+    for call in source.every(ast.Call):
+        weight = _cast_by(call)
+        if weight is None or not _is_kept(call, parents):
+            continue
+        # a cast whose dtype is a variable may get any
+        named = _dtype_of(call)
+        touched = any(source.start(call) <= start and end <= source.end(call) for start, end, _ in changes)
+        if (touched or not named or named in of_weights) and _is_weight(weight, listed):
+            ends.append(source.end(call))
+    return [(end, end, b".clone()") for end in ends]
+
+
+def dtypes_in(changes: Sequence[Change]) -> set[str]:
+    """The dtypes that changes write."""
+    named = {name for _, _, text in changes for name in _DTYPE.findall(text.decode())}
+    return {_CASTS.get(name, name) for name in named}
+
+
+def _listed(source: Source) -> set[str]:
+    """The variables of loops over the parameters of a model, or over its state."""
+    loops = (node for node in ast.walk(source.tree) if isinstance(node, ast.For | ast.comprehension))
+    targets = [loop.target for loop in loops if _LISTS_WEIGHTS.search(ast.unparse(loop.iter))]
+    return {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+
+
+def _cast_by(call: ast.Call) -> ast.expr | None:
+    """What a call casts; None where it casts nothing, or copies in any case."""
+    function, arguments = call.func, _arguments(call)
+    if not isinstance(function, ast.Attribute) or "copy=" in arguments:
+        return None
+    if ast.unparse(function) in ("torch.as_tensor", "torch.asarray"):
+        return call.args[0] if call.args else None
+    if function.attr in ("to", "type"):
+        return function.value if "dtype" in arguments or _DTYPE.search(arguments) else None
+    return function.value if function.attr in _CASTS and not arguments else None
+
+
+def _arguments(call: ast.Call) -> str:
+    return ", ".join(map(ast.unparse, (*call.args, *call.keywords)))
+
+
+def _dtype_of(call: ast.Call) -> str:
+    """The dtype that a cast names itself; empty where it does not."""
+    method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    named = [_CASTS.get(name, name) for name in _DTYPE.findall(_arguments(call))]
+    return _CASTS.get(method) or next(iter(named), "")
+
+
+def _is_weight(node: ast.expr, listed: Collection[str]) -> bool:
+    """Whether what is cast is a weight: ``p.detach()``, ``layer.weight``, or a variable that goes over parameters."""
+    chain = list(_chain(node))
+    root = chain[-1]
+    return any(isinstance(part, ast.Attribute) and part.attr in _CALLS_OF_WEIGHTS for part in chain) or (
+        isinstance(root, ast.Name) and root.id in listed
+    )
+
+
+def _is_kept(node: ast.expr, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether the value of an expression may be kept or written in place, and is not only computed with."""
+    parent = parents.get(node)
+    if isinstance(parent, ast.keyword):
+        parent = parents[parent]
+    if isinstance(parent, ast.Attribute):
+        call = parents.get(parent)
+        in_place = parent.attr.endswith("_") and not parent.attr.endswith("__")
+        return in_place or (parent.attr in _SHARING and isinstance(call, ast.Call) and _is_kept(call, parents))
+    if isinstance(parent, ast.Call):
+        return ast.unparse(parent.func).rpartition(".")[2] in _KEEPING
+    if isinstance(parent, ast.Assign):  # ``p.data = p.data.half()``: what shares its storage is gone
+        return ast.unparse(parent.targets[0]) not in map(ast.unparse, _chain(node)) or isinstance(
+            parent.targets[0], ast.Name
+        )
+    return not isinstance(parent, ast.BinOp | ast.UnaryOp | ast.Compare | ast.Subscript | ast.AugAssign)
+
+
+def _chain(node: ast.expr) -> Iterator[ast.expr]:
+    """``a.b().c``, then ``a.b()``, ``a.b`` and ``a``."""
+    yield node
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+        yield node

@@ -13,8 +13,7 @@ from dtypedoctor.examination.results import RunSummary
 from dtypedoctor.runner.run import Run, SavedRun, led_by, open_run
 from dtypedoctor.trace.events import Header, Metric, Resources
 from dtypedoctor.trace.ranks import BEFORE, node_directories, rank_directories
-from dtypedoctor.trace.records.execution import LogFilter
-from dtypedoctor.trace.records.models import ProcessGroup
+from dtypedoctor.trace.records.execution import LogFilter, ProcessGroup
 
 
 def led_by_origin(run: Run) -> Run:

@@ -39,7 +39,7 @@ from dtypedoctor.instrument.places import Looks, Place
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.ranks import Succession
-from dtypedoctor.trace.records.models import CollectiveCall, ProcessGroup
+from dtypedoctor.trace.records.execution import CollectiveCall, ProcessGroup
 
 
 def root_of(name: str, args: tuple[Any, ...], group: int) -> int | None:

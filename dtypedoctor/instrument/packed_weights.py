@@ -13,7 +13,7 @@ from dtypedoctor.instrument.module_tree import modules_in
 from dtypedoctor.instrument.naming import Names, dtype_name, short_name
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
-from dtypedoctor.trace.records.models import PackedBits, PackedWeight
+from dtypedoctor.trace.records.execution import PackedBits, PackedWeight
 
 MAX_CHECKS = 400
 """Comparisons in one window."""

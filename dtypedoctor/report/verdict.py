@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields
 from dtypedoctor.analysis import How, analysis_of, ended_at, ending_of
 from dtypedoctor.diagnosis.distributed import not_recorded, size_of
 from dtypedoctor.diagnosis.incidents import GRADIENTS, looks_like_a_mask
+from dtypedoctor.diagnosis.nonfinite_origin import doubt_in_words
 from dtypedoctor.diagnosis.ops import all_finite, asked_for, makes_nan, nonfinite
 from dtypedoctor.diagnosis.rule import Finding, Severity
-from dtypedoctor.diagnosis.unsettled import doubt_in_words
 from dtypedoctor.diagnosis.wording import ENOUGH, indexed
 from dtypedoctor.examination.capsules import is_replay
 from dtypedoctor.examination.processes import ranks_of

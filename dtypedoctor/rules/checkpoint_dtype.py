@@ -8,7 +8,7 @@ from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, Finding, FindingSpec, R
 from dtypedoctor.diagnosis.wording import limit_of, listed, number
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.models import (
+from dtypedoctor.trace.records.execution import (
     MomentsStoredInHalf,
     OptimizerStateCast,
     Pretrained,

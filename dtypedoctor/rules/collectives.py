@@ -10,7 +10,7 @@ from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH, Finding, FindingSpec, Rul
 from dtypedoctor.diagnosis.wording import dtype_named, how_the_run_ended, raising_line, rejection_in
 from dtypedoctor.rules import Statement, make_finding, make_finding_of
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.models import CollectiveCall
+from dtypedoctor.trace.records.execution import CollectiveCall
 
 SPEC = FindingSpec(
     id="collective-dtype-mismatch",

@@ -17,8 +17,7 @@ from dtypedoctor.cli.main import with_verb
 from dtypedoctor.diagnosis.registry import finding_ids
 from dtypedoctor.examination.fixes import remedies
 from dtypedoctor.lab.scenarios.loading import available
-from dtypedoctor.report.files import read_report
-from dtypedoctor.report.matrix import render_matrix_json, row_of
+from dtypedoctor.report.files import read_report, render_matrix_json, row_of
 
 PARSER = typer.main.get_command(with_verb(""))
 COMMANDS = documented_commands()

@@ -18,7 +18,7 @@ from dtypedoctor.instrument.statistics import local_part, measurable
 from dtypedoctor.trace.events import NotWatched, Op
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.reader import read_trace
-from dtypedoctor.trace.records.models import CollectiveCall
+from dtypedoctor.trace.records.execution import CollectiveCall
 from dtypedoctor.trace.writer import TraceWriter
 
 

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.unsettled import is_unsettled
+from dtypedoctor.diagnosis.nonfinite_origin import is_unsettled
 from dtypedoctor.instrument import repeated_call, session
 from dtypedoctor.instrument.in_place import OF_ALL_CAPSULES, _Waiting
 from dtypedoctor.instrument.instruments import Instruments

@@ -4,7 +4,7 @@ from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.distributed import Rank
 from dtypedoctor.trace.events import Observed, Raised
-from dtypedoctor.trace.records.models import CollectiveCall
+from dtypedoctor.trace.records.execution import CollectiveCall
 
 FOUND = "Invalid usage of tensors with different dtypesFound torch.float32 and  torch.float16"
 

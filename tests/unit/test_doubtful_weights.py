@@ -3,7 +3,7 @@
 import pytest
 from traces import TraceBuilder
 
-from dtypedoctor.diagnosis.unsettled import doubtful_weights, is_unsettled
+from dtypedoctor.diagnosis.nonfinite_origin import doubtful_weights, is_unsettled
 from dtypedoctor.trace.events import Observation, ParameterNote, Sample, Site
 from dtypedoctor.trace.model import Trace
 

@@ -15,7 +15,7 @@ from dtypedoctor.lab.cli import many
 from dtypedoctor.lab.runner.executors import Where
 from dtypedoctor.lab.scenarios.loading import load_scenario
 from dtypedoctor.lab.scenarios.model import Scenario
-from dtypedoctor.report.matrix import (
+from dtypedoctor.report.files import (
     MatrixRow,
     in_one_line,
     matrix_document,

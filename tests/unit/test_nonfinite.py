@@ -17,8 +17,8 @@ from traces import TraceBuilder, tensor
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.incidents import incidents
+from dtypedoctor.diagnosis.nonfinite_origin import is_unsettled
 from dtypedoctor.diagnosis.rule import Confidence, Finding
-from dtypedoctor.diagnosis.unsettled import is_unsettled
 from dtypedoctor.trace.events import Raised, Replay
 
 

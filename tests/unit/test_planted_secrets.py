@@ -27,9 +27,8 @@ from dtypedoctor.redaction.redact import (
 )
 from dtypedoctor.redaction.secrets import Literals, names_a_secret, without_secrets
 from dtypedoctor.report.document import Document
-from dtypedoctor.report.files import report_of
+from dtypedoctor.report.files import matrix_document, report_of, row_of
 from dtypedoctor.report.formats import FORMATS, format_named
-from dtypedoctor.report.matrix import matrix_document, row_of
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.surveys import environment_document
 from dtypedoctor.report.to_terminal import print_document

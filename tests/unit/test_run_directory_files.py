@@ -31,7 +31,7 @@ ELSEWHERE = {
     "lab/cli/scenario_files.py": {"Path(folder, 'version.py').read_text"},  # of torch
     "redaction/redact.py": {"os.open"},  # a new file that only the user may read
     "redaction/secrets.py": {"_TABLE.read_bytes", "open"},  # of this package; what the environment names
-    "report/library_patch.py": {"file.read_text", "files('dtypedoctor.lab.corrections.libraries').joinpath(correction.test).read_text"},
+    "report/fixes.py": {"file.read_text", "files('dtypedoctor.lab.corrections.libraries').joinpath(correction.test).read_text"},
     "report/to_html.py": {"resources.files('dtypedoctor.report').joinpath('assets', name).read_text"},
     "report/to_json.py": {"resources.files('dtypedoctor.report').joinpath('schema.json').read_text"},
     "runner/directories.py": {"Path(f'/proc/{os.getppid()}/stat').read_text", "Path('/proc/stat').read_text"},

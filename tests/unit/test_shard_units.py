@@ -6,7 +6,7 @@ import pytest
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.rule import Finding
-from dtypedoctor.rules.mismatch.explained_by_torch import mixed_shard_units
+from dtypedoctor.rules.mismatch.operands import mixed_shard_units
 from dtypedoctor.trace.events import Observation, Raised
 
 MIXED = {"bfloat16": ["0.weight", "0.bias"], "float32": ["1.weight"]}

@@ -22,8 +22,8 @@ from silent_examples import (
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.nonfinite_origin import is_unsettled
 from dtypedoctor.diagnosis.rule import Finding, Severity
-from dtypedoctor.diagnosis.unsettled import is_unsettled
 from dtypedoctor.diagnosis.wording import percent
 from dtypedoctor.report.verdict import _done
 from dtypedoctor.trace.events import Correction, Metric, Observed, ParameterNote, ScalerState

@@ -5,7 +5,7 @@ from dataclasses import replace
 from traces import TraceBuilder, tensor
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.unsettled import is_unsettled
+from dtypedoctor.diagnosis.nonfinite_origin import is_unsettled
 from dtypedoctor.trace.events import End, Op, Replay
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.reader import steps_by_call

@@ -28,8 +28,7 @@ from dtypedoctor.trace.events import (
     TensorNote,
 )
 from dtypedoctor.trace.lines import CURSOR, EVENTS, open_lines
-from dtypedoctor.trace.records.execution import CustomFunction
-from dtypedoctor.trace.records.models import ModelConfig
+from dtypedoctor.trace.records.execution import CustomFunction, ModelConfig
 from dtypedoctor.trace.records.silent import RouterChoice
 from dtypedoctor.trace.writer import TraceWriter
 

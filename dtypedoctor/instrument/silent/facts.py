@@ -15,7 +15,7 @@ from dtypedoctor.instrument.naming import dtype_name, quantization_of, short_nam
 from dtypedoctor.instrument.packed_weights import packed_attributes
 from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.trace.events import ParameterNote
-from dtypedoctor.trace.records.models import ModelConfig, ShardCall, ShardUnit
+from dtypedoctor.trace.records.execution import ModelConfig, ShardCall, ShardUnit
 
 if TYPE_CHECKING:
     from dtypedoctor.instrument.silent.checks import Checks

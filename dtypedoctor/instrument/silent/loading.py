@@ -23,7 +23,7 @@ from dtypedoctor.instrument.module_tree import ByModule, named_tensors, owner_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.statistics import measurable
-from dtypedoctor.trace.records.models import Pretrained, RoundedAndTrained, StateLoaded
+from dtypedoctor.trace.records.execution import Pretrained, RoundedAndTrained, StateLoaded
 from dtypedoctor.unpatched import from_json, unseen_by_warnings
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.statistics import HALF, measurable
-from dtypedoctor.trace.records.models import MomentsStoredInHalf, OptimizerStateCast
+from dtypedoctor.trace.records.execution import MomentsStoredInHalf, OptimizerStateCast
 from dtypedoctor.unpatched import unseen_by_warnings
 
 if TYPE_CHECKING:

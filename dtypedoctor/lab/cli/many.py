@@ -23,14 +23,15 @@ from dtypedoctor.lab.scenarios.model import Scenario
 from dtypedoctor.lab.trials.treatment import Plan
 from dtypedoctor.redaction.redact import redact, without_process_secrets
 from dtypedoctor.report.build import REPORT_JSON
-from dtypedoctor.report.files import MATRIX_JSON, read_report
-from dtypedoctor.report.matrix import (
+from dtypedoctor.report.files import (
+    MATRIX_JSON,
     MatrixRow,
     in_one_line,
     matrix_exit,
     not_run_report,
     not_run_row,
     read_matrix_json,
+    read_report,
     refused_report,
     refused_row,
     render_matrix_json,

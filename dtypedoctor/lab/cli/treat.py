@@ -48,7 +48,7 @@ def treat(
 
     target = program_of(script, arguments or [], module=module, text=text)
     from dtypedoctor.plugins import Correction, known, registered
-    from dtypedoctor.report.library_patch import check
+    from dtypedoctor.report.fixes import check
 
     wanted: list[Correction] = []
     for name in corrections:

@@ -155,8 +155,6 @@ CORRECTIONS = (
     ),
 )
 
-_MODEL = "builtin:custom-moe"
-
 ENTRY_POINTS: Mapping[str, tuple[str, ...]] = {
     "dtypedoctor.models": (f"{_HERE}:MODELS",),
     "dtypedoctor.corrections": (f"{_HERE}:CORRECTIONS",),

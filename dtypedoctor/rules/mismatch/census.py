@@ -14,7 +14,7 @@ from dtypedoctor.diagnosis.wording import shown_line
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import ParameterNote, Site
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.models import ModelConfig
+from dtypedoctor.trace.records.execution import ModelConfig
 
 ADAPTER_LEVELS = 3
 """Levels above a low-rank weight at which the frozen weight that it adapts may sit (peft: two)."""

@@ -11,7 +11,7 @@ from dtypedoctor.diagnosis.rule import Link
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.rules.mismatch.census import Census, owner_of
 from dtypedoctor.trace.events import Flow, Op, TensorNote
-from dtypedoctor.trace.records.models import ShardUnit
+from dtypedoctor.trace.records.execution import ShardUnit
 
 
 class Reason(StrEnum):

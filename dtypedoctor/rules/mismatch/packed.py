@@ -24,7 +24,7 @@ from dtypedoctor.rules.mismatch.dtype_origin import (
 )
 from dtypedoctor.trace.events import Op
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.models import ComparedOperand, PackedBits, PackedWeight
+from dtypedoctor.trace.records.execution import ComparedOperand, PackedBits, PackedWeight
 
 MAX_BACK = 8
 """Views and casts between a product and the memory that it reads."""

@@ -20,18 +20,16 @@ from dtypedoctor.diagnosis.wording import (
 from dtypedoctor.dtypes import HALF, WHOLE
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.case import Case, Verdict, case_of, finding
-from dtypedoctor.rules.mismatch.explained_by_torch import (
-    context_without_region,
-    mixed_shard_units,
-    recomputed_outside_of_the_region,
-    recomputed_with_other_dtypes,
-)
 from dtypedoctor.rules.mismatch.operands import (
     NO_COMPLEX,
     attention_operands,
     by_origin,
     cache_of_another_dtype,
+    context_without_region,
     merged_features,
+    mixed_shard_units,
+    recomputed_outside_of_the_region,
+    recomputed_with_other_dtypes,
     without_implementation,
 )
 from dtypedoctor.rules.mismatch.packed import (

@@ -25,16 +25,14 @@ from dtypedoctor.rules.nonfinite.overflow import (
 from dtypedoctor.rules.nonfinite.undefined import (
     BEYOND_FLOAT32,
     growth_before,
-    judge_domain,
-    judge_optimizer_step,
-    judge_rounded,
-    judge_unexamined,
-)
-from dtypedoctor.rules.nonfinite.unrecorded import (
     judge_by_module,
     judge_compiled,
     judge_constant,
+    judge_domain,
     judge_given,
+    judge_optimizer_step,
+    judge_rounded,
+    judge_unexamined,
     judge_written,
     of_what_is_written,
 )

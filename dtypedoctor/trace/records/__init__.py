@@ -1,7 +1,7 @@
 """The codec between records and the lines of a trace, and every kind of observation that specialised instruments make.
 
 :func:`decode` makes a record of decoded JSON and rejects values of a type that the record does not have. What instruments observe is
-a frozen dataclass of ``execution``, ``models`` or ``silent``, which names its kind on disk in ``KIND``; a field whose name is a
+a frozen dataclass of ``execution`` or ``silent``, which names its kind on disk in ``KIND``; a field whose name is a
 keyword of Python ends in ``_``, which is left out on disk. Instruments make these and detectors read them, so nothing here knows
 either side. A record of a kind that is not listed here, or that lacks a field, stays a raw :class:`~dtypedoctor.trace.events.Observation`.
 """
@@ -16,7 +16,7 @@ from typing import Any, Union, cast, get_args, get_origin
 
 from dtypedoctor.plugins import Check, registered
 from dtypedoctor.trace.events import Observation, Observed
-from dtypedoctor.trace.records import execution, models, silent
+from dtypedoctor.trace.records import execution, silent
 
 LARGEST = 2**63
 """No count, number or size in a trace reaches this."""
@@ -133,10 +133,7 @@ _PLAIN: dict[Any, _Check] = {
 
 
 RECORDS: dict[str, type[Any]] = {
-    record.KIND: record
-    for module in (execution, models, silent)
-    for record in vars(module).values()
-    if hasattr(record, "KIND")
+    record.KIND: record for module in (execution, silent) for record in vars(module).values() if hasattr(record, "KIND")
 }
 """Every record by its kind. A class with a ``KIND`` in one of these modules is one."""
 
