@@ -59,8 +59,10 @@ def _verdict(
     unchecked = [
         k.kernel for k in kernels if any(reason.startswith(("direction: ", "eager: ")) for reason in k.not_tried)
     ]
-    but = f"; the gradients of {', '.join(unchecked)} could not be checked" if unchecked else ""
-    return "HEALTHY", f"{counted(len(kernels), 'kernel')} tried, and none failed a trial{but}."
+    tried = f"{counted(len(kernels), 'kernel')} tried, and none failed a trial"
+    if unchecked:
+        return "UNKNOWN", f"{tried}, but the gradients of {', '.join(unchecked)} could not be checked."
+    return "HEALTHY", f"{tried}."
 
 
 def _sections(kernels: Sequence[KernelTried], faulty: Sequence[KernelTried]) -> list[Section]:
