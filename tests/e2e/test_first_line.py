@@ -23,6 +23,7 @@ HEAVY = (
 )
 """What takes a tenth of a second and more; each is needed by some verb. (typer imports pydantic itself.)"""
 COMMANDS = {
+    "audit": ["train.py"],
     "run": ["gemma4_grpo_fp16"],
     "bisect": ["gemma4_grpo_fp16"],
     "exec": ["train.py"],
