@@ -20,7 +20,7 @@ from dtypedoctor.diagnosis.wording import OF_NO_TENSOR, is_own_statement, own_li
 from dtypedoctor.dtypes import DTYPES, parts_of
 from dtypedoctor.trace.events import Caught, Observed, Op, Raised, Sample, ScalerState, Site
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.execution import NonfiniteReached
+from dtypedoctor.trace.records.execution import NonfiniteReached, TestPassed
 
 ENDS = {
     "item": "is read as a number",
@@ -66,8 +66,25 @@ def reached(trace: Trace) -> Iterator[Reached]:
         # The program tests for it: that it leaves torch, or is still there at the end, is meant then, or the training goes on from finite losses
         end = seen.what.what
         is_meant = seen.what.id in tested if end in _AFTER_A_TEST else end == "guard" and trained > seen.n
+        maker = behind(graph, seen)
+        is_meant = is_meant or (maker is not None and is_expected(trace, maker.n))
         if end in ENDS and not is_meant and _is_failure(graph, seen, skipped):
             yield Reached(seen)
+
+
+def is_expected(trace: Trace, n: int) -> bool:
+    """Whether record ``n`` was written in a test that expects inf or NaN, or an exception, and passes."""
+    return any(since < n < end for since, end in trace.once(_expected))
+
+
+def _expected(trace: Trace) -> tuple[tuple[int, int], ...]:
+    """The first and last records of tests, and parts of tests, that expect what is not finite or have asserted it."""
+    accepted = [seen.n for seen in trace.observed(NonfiniteReached) if seen.what.what == "asserted"]
+    return tuple(
+        (part.what.since, part.n)
+        for part in trace.observed(TestPassed)
+        if part.what.expects or any(part.what.since < n < part.n for n in accepted)
+    )
 
 
 def _failed_assertions(trace: Trace) -> set[str | None]:
@@ -89,9 +106,15 @@ def _is_failure(graph: OpGraph, seen: Observed[NonfiniteReached], skipped: Colle
     if last is None:
         return is_read and seen.what.value == "nan"
 
-    # A program that tests for 0/0, or computes with it no more, and goes on to its end has meant it, where nothing in half precision has led there
+    # A program that tests for 0/0, or computes with it no more, and goes on to its end has meant it, where half precision has not led there
     is_idle = end in ("guard", "unused") and graph.trace.last(Raised) is None
-    if is_idle and not _saw_half(graph, last):
+    if is_idle and (not _saw_half(graph, last) or _is_undefined(graph, last)):
+        return False
+    if (
+        end in _AFTER_A_TEST
+        and _is_undefined(graph, last)
+        and (_was_asked(graph.trace, seen) or _is_of_nothing(graph, last))
+    ):
         return False
 
     found = ancestry(graph, last)
@@ -103,6 +126,28 @@ def _is_failure(graph: OpGraph, seen: Observed[NonfiniteReached], skipped: Colle
         if seen.what.value != "nan":
             return False
     return end == "item" or end in LEAVING or not _is_replaced(graph, last)
+
+
+def _is_undefined(graph: OpGraph, last: Op) -> bool:
+    """Whether nothing behind ``last`` has a finite result in float32: 0/0 says that there is no value, and says it in any dtype."""
+    makers = _makers(graph, last)
+    return bool(makers) and not any(map(graph.is_finite_in_float32, makers))
+
+
+def _is_of_nothing(graph: OpGraph, last: Op) -> bool:
+    """Whether the NaN behind ``last`` are means of tensors without elements, which computes nothing that could be wrong."""
+    return all(op.inputs and all(0 in tensor.shape for tensor in op.inputs) for op in _makers(graph, last))
+
+
+def _makers(graph: OpGraph, last: Op) -> list[Op]:
+    found = ancestry(graph, last)
+    return [*found.computed, *found.nan_makers]
+
+
+def _was_asked(trace: Trace, seen: Observed[NonfiniteReached]) -> bool:
+    """Whether an operator has asked before which elements are finite."""
+    asked = (other for other in trace.observed(NonfiniteReached) if other.what.what == "asked" and other.n < seen.n)
+    return any(other.what.id == seen.what.id for other in asked)
 
 
 def _saw_half(graph: OpGraph, last: Op) -> bool:
@@ -241,7 +286,8 @@ def _incidents(trace: Trace) -> tuple[Incident, ...]:
     refused = _refused(trace)
     measured = _Consequences(trace, bad, refused).that_matter() if bad else ()
     outside = (Incident(reached=value) for value in reached(trace))
-    found = tuple(sorted([*measured, *outside], key=lambda incident: incident.n))
+    everything = (incident for incident in (*measured, *outside) if not is_expected(trace, incident.n))
+    found = tuple(sorted(everything, key=lambda incident: incident.n))
     if not found and refused is not None and _is_of_a_value(refused):
         return (Incident(raised=refused),)
     return found

@@ -91,6 +91,13 @@ class OpGraph:
         """The first replay of ``op`` in one of the given ways."""
         return next((r for way in ways if (r := self._replays.get((op.n, way))) is not None), None)
 
+    def is_finite_in_float32(self, op: Op) -> bool:
+        """Whether ``op`` has a finite result in a wider dtype, or could have one as far as is known, on its own operands or on those of the program in float32."""
+        again, program = self.replay(op, "float32", "float64"), self.replay(op, "float32-program")
+        if again is None or again.note or again.finite:
+            return True
+        return program is not None and (program.finite or bool(program.note))
+
     def failed(self) -> Op | None:
         """The op that raised, if the window ended with one."""
         return next((op for op in reversed(self.ops) if op.error is not None), None)

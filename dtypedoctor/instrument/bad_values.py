@@ -36,6 +36,8 @@ from dtypedoctor.unpatched import to_json
 
 ASSERTED, TESTED, OTHER = "asserted", "guard", "item"
 """A number that an assertion has accepted; one that is asked whether it is finite; any other."""
+ASKED = "asked"
+"""A tensor that an operator asks which of its elements are finite, and whose answers Python does not read."""
 _RETURNED = "returned"
 _ASKING = frozenset({"isfinite", "isinf", "isnan", "isneginf", "isposinf"})
 _INFINITY = re.compile(r"\b(neg)?inf(inity|ty)?\b", re.IGNORECASE)
@@ -60,15 +62,28 @@ def _use(code: CodeType, instruction: int) -> str:
     if tree is None or not span:
         return OTHER
     around = list(_around(tree, (span[0], span[1], span[2], span[3])))
-    statement = next((node for node in around if isinstance(node, ast.stmt)), None)
-    if isinstance(statement, ast.Return) and _tested_as(around) == OTHER:
-        return _RETURNED
-    if not isinstance(statement, ast.Assign) or not isinstance(name := statement.targets[0], ast.Name):
-        return _tested_as(around)
+    name = _name_bound_to(around)
+    if name is None:
+        use = _tested_as(around)
+        statement = next((node for node in around if isinstance(node, ast.stmt)), None)
+        return _RETURNED if isinstance(statement, ast.Return) and use == OTHER else use
     scope = next((node for node in around if isinstance(node, ast.FunctionDef)), tree)
-    names = [node for node in ast.walk(scope) if isinstance(node, ast.Name) and node.id == name.id]
+    names = [node for node in ast.walk(scope) if isinstance(node, ast.Name) and node.id == name]
     uses = {_tested_as(_around(tree, _span(node))) for node in names if isinstance(node.ctx, ast.Load)}
-    return OTHER if OTHER in uses else min(uses, default=OTHER)
+    # A number that is asked whether it is finite is meant to be so or not, whatever else it is used for
+    return TESTED if TESTED in uses else OTHER if OTHER in uses else min(uses, default=OTHER)
+
+
+def _name_bound_to(around: Sequence[ast.AST]) -> str | None:
+    """The name that the innermost of nodes gets: that of an assignment, or of a loop over what it gives; None where it gets none."""
+    for node in around:
+        loops = getattr(node, "generators", [node] if isinstance(node, ast.For) else [])
+        target = next((loop.target for loop in loops if loop.iter in around), None)
+        if isinstance(node, ast.Assign):
+            target = node.targets[0]
+        if isinstance(target, ast.Name):
+            return target.id
+    return None
 
 
 @lru_cache(maxsize=8)
@@ -134,6 +149,7 @@ FIRST_ID = 1 << 40
 
 _COPIES = frozenset({"aten._to_copy.default", "aten.clone.default"})
 _ASKS_FOR_INF = frozenset({"aten.isinf.default", "aten.isposinf.default", "aten.isneginf.default"})
+_ASKS = _ASKS_FOR_INF | {"aten.isnan.default"}
 
 
 class Ends(NamedTuple):
@@ -237,7 +253,7 @@ class BadValues:
         kept: called with an operator that has made something that is not finite of finite operands, which are small.
 
     Observations of kind ``nonfinite-reached``: ``what`` (``item``: a number in Python; ``asserted``: one that an assertion has accepted; ``guard``: a test of it in Python;
-    ``numbers``: a list or an array of numpy; ``saved``: a file or another process; ``loss``: a backward pass begins there; ``gradient``; ``call``: an argument of a module; ``alive``: there at the end of the program and
+    ``numbers``: a list or an array of numpy; ``asked``: an operator has asked which elements are finite; ``saved``: a file or another process; ``loss``: a backward pass begins there; ``gradient``; ``call``: an argument of a module; ``alive``: there at the end of the program and
     never used; ``unused``: gone before that, and never used), ``id`` of the tensor in the ops (0 where it is not known), ``value`` (``nan``, ``inf``
     or ``-inf``), ``source``, and for a loss or a gradient the number of its ``sample``.
     """
@@ -320,9 +336,10 @@ class BadValues:
     def reached(self, what: str, bad: Bad | None, source: str | None = None, *, value: str | None = None,
                 sample: int | None = None) -> None:  # fmt: skip
         """Something that is not finite has got somewhere; recorded a few times for each place."""
-        key = (what, source, bad.id if bad is not None and what in ("alive", "unused") else 0)
+        key = (what, source, bad.id if bad is not None and what in ("alive", "unused", ASKED) else 0)
         self._seen[key] += 1
-        if self._seen[key] > EACH and what not in ("loss", "gradient"):
+        most = MAX_RECORDS if what == ASSERTED else EACH  # each of many tests may assert it at one line
+        if self._seen[key] > most and what not in ("loss", "gradient"):
             return
         found = NonfiniteReached(
             what=what,
@@ -429,6 +446,9 @@ class BadValues:
         """Truth values were computed: of NaN, whatever was asked, and of infinities, where it was asked for them."""
         if about is None:
             return
+        first, *others = map(address_of, ran.operands)
+        if str(ran.func) in _ASKS or first in others:  # isfinite compares a number with itself
+            self.reached(ASKED, about, ran.source)
         # isfinite compares a magnitude with inf
         if str(ran.func) in _ASKS_FOR_INF or any(text.lstrip("-") == "inf" for text in scalars(ran.arguments)):
             about.used = True
@@ -515,7 +535,7 @@ class BadValues:
     def _replay(self, ran: Ran, n: int) -> None:
         if not ran.exact or torch.Tag.nondeterministic_seeded in ran.func.tags or ran.func.namespace != "aten":
             return
-        if 0 < sum(t.numel() for t in ran.operands) <= REPLAYED:
+        if ran.operands and sum(t.numel() for t in ran.operands) <= REPLAYED:
             replay_wider(self._session.writer, n, ran.func, *ran.arguments)
             if not any(text.lstrip("-") == "inf" for text in scalars(ran.arguments)):  # it was not asked for
                 self.kept(ran)

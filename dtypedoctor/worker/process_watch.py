@@ -1,13 +1,12 @@
 """The instruments around a process that is not the doctor's: a user's script, or a program that has asked to be watched."""
 
-import functools
 import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from math import isfinite
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +21,13 @@ from dtypedoctor.instrument.phases import ScalerStep
 from dtypedoctor.instrument.readable import values_of
 from dtypedoctor.instrument.session import FOR_GOOD
 from dtypedoctor.trace.events import END_OF_PROGRAM, Environment, Metric, NotWatched
-from dtypedoctor.trace.records.execution import LogFilter, OptimizerSteps
+from dtypedoctor.trace.records.execution import LogFilter, OptimizerSteps, TestPassed
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import at_fork, getpid, perf_counter
 from dtypedoctor.worker.environment import StepDigest, describe_environment, peak_resident, resident
 from dtypedoctor.worker.on_import import after_import
 from dtypedoctor.worker.recording import Totals, hide_own_frames, own_kernels
+from dtypedoctor.worker.test_runners import TestRunners
 
 GENERATION = "transformers.generation.utils"
 """Holds ``generate``, which calls the first module from inside."""
@@ -106,7 +106,7 @@ class ProcessWatch:
             after_import(COMPILER, self._keep_compiler_out),
             *instruments.checks.follow_imports(after_import),
             after_import(GENERATION, instruments.phases.follow_generate),
-            follow_test_runners(self._note_test),
+            TestRunners(self._writer.next_n, self._note_test, self._note_passed).follow(),
             follow_threads(self._note_thread_ends),
         ]
         at_fork(after_in_child=self._be_quiet)
@@ -172,6 +172,11 @@ class ProcessWatch:
     def _note_test(self, failure: BaseException) -> None:
         if os.getpid() == self._owner:
             self.instruments.guard.shield(self._note_reported, "what failed in a test")(failure)
+
+    def _note_passed(self, since: int, expects: bool) -> None:
+        if os.getpid() == self._owner:
+            passed = TestPassed(since=since, expects=expects)
+            self.instruments.guard.shield(self.instruments.session.emit, "a test that passes")(passed)
 
     def _note_thread_ends(self, error: BaseException) -> None:
         if os.getpid() == self._owner:
@@ -287,21 +292,6 @@ class ProcessWatch:
 Told = Callable[[BaseException], None]
 
 
-def follow_test_runners(tell: Told) -> Callable[[], None]:
-    """Has ``tell`` called with each exception that pytest or unittest takes for a test's failure; returns what ends that."""
-    undo: list[Callable[[], None]] = []
-    waiting = [
-        after_import("_pytest.runner", lambda: undo.append(_follow_pytest(tell))),
-        after_import("unittest.result", lambda: undo.append(_follow_unittest(tell))),
-    ]
-
-    def stop() -> None:
-        for end in (*waiting, *undo):
-            end()
-
-    return stop
-
-
 def follow_threads(tell: Told) -> Callable[[], None]:
     """Has ``tell`` called with each exception that ends a thread, in that thread; returns what ends that.
 
@@ -350,44 +340,3 @@ def follow_threads(tell: Told) -> Callable[[], None]:
 
 _MAKE, _INVOKE = "_make_invoke_excepthook", "_invoke_excepthook"
 """In ``threading``: what makes the function that a new thread calls when an exception ends it, and the thread's attribute that holds it."""
-
-
-def _follow_pytest(tell: Told) -> Callable[[], None]:
-    from _pytest.runner import CallInfo
-
-    original = CallInfo.__dict__["from_call"]
-
-    @functools.wraps(original.__func__)
-    def from_call(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original.__func__(cls, *args, **kwargs)
-        if result.excinfo is not None:
-            tell(result.excinfo.value)
-        return result
-
-    CallInfo.from_call = classmethod(from_call)  # type: ignore[assignment,method-assign]
-    return lambda: setattr(CallInfo, "from_call", original)
-
-
-def _follow_unittest(tell: Told) -> Callable[[], None]:
-    from unittest.result import TestResult
-
-    originals = {name: getattr(TestResult, name) for name in ("addError", "addFailure", "addSubTest")}
-
-    def following(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def add(self: TestResult, *args: Any) -> None:
-            error = args[-1][1] if args and args[-1] is not None else None  # None of a part of a test that passes
-            if error is not None:
-                tell(error)
-            original(self, *args)
-
-        return add
-
-    for name, original in originals.items():
-        setattr(TestResult, name, following(original))
-
-    def undo() -> None:
-        for name, original in originals.items():
-            setattr(TestResult, name, original)
-
-    return undo

@@ -88,3 +88,68 @@ def test_only_what_fails_in_a_test_is_told_where_another_test_expects_an_error(
     done = dtypedoctor("exec", "--out", "run", "test_it.py", cwd=tmp_path)
     assert f"\n{said}" in f"\n{done.out}{done.err}"
     assert done.code == 10
+
+
+EXPECTED = {
+    "doctest": (
+        """
+    >>> square(torch.tensor([300.0]).half())
+    tensor([{inf}], dtype=torch.float16)
+    >>> square(torch.tensor([300.0]).half()).item()
+    {inf}
+    """,
+        ("test_it.py",),
+    ),
+    "pytest": (
+        """
+    def test_is_refused():
+        with pytest.raises(OverflowError):
+            checked(torch.full((3,), 300.0).half())
+
+    def test_is_infinite():
+        out = square(torch.full((3,), 300.0).half())
+        assert out.tolist() == [math.{inf}] * 3
+    """,
+        ("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"),
+    ),
+    "unittest": (
+        """
+    class Squares(unittest.TestCase):
+        def test_is_refused(self):
+            with self.assertRaises(OverflowError):
+                checked(torch.full((3,), 300.0).half())
+
+        def test_is_infinite(self):
+            out = square(torch.full((3,), 300.0).half())
+            self.assertEqual(float(out[0]), math.{inf})
+    """,
+        ("-m", "unittest", "test_it.py"),
+    ),
+}
+SQUARES = """
+import math, sys, unittest
+import pytest, torch
+
+def square(x):
+    return x * x
+
+def checked(x):
+    if not torch.isfinite(square(x)).all():
+        raise OverflowError("not finite")
+"""
+
+
+@pytest.mark.release(all_but=2)
+@pytest.mark.parametrize(("inf", "code"), [("inf", 0), ("pi", 10)])
+@pytest.mark.parametrize("runner", EXPECTED)
+def test_an_infinity_that_a_test_expects_is_none_of_its_failures(
+    runner: str, inf: str, code: int, tmp_path: Path
+) -> None:
+    """In the output of a doctest, in an assertion, or before an exception that is expected; a test that expects another value fails, and is explained."""
+    tests, arguments = EXPECTED[runner]
+    tests = textwrap.dedent(tests.format(inf=inf))
+    ending = f"r'''{tests}'''\nimport doctest\ndoctest.testmod(raise_on_error=True)" if runner == "doctest" else tests
+    (tmp_path / "test_it.py").write_text(f"{SQUARES}\n{'__doc__ = ' if runner == 'doctest' else ''}{ending}\n")
+    done = dtypedoctor("exec", "--out", "run", *arguments, cwd=tmp_path)
+    findings = [finding["id"] for finding in report_of(tmp_path / "run")["findings"]]
+    assert (done.code, findings) == (code, ["float16-overflow"] if code else []), done.out + done.err

@@ -184,6 +184,37 @@ def half_that_is_tested() -> None:
         print("no sum")
 
 
+def means_of_groups_that_may_be_empty() -> Tensor:
+    """One of 3 groups is empty, beside computations in half precision."""
+    values = (torch.rand(4, 4, dtype=torch.bfloat16) @ torch.rand(4, 1, dtype=torch.bfloat16)).float().flatten()
+    group = torch.tensor([0, 0, 2, 2])
+    return torch.stack([values[group == k].mean() for k in range(3)])
+
+
+def empty_groups_that_python_leaves_out() -> None:
+    print(sum(mean for mean in means_of_groups_that_may_be_empty() if not torch.isnan(mean)).item())
+    for mean in means_of_groups_that_may_be_empty():
+        number = mean.item()
+        print(None if math.isnan(number) else number)
+    print([round(number, 3) for number in means_of_groups_that_may_be_empty().tolist() if not math.isnan(number)])
+
+
+def empty_groups_that_numpy_leaves_out() -> None:
+    means = means_of_groups_that_may_be_empty().half().numpy()
+    print(means[~(means != means)].mean())  # noqa: PLR0124  # how NumPy code asks for NaN
+
+
+def empty_groups_that_are_masked_before_they_are_listed() -> None:
+    means = means_of_groups_that_may_be_empty()
+    print(means[~means.isnan()].mean().item(), means.tolist())
+
+
+def a_mean_over_classes_with_an_empty_one() -> None:
+    hits = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+    accuracy = hits.sum(0) / torch.tensor([1.0, 0.0, 1.0])  # makes: div
+    print(accuracy.mean().item())
+
+
 def nothing_divided_by_nothing() -> None:
     a, b = torch.zeros(5), torch.ones(5)
     similarity = (a * b).sum() / (a.norm() * b.norm())
@@ -223,6 +254,9 @@ def as_a_number(value: Tensor) -> float:
 
 HEALTHY: tuple[Callable[[], None], ...] = (
     nothing_divided_by_nothing,
+    empty_groups_that_python_leaves_out,
+    empty_groups_that_numpy_leaves_out,
+    empty_groups_that_are_masked_before_they_are_listed,
     infinities_that_are_asserted,
     alignments_that_cannot_be,
     masked_causally,
@@ -248,4 +282,5 @@ FAULTY: tuple[Callable[[], None], ...] = (
     mapped_over_samples,
     saved_before_it_is_filled,
     handed_to_numpy,
+    a_mean_over_classes_with_an_empty_one,
 )

@@ -7,6 +7,7 @@ Then those that a later operator makes finite again, which no check for inf or N
 from collections.abc import Iterator
 from dataclasses import replace
 
+from dtypedoctor.diagnosis.incidents import is_expected
 from dtypedoctor.diagnosis.nonfinite_origin import PRODUCTS, SOFTMAX, Origin, attention_experiment, loss_scale
 from dtypedoctor.diagnosis.ops import Mask, OpGraph, ancestry, has_inf, mask_before, overload_free
 from dtypedoctor.diagnosis.rule import SILENT, Finding, FindingSpec, Rule, Severity
@@ -326,6 +327,8 @@ def swallowed_overflows(trace: Trace) -> Iterator[Finding]:
     """
     told: set[str | None] = set()
     for seen in trace.observed(Absorbed):
+        if is_expected(trace, seen.n):
+            continue
         what, rescues = seen.what, is_rescue(seen)
         if what.rescued and what.born.rounded:
             if what.relative_error > HARMLESS and what.source not in told:

@@ -12,7 +12,7 @@ class NonfiniteReached:
 
     Attributes:
         what: where it got: ``call``, ``item`` (a number in Python), ``asserted`` (one that an assertion has
-            accepted), ``guard`` (a test for finiteness), ``loss``, ``gradient``, ``numbers`` (out of torch), ``saved`` (into a file or to another process),
+            accepted), ``guard`` (a test for finiteness), ``asked`` (the same by an operator), ``loss``, ``gradient``, ``numbers`` (out of torch), ``saved`` (into a file or to another process),
             ``alive`` (to the end of the program), ``unused`` (nowhere).
         id: of the tensor, as in :class:`~dtypedoctor.trace.events.TensorNote`; 0 where that is not known.
         source: ``file.py:line`` that reads or uses it.
@@ -27,6 +27,21 @@ class NonfiniteReached:
     source: str | None = None
     value: str | None = None
     sample: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestPassed:
+    """A test, or a part of one, has ended as it should.
+
+    Attributes:
+        since: number of a record before it began.
+        expects: whether it expects what is in it: an exception, or an output that names inf or NaN.
+    """
+
+    KIND: ClassVar[str] = "test-passed"
+
+    since: int
+    expects: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
