@@ -87,6 +87,12 @@ class _Loader:
         self._inner = inner
         self._done = done
 
+    def __getattr__(self, name: str) -> object:
+        """What others ask a loader for: runpy for the code, importlib.resources for files."""
+        if name == "_inner":  # of a copy, which has nothing yet
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
     def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
         return self._inner.create_module(spec)  # type: ignore[attr-defined]
 

@@ -1,6 +1,8 @@
 """Functions that are called as soon as a module has been imported."""
 
-import importlib
+import copy
+import importlib.util
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +58,18 @@ def test_the_module_looks_as_if_nobody_had_waited_for_it(folder: Path) -> None:
     assert module.__spec__.loader is module.__loader__
     assert type(module.__loader__).__name__ == "SourceFileLoader"
     assert sys.meta_path == finders
+
+
+def test_a_module_that_is_waited_for_runs_as_a_script(folder: Path) -> None:
+    """So does `runpy`, which asks the loader for its code and does not import it."""
+    (folder / "run_by_name.py").write_text("made_as = __name__\n")
+    stop = after_import("run_by_name", lambda: None)
+    try:
+        assert runpy.run_module("run_by_name", run_name="__main__")["made_as"] == "__main__"
+        loader = importlib.util.find_spec("run_by_name").loader  # type: ignore[union-attr]
+        assert copy.copy(loader).get_source("run_by_name") == "made_as = __name__\n"  # type: ignore[union-attr]
+    finally:
+        stop()
 
 
 def test_a_module_that_fails_to_import_raises_its_own_error(folder: Path) -> None:
