@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 
 from dtypedoctor.analysis import How, analysis_of, ended_at, ending_of
 from dtypedoctor.diagnosis.distributed import not_recorded, size_of
-from dtypedoctor.diagnosis.incidents import GRADIENTS, looks_like_a_mask
+from dtypedoctor.diagnosis.incidents import GRADIENTS, is_expected, looks_like_a_mask
 from dtypedoctor.diagnosis.nonfinite_origin import doubt_in_words
 from dtypedoctor.diagnosis.ops import all_finite, asked_for, makes_nan, nonfinite
 from dtypedoctor.diagnosis.rule import Finding, Severity
@@ -57,6 +57,7 @@ class Measured:
         counts: for each kind of thing how many were measured, and how many ran.
         skipped: how many of those that ran were left out on purpose: ``--overhead-budget`` asks for that.
         bad: the first value that is not finite and that the code does not ask for, in words, whether it matters or not.
+        expected: that first value stands where a test that passes expects it.
         asked_for: where all such values are asked for, as in a mask, the first of them in words. Everything measured is finite where both are empty.
         matters: the first one that reaches a loss, gradient, parameter or result, and that no op trace shows to be meant so, in
             words; empty where there is none.
@@ -67,6 +68,7 @@ class Measured:
     counts: Mapping[str, tuple[int, int]]
     skipped: Mapping[str, int] = field(default_factory=dict)
     bad: str = ""
+    expected: bool = False
     asked_for: str = ""
     matters: str = ""
     swallowed: str = ""
@@ -112,6 +114,7 @@ def measured_in(traces: Sequence[Trace], diagnosed: Trace | None = None) -> Meas
         counts={name: (total[f"{name}_measured"], total[name] + total[f"{name}_skipped"]) for name in MEASURED},
         skipped={name: total[f"{name}_skipped"] for name in MEASURED},
         bad=next(filter(None, map(_first_bad, seen)), ""),
+        expected=next((_is_expected(trace) for trace in seen if _first_bad(trace)), False),
         asked_for=next(filter(None, map(_first_asked_for, seen)), ""),
         matters=next(filter(None, map(_first_that_matters, judged)), ""),
         swallowed=next(filter(None, (_first_swallowed(trace) for trace in traces if trace.steps_done)), ""),
@@ -153,6 +156,11 @@ def _first_bad(trace: Trace) -> str:
         [t.first_nonfinite for t in (*folded.sites.values(), *folded.metrics.values())] if folded is not None else []
     )
     return next((f"a value of step {step}" for step in sorted(s for s in steps if s is not None)), "")
+
+
+def _is_expected(trace: Trace) -> bool:
+    first = analysis_of(trace).first_bad
+    return first is not None and is_expected(trace, first[0].n)
 
 
 def _first_asked_for(trace: Trace) -> str:
@@ -450,6 +458,8 @@ def _nothing_ran(trace: Trace) -> str:
 
 def _finiteness(measured: Measured, noted: Finding | None = None) -> str:
     """What may be said of the values: the one place that says that they are finite."""
+    if measured.bad and measured.expected:
+        return f"inf or NaN ({measured.bad}) is what a test expects that passes"
     if measured.bad:
         unexplained = "" if noted is not None else ", and no rule explains it"
         return f"inf or NaN ({measured.bad}) reaches no loss, used gradient or parameter{unexplained}"

@@ -4,12 +4,13 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dtypedoctor.worker.on_import import after_import
 
 if TYPE_CHECKING:
-    from doctest import Example
+    from doctest import DocTestRunner, Example
 
 __unittest = True
 """unittest leaves frames of such a module out of the tracebacks that it shows."""
@@ -43,9 +44,13 @@ class TestRunners:
         waiting = [
             after_import("_pytest.runner", self._follow_pytest),
             after_import("unittest.result", self._follow_unittest),
-            after_import("doctest", self._follow_doctest),
+            after_import("doctest", lambda: self._follow_doctest(sys.modules["doctest"])),
             *(after_import(name, partial(self._follow_expected_errors, name)) for name in _EXPECTING),
         ]
+
+        main = sys.modules["__main__"]
+        if getattr(main.__spec__, "name", "") == "doctest":  # of `python -m doctest`, whose classes no import brings
+            self._follow_doctest(main)
 
         def stop() -> None:
             for end in (*waiting, *self._undo):
@@ -138,23 +143,21 @@ class TestRunners:
                 self._replace(expected, "__enter__", entering)
                 self._replace(expected, "__exit__", leaving)
 
-    def _follow_doctest(self) -> None:
-        from doctest import DocTestRunner
-
+    def _follow_doctest(self, doctest: ModuleType) -> None:
         def starting(original: Callable[..., None]) -> Callable[..., None]:
-            def start(runner: DocTestRunner, out: Any, test: Any, example: "Example") -> None:
+            def start(runner: "DocTestRunner", out: Any, test: Any, example: "Example") -> None:
                 self._began[id(runner)] = self._now()
                 original(runner, out, test, example)
 
             return start
 
         def passing(original: Callable[..., None]) -> Callable[..., None]:
-            def succeed(runner: DocTestRunner, out: Any, test: Any, example: "Example", got: str) -> None:
+            def succeed(runner: "DocTestRunner", out: Any, test: Any, example: "Example", got: str) -> None:
                 expects = example.exc_msg is not None or _NOT_FINITE.search(example.want) is not None
                 self._ended(runner, expects=expects)
                 original(runner, out, test, example, got)
 
             return succeed
 
-        self._replace(DocTestRunner, "report_start", starting)
-        self._replace(DocTestRunner, "report_success", passing)
+        self._replace(doctest.DocTestRunner, "report_start", starting)
+        self._replace(doctest.DocTestRunner, "report_success", passing)

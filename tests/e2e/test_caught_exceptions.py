@@ -4,6 +4,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from command import dtypedoctor as in_a_new_process
 from command import forked as dtypedoctor
 from command import report_of
 
@@ -100,6 +101,13 @@ EXPECTED = {
     """,
         ("test_it.py",),
     ),
+    "doctest by command": (
+        """
+    >>> loss = net(torch.full((1, 2), 300.0).half()).sum(); loss.backward(); loss
+    tensor({inf}, dtype=torch.float16, grad_fn=<SumBackward0>)
+    """,
+        ("-m", "doctest", "test_it.py"),
+    ),
     "pytest": (
         """
     def test_is_refused():
@@ -130,6 +138,9 @@ SQUARES = """
 import math, sys, unittest
 import pytest, torch
 
+net = torch.nn.Linear(2, 2).half()
+torch.nn.init.constant_(net.weight, 300.0)
+
 def square(x):
     return x * x
 
@@ -148,8 +159,10 @@ def test_an_infinity_that_a_test_expects_is_none_of_its_failures(
     """In the output of a doctest, in an assertion, or before an exception that is expected; a test that expects another value fails, and is explained."""
     tests, arguments = EXPECTED[runner]
     tests = textwrap.dedent(tests.format(inf=inf))
-    ending = f"r'''{tests}'''\nimport doctest\ndoctest.testmod(raise_on_error=True)" if runner == "doctest" else tests
-    (tmp_path / "test_it.py").write_text(f"{SQUARES}\n{'__doc__ = ' if runner == 'doctest' else ''}{ending}\n")
-    done = dtypedoctor("exec", "--out", "run", *arguments, cwd=tmp_path)
+    runs = "\nimport doctest\ndoctest.testmod(raise_on_error=True)" if runner == "doctest" else ""
+    ending = f"__doc__ = r'''{tests}'''{runs}" if "doctest" in runner else tests
+    (tmp_path / "test_it.py").write_text(f"{SQUARES}\n{ending}\n")
+    start = in_a_new_process if arguments[:2] == ("-m", "doctest") else dtypedoctor  # where torch comes behind doctest
+    done = start("exec", "--out", "run", *arguments, cwd=tmp_path)
     findings = [finding["id"] for finding in report_of(tmp_path / "run")["findings"]]
     assert (done.code, findings) == (code, ["float16-overflow"] if code else []), done.out + done.err

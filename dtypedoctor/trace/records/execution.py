@@ -465,7 +465,7 @@ class ShardUnit(_Sharded):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCall(_Sharded):
-    """A call of ``fully_shard``, before it is made, or of FSDP1, where it refuses a unit; names of parameters are relative to the unit.
+    """A call of ``fully_shard``, before it is made, or of FSDP1, where it rejects a unit; names of parameters are relative to the unit.
 
     Attributes:
         api: name of what was called.
