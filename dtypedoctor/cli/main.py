@@ -62,6 +62,7 @@ _VERBS = {
     "dtypedoctor.cli.reading": ("inspect", "report", "explain", "env"),
     "dtypedoctor.lab.cli.reading": ("compare", "scenarios"),
     "dtypedoctor.cli.enabling": ("enable", "disable", "job-report"),
+    "dtypedoctor.cli.skill": ("skill",),
 }
 """The verbs of each module, which is imported for its own verbs, and for help."""
 

@@ -91,23 +91,29 @@ def report(
         ),
     ],
     format: FormatOption = TERMINAL,
+    is_brief: Annotated[
+        bool, typer.Option("--brief", help="With --format json: at most 2 KB, for a coding agent.")
+    ] = False,
 ) -> None:
     """Print the report of a finished run."""
+    if is_brief and format != "json":
+        raise UsageError("--brief: only JSON has a brief form", "Add --format json.")
     announce(f"Reading {', '.join(map(str, runs))}", terminal_only=True)  # a long trace without a report takes seconds
     from dtypedoctor.redaction.redact import redact
     from dtypedoctor.report.files import matrix_document, matrix_exit, read_matrix, report_of, report_of_machines
+    from dtypedoctor.report.first_screen import brief
     from dtypedoctor.report.run_document import run_document
 
     gc.disable()  # the process ends with the report, and looking for garbage in a long trace takes a fifth of the time
     run = runs[0]
-    several = read_matrix(run) if len(runs) == 1 else None
+    several = read_matrix(run) if len(runs) == 1 and not is_brief else None
     if several is not None:
         rows, reports = several
         shown = reports if format == TERMINAL else list(map(redact, reports))
         show(matrix_document(rows, shown, exit_code=matrix_exit(rows)), format)
         return
     found = report_of(run) if len(runs) == 1 else report_of_machines(runs)
-    show(run_document(found if format == TERMINAL else redact(found)), format)
+    show((brief if is_brief else run_document)(found if format == TERMINAL else redact(found)), format)
 
 
 def explain(

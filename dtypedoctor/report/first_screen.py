@@ -1,10 +1,13 @@
-"""What stands on one screen after a run: verdict, where, what to do, why, what to type next. Everything else is in the report's files."""
+"""What stands on one screen after a run: verdict, where, what to do, why, what to type next; and the same for a program that reads little.
 
-from collections.abc import Iterator, Sequence
+Everything else is in the report's files.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import StringIO
 from shlex import quote
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -27,14 +30,16 @@ from dtypedoctor.report.document import (
 from dtypedoctor.report.run_document import expectation_line, run_document
 from dtypedoctor.report.run_facts import (
     PATCH,
+    diff_of,
     do_this,
     measured_sentence,
     observer_sentence,
+    origins,
     proven_means,
     ranked_facts,
     where_it_shows,
 )
-from dtypedoctor.report.to_json import Report, Status
+from dtypedoctor.report.to_json import SCHEMA, Report, Status, render_data
 from dtypedoctor.report.to_terminal import print_document
 from dtypedoctor.text import clipped, one_line
 
@@ -176,3 +181,46 @@ def _trust(report: Report) -> Iterator[Block]:
         yield Paragraph(clipped(observer_sentence(report.observer), _LONGEST))
     if measured := measured_sentence(report):
         yield Paragraph(measured, Look.DIM)
+
+
+BRIEF = 2048
+"""Bytes that a brief report has at most, as JSON."""
+
+
+def brief(report: Report) -> Document:
+    """Make the document of a run whose data are what an agent reads first: the headline, where it began, the edit, the next command.
+
+    The keys are always the same and in this order; texts are shortened until all fit into :data:`BRIEF` bytes. An edit is whole or
+    left out (None): half of one could not be applied, and the patch in the run directory has it.
+    """
+    document = run_document(report)
+    for longest in (300, 200, 130, 80, 40):
+        for shown_edit in (True, False):
+            data = _brief_data(report, longest, with_edit=shown_edit)
+            fitting = replace(document, data=lambda data=data: data)  # type: ignore[misc]
+            if len(render_data(fitting)) <= BRIEF:
+                return fitting
+    return fitting
+
+
+def _brief_data(report: Report, longest: int, *, with_edit: bool) -> Mapping[str, Any]:
+    """The data of a brief report, with texts of at most so many characters."""
+    first = report.findings[0] if report.findings else None
+    advice = report.do_this[0] if report.do_this and report.status is not Status.HEALTHY else None
+    edit = (diff_of(advice.edits) or advice.code) if advice else ""
+    others = [f"{finding.id} at {finding.source or finding.fqn}" for finding in report.findings[1:]]
+    return {
+        "schema": SCHEMA,
+        "status": report.status.value,
+        "headline": one_line(report.headline, longest),
+        "finding": first.id if first else None,
+        "confidence": first.confidence.value if first else None,
+        "origin": [one_line(line, longest) for line in (origins(first) if first else [])[:3]],
+        "noticed": one_line(report.noticed, longest),
+        "do_this": clipped(advice.text, longest) if advice else "",
+        "edit": edit if edit and with_edit else None,
+        "tried": advice.tried if edit and advice else None,
+        "also_found": [one_line(other, longest // 2) for other in others[:_MOST_OTHERS]],
+        "not_covered": [clipped(gap, longest // 2) for gap in report.coverage[:_MOST_OTHERS]] if first is None else [],
+        "next": one_line(report.next_command, 2 * longest),
+    }
