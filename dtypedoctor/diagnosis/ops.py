@@ -62,7 +62,7 @@ class OpGraph:
 
     def assigns_number(self, op: Op) -> bool:
         """Whether ``op`` writes a number of the code that is not finite, as ``x[0] = inf`` does: torch makes a tensor of it first."""
-        given = nonfinite(op.inputs)
+        given = nonfinite(getting_through(op))
         return bool(given) and all(
             not t.shape and any(overload_free(user.op) == "lift_fresh" for user in self.consumers(t)) for t in given
         )
@@ -173,6 +173,11 @@ def all_finite(tensors: Iterable[TensorNote]) -> bool:
     return all(tensor.finite for tensor in tensors)
 
 
+def getting_through(op: Op) -> list[TensorNote]:
+    """The operands of an op without those whose inf and NaN do not get into its result."""
+    return [tensor for tensor in op.inputs if not tensor.selected_away]
+
+
 def nonfinite(tensors: Iterable[TensorNote]) -> list[TensorNote]:
     """The tensors with an element that is not finite."""
     return [tensor for tensor in tensors if not tensor.finite]
@@ -219,7 +224,7 @@ def ancestry(graph: OpGraph, last: Op) -> Ancestry:
     inf_ops, inf_given = _upstream(graph, makers if shows_nan else [last], has_inf)
     found = [*makers, *nan_ops, *inf_ops] if shows_nan else [*makers, *inf_ops]
     ends = {op.n: op for op in found if op.error is None}.values()
-    origins = [op for op in ends if all_finite(op.inputs)]
+    origins = [op for op in ends if all_finite(getting_through(op))]
     assigned = [op for op in ends if overload_free(op.op) != "lift_fresh" and graph.assigns_number(op)]
     return Ancestry(
         computed=_in_order(filterfalse(asked_for, origins)),
@@ -231,7 +236,7 @@ def ancestry(graph: OpGraph, last: Op) -> Ancestry:
 
 def makes_nan(op: Op) -> bool:
     """Whether an op has NaN in its results and none in its operands."""
-    return any(map(has_nan, op.outputs)) and not any(map(has_nan, op.inputs))
+    return any(map(has_nan, op.outputs)) and not any(map(has_nan, getting_through(op)))
 
 
 def _upstream(
@@ -246,7 +251,7 @@ def _upstream(
         if op.n in seen:
             continue
         seen[op.n] = op
-        for tensor in filter(bad, op.inputs):
+        for tensor in filter(bad, getting_through(op)):
             maker = graph.producer(tensor)
             if maker is None or maker.n >= op.n:
                 wrote = graph.last_write(tensor, op)

@@ -26,7 +26,7 @@ from dtypedoctor.instrument.frames import Line, line_of, own_statement, span_of,
 from dtypedoctor.instrument.module_tree import parameters_in
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import Arguments, address_of, has_out, is_inplace, scalars, tensors_of
-from dtypedoctor.instrument.replay import replay_wider
+from dtypedoctor.instrument.replay import mark_selected_away, replay_wider
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Extent, extent_of, measurable, real_of
 from dtypedoctor.instrument.whereabouts import OUTSIDE
@@ -407,6 +407,8 @@ class BadValues:
                 self._keep(tensor, bad)
         if record:
             outputs = [_note(t, e, number) for t, e, number in zip(ran.results, extents, ids, strict=True)]
+            if ran.exact and sum(t.numel() for t in ran.operands) <= REPLAYED:
+                inputs = mark_selected_away(ran.func, ran.arguments, inputs, ran.results)
             n = self._write(ran, inputs, outputs)
             if not values:
                 self.made = n

@@ -38,6 +38,7 @@ from dtypedoctor.instrument.packed_weights import WeightCheck
 from dtypedoctor.instrument.replay import (
     AttentionReplay,
     Ran,
+    mark_selected_away,
     replay_promotion,
     replay_refused,
     replay_wider,
@@ -225,6 +226,8 @@ class OpTrace(OperatorMode):
         operands = tensors_of(kept)
         place = self._whereabouts.here(sys._getframe(), _device(operands + results))
         by_name = str(func).startswith(_CASTS) and names_a_dtype(sys._getframe())
+        if results and not any(map(is_spread, operands)):
+            inputs = mark_selected_away(func, kept, inputs, results)
         self._write(n, str(func), place, (inputs, outputs), schema=func, scalars=scalars(kept), by_name=by_name)
         self._weights.check(n, str(func), operands, place.root, place.fqn)
         if any(map(is_spread, operands)):

@@ -1,9 +1,10 @@
 """Counterfactuals on one op, made while its operands are at hand: in a wider dtype, in equal dtypes, attention in one fused kernel."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from dtypedoctor.instrument.operators import (
     Arguments,
     bytes_of,
     fits,
+    flat,
     for_wider,
     is_unfinished,
     tensors_of,
@@ -68,6 +70,64 @@ def replay_wider(writer: TraceWriter, of: int, func: Any, args: tuple[Any, ...],
         return _wider_dtype(value, wide) if isinstance(value, torch.dtype) else value
 
     run_again(writer, of, short_name(wide), func, for_wider(func, tree_map(widen, (args, kwargs))))
+
+
+def mark_selected_away(
+    func: Any, arguments: Arguments, notes: Sequence[TensorNote], results: Sequence[Tensor]
+) -> list[TensorNote]:
+    """Marks the operands of which no inf or NaN gets into the result of an operator, as of the side of a ``where`` that is not taken.
+
+    Such an operand makes no difference in two experiments: with finite numbers in its place, the same elements of the result are not finite; and with
+    finite numbers in the place of all others, the result is finite. They are made where several operands, or one and a number of the code, are not finite.
+
+    Args:
+        func: the operator.
+        arguments: what it was given, with copies of what it has written to.
+        notes: about the tensors among them, in order.
+        results: what it gave.
+    """
+    bad = [note for note in notes if not note.finite]
+    literal = any(isinstance(value, float) and not isfinite(value) for value in flat(arguments))
+    operands = tensors_of(arguments)
+    if (
+        not bad
+        or len(bad) + literal < 2
+        or not _may_run_again(func)
+        or not fits(2 * bytes_of(operands), operands[0].device)
+    ):
+        return list(notes)
+
+    def bad_places(is_kept: Callable[[object], bool]) -> list[Tensor]:
+        """Where the result is not finite, if only those operands that are kept may not be finite."""
+
+        def replaced(value: Any) -> Any:
+            if isinstance(value, float):
+                return value if isfinite(value) or is_kept(value) else 1.0
+            if not _is_read(value):
+                return value
+            return value.clone() if is_kept(value) else value.nan_to_num(1.0, 1.0, 1.0)
+
+        again: Arguments = tree_map(replaced, arguments)
+        result = func(*again[0], **again[1])
+        return [~t.isfinite() for t in tensors_of(result) or written(func, again) if _is_read(t)]
+
+    def makes_no_difference(operand: Tensor) -> bool:
+        alone, others = bad_places(lambda value: value is operand), bad_places(lambda value: value is not operand)
+        return not any(map(torch.any, alone)) and all(map(torch.equal, others, as_it_was))
+
+    marked = list(notes)
+    with contained(), torch.no_grad(), without_autocast():  # what cannot be run again stays as it is
+        as_it_was = [~t.isfinite() for t in results if _is_read(t)]
+        for place, operand in enumerate(operands):
+            if not notes[place].finite and makes_no_difference(operand):
+                marked[place] = replace(notes[place], selected_away=True)
+    return marked
+
+
+def _may_run_again(func: Any) -> bool:
+    return (
+        isinstance(func, OpOverload) and func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags
+    )
 
 
 def _is_read(value: object) -> bool:

@@ -209,6 +209,31 @@ def empty_groups_that_are_masked_before_they_are_listed() -> None:
     print(means[~means.isnan()].mean().item(), means.tolist())
 
 
+def ratios_with_gaps() -> tuple[Tensor, Tensor]:
+    """Parts and wholes, of which one is nothing, beside computations in half precision."""
+    parts = torch.tensor([[1.0, 0.0, 2.0]]) * torch.ones(1, dtype=torch.bfloat16).float()
+    return parts, torch.tensor([2.0, 0.0, 3.0])
+
+
+def ratios_with_gaps_that_are_marked() -> None:
+    parts, wholes = ratios_with_gaps()
+    there = wholes > 0
+    print(torch.where(there, parts / wholes, float("nan")).tolist())
+    print(torch.where(there, parts / wholes, torch.full_like(parts, float("nan")))[0, 1].item())
+    print((parts / wholes).masked_fill(~there, float("nan")).numpy())
+    marked = parts / wholes
+    marked[:, ~there] = float("nan")
+    torch.save(marked, io.BytesIO())
+    scores = torch.where(there, parts / wholes, -INF)
+    print(scores.tolist(), scores.softmax(-1).sum().item())
+
+
+def ratios_with_gaps_that_are_marked_elsewhere() -> None:
+    parts, wholes = ratios_with_gaps()
+    ratios = parts / wholes  # makes: div
+    print(torch.where(parts < 2, ratios, float("nan")).tolist())
+
+
 def a_mean_over_classes_with_an_empty_one() -> None:
     hits = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
     accuracy = hits.sum(0) / torch.tensor([1.0, 0.0, 1.0])  # makes: div
@@ -257,6 +282,7 @@ HEALTHY: tuple[Callable[[], None], ...] = (
     empty_groups_that_python_leaves_out,
     empty_groups_that_numpy_leaves_out,
     empty_groups_that_are_masked_before_they_are_listed,
+    ratios_with_gaps_that_are_marked,
     infinities_that_are_asserted,
     alignments_that_cannot_be,
     masked_causally,
@@ -283,4 +309,5 @@ FAULTY: tuple[Callable[[], None], ...] = (
     saved_before_it_is_filled,
     handed_to_numpy,
     a_mean_over_classes_with_an_empty_one,
+    ratios_with_gaps_that_are_marked_elsewhere,
 )
