@@ -350,9 +350,55 @@ def centered() -> None:
     optimizer.step()
 
 
+class Warp(nn.Module):
+    """Moves pixels by what a layer says, from where they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flow = nn.Conv2d(1, 2, 3, padding=1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Coordinates in half precision, stacked and turned before they are used."""
+        flow = self.flow(image)[0]
+        axes = [torch.linspace(0, size - 1, size, dtype=flow.dtype) for size in (600, 24)]
+        mesh = torch.stack(torch.meshgrid(axes, indexing="ij"), -1).permute(1, 0, 2)
+        return (mesh[..., 0] + flow[0]).float() / 600
+
+
+def mesh() -> None:
+    """An image of 600 columns, of which bfloat16 tells 428 apart."""
+    Warp().to(HALF)(torch.rand(1, 1, 24, 600).to(HALF))
+
+
+def looked_up() -> None:
+    """A schedule in half precision, of which a few entries are used at a time."""
+    kept = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0).to(HALF)
+    for _ in range(3):
+        kept[torch.randint(0, 1000, (64,))].sqrt() * torch.randn(64).to(HALF)
+
+
+def expert() -> None:
+    """The best expert, by probabilities of which half precision makes two the same; a quarter of the rows goes to the other one."""
+    scores = torch.randn(400, 8)
+    scores[:, 4:] = scores[:, :4] * 1.001
+    scores.softmax(-1).to(HALF).topk(1, -1)
+
+
+def drawn() -> None:
+    """Tokens that a filter has taken out: in float16 the noise that they are drawn by is 0 for one of a hundred million."""
+    torch.manual_seed(20)
+    chances = torch.zeros(20, 60_000, dtype=torch.float16)
+    chances[:, :4] = 0.25
+    torch.multinomial(chances, 1)
+
+
 @pytest.mark.parametrize(
     ("work", "id", "line", "says"),
     [
+        (mesh, "rounded-result", "(mesh[..., 0] + flow[0])", "linspace at "),
+        (looked_up, "rounded-result", "kept[torch.randint(", "neighboring entries are equal"),
+        (expert, "rounded-result", ".to(HALF).topk(1", "by their order"),
+        (drawn, "rounded-result", "torch.multinomial(chances, 1)", "has the probability 0"),
         (bins, "rounded-result", "torch.bucketize(places.to(HALF)", "fewer different whole numbers"),
         (discounted, "rounded-result", "returns = (rewards * decay", "torch.tensor at "),
         (seconds, "rounded-result", "times[1:] - times[:-1]", "torch.tensor at "),
@@ -454,6 +500,15 @@ def sampled() -> None:
     scores.argmax(-1), scores.sort(-1), scores.topk(5, -1)
     kept = (nn.functional.dropout(scores, 0.3) > 0).to(HALF)
     kept[:, :200].cumsum(-1).long()
+
+
+def tables() -> None:
+    """A mesh and a schedule that half precision has: pixels up to 255, a line of eighths; the rows of a table of learned values."""
+    axes = [torch.arange(256, dtype=HALF), torch.linspace(0, 8, 65, dtype=HALF)]
+    (torch.stack(torch.meshgrid(axes, indexing="ij"), -1).permute(1, 0, 2) + torch.rand(65, 256, 2).to(HALF)).float()
+    axes[1][torch.randint(0, 65, (64,))] * torch.randn(64).to(HALF)
+    torch.randn(1000).to(HALF)[torch.randint(0, 1000, (64,))].sqrt()
+    (torch.randn(400, 8) * 4).softmax(-1).to(HALF).topk(1, -1)
 
 
 def nearest() -> None:
@@ -636,6 +691,7 @@ def boundaries() -> None:
 @pytest.mark.parametrize(
     "work",
     [
+        tables,
         boundaries,
         constants,
         binned,

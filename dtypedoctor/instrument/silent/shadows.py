@@ -275,6 +275,8 @@ class Shadows(Observer):
         self._left = 0
         self._generated: dict[int, StorageWeakRef] = {}
         """Memories of what was computed from numbers alone: schedules, grids, tables."""
+        self._copied: dict[int, _Memory] = {}
+        """Of copies of a schedule (stacked, repeated, with the axes of a mesh) what is known of it."""
         self._weights: dict[int, StorageWeakRef] = {}
         """Memories of casts and copies of weights."""
         self._numbers: dict[float, tuple[float, Origin]] = {}
@@ -486,22 +488,26 @@ class Shadows(Observer):
 
     def _judge_draw(self, op: str, weights: Tensor, drawn: Tensor) -> None:
         """Draws of what has the probability 0, or that never draw what has one in float64: more in all than the sum is rounded by."""
-        if not measurable(weights) or weights.numel() > SMALL or not self._reads(weights):
+        if not measurable(weights) or not self._reads(weights):
             return
         with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
             memory, line = self._memory_of(weights, weights), line_of(sys._getframe())
-            exact = weights.double() if memory is None else _view(memory.exact, weights)
             origin = Origin(op, line, weights.dtype, whole=False) if memory is None else memory.origin
-            drawn_at_0 = weights.gather(-1, drawn) == 0
-            gone = (weights == 0) & (exact > 0)
-            matters = (exact * gone).sum() > torch.finfo(weights.dtype).eps * exact.sum()
-            changed, values = (gone, exact) if bool(matters) else (drawn_at_0, drawn)
-            self._add("draw", op, line, origin, changed, weights, values)
+            at = weights.gather(-1, drawn)
+            changed, real, values = at == 0, at, drawn
+            if memory is not None:
+                exact = _view(memory.exact, weights)
+                gone = (weights == 0) & (exact > 0)
+                if bool((exact * gone).sum() > torch.finfo(weights.dtype).eps * exact.sum()):
+                    changed, real, values = gone, weights, exact
+            self._add("draw", op, line, origin, changed, real, values)
 
     def _note_source(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Whether results are computed from numbers alone, or are copies of weights."""
         for memories in (self._generated, self._weights, self._met):
             _keep_few(memories)
+        for gone in self._copied.keys() - self._generated.keys():
+            del self._copied[gone]
         made = _small_memories(results)
         if not made:
             return
@@ -509,9 +515,16 @@ class Shadows(Observer):
             self._weights.update(made)
         if self._is_of_numbers(func, operands, results):
             self._generated.update(made)
-        else:
+            for memory in map(self._schedule_in, operands if _name(func) in _COPIES else ()):
+                self._copied.update(dict.fromkeys(made, memory) if memory is not None else {})
+        elif not _is_view(func):
             for key in self._generated.keys() & made.keys():
                 del self._generated[key]
+
+    def _schedule_in(self, tensor: Tensor) -> _Memory | None:
+        """What is known of the schedule that a tensor is, or is a copy of."""
+        memory = self._copied.get(_key(tensor)) or self._memories.get(_key(tensor))
+        return memory if memory is not None and _is_grid(memory.exact) else None
 
     def _is_of_numbers(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
         """Whether an operator computes with nothing but numbers, and what was computed from numbers."""
@@ -724,7 +737,7 @@ class Shadows(Observer):
             if call.origin.whole:
                 self._judge_step(call)
             return
-        if call.name not in _COPIES and call.name not in _COMPARISONS:
+        if call.name not in _COPIES - _LOOKUPS and call.name not in _COMPARISONS:
             used = call.operands[: 1 if call.name in ("div", "div_") else None]  # a mean divides by a count
             for memory in [call.known[id(copy)] for copy, _ in used if id(copy) in call.known]:
                 if not (
@@ -841,15 +854,17 @@ class Shadows(Observer):
         """One of each row, chosen by the order of values that are equal only here. They are as near to the float64 ones as their dtype allows, or its spacing is not why."""
         scores, dim = call.operands[0][0], call.argument("dim")
         values = call.values[id(scores)]
-        if dim is None or chosen.dim() == scores.dim() or not torch.equal(values.to(scores.dtype), scores):
+        if dim is None or not torch.equal(values.to(scores.dtype), scores):
+            return
+        at, other = (index if index.dim() == scores.dim() else index.unsqueeze(dim) for index in (chosen, exact))
+        if at.size(dim) != 1:
             return  # of a whole order, a part always is
-        at, other = chosen.unsqueeze(dim), exact.unsqueeze(dim)
         picked = scores.gather(dim, at)
         is_tie = (
             picked == scores.gather(dim, other)
         ) & picked.isfinite()  # what is inf has lost more than its last bits
         apart = values.gather(dim, at) != values.gather(dim, other)
-        self._used("tie", call, (is_tie & apart).squeeze(dim), chosen, exact)
+        self._used("tie", call, is_tie & apart, at, other)
 
     def _judge_real_part(self, call: _Call) -> None:
         """A cast of complex numbers to real ones, of which more than a rounding is imaginary."""
@@ -897,9 +912,12 @@ class Shadows(Observer):
     def _judge_schedule(self, memory: _Memory, op: str, line: Line | None) -> None:
         """A schedule that the program has computed from numbers alone, of which entries coincide."""
         key = memory.held.cdata
-        if key not in self._generated or memory.exact.numel() < GRID:
+        if key not in self._generated:
             return
         del self._generated[key]  # once
+        memory = self._copied.pop(key, memory)
+        if memory.exact.numel() < GRID:
+            return
         if memory.origin.dtype not in NARROW or not _is_grid(memory.exact):
             return
         lost = memory.now == torch.cat([memory.now.new_full((1,), torch.nan), memory.now[:-1]])
@@ -1131,9 +1149,12 @@ def has_wide_form(func: Any) -> bool:
     """Whether an operator of torch makes something that depends on nothing but its operands."""
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return False
-    schema = schema_of(func)
-    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    return not is_view and not leaves_memory_as_it_was(func)
+    return not _is_view(func) and not leaves_memory_as_it_was(func)
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema_of(func).returns)
 
 
 @cache

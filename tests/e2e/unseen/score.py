@@ -20,7 +20,12 @@ SECONDS = 300
 """Until a run is given up."""
 
 
-def record(program: Path, out: Path) -> None:
+def matching(programs: Path, pattern: str, names: str) -> list[Path]:
+    """The files of a pattern whose names match a regular expression."""
+    return [path for path in sorted(programs.glob(pattern)) if re.fullmatch(names, path.stem)]
+
+
+def record(program: Path, out: Path, *, quiet: bool) -> None:
     """Runs a program in a folder of its own, unless it was run before."""
     place = out / program.parent.name / program.stem
     if place.exists():
@@ -40,7 +45,8 @@ def record(program: Path, out: Path) -> None:
             os.killpg(running.pid, signal.SIGKILL)
             running.wait()
             place.mkdir(exist_ok=True)
-    print(program.stem, file=sys.stderr, flush=True)
+    if not quiet:
+        print(program.stem, file=sys.stderr, flush=True)
 
 
 def findings(place: Path) -> list[dict[str, object]] | None:
@@ -66,20 +72,20 @@ def verdict(truth: Path, out: Path) -> str:
     return "other" if found else "nothing"
 
 
-def score(programs: Path, out: Path) -> Iterator[str]:
-    """Says how many of each kind were found, and which of the right programs have a finding."""
+def score(programs: Path, out: Path, names: str, *, totals: bool) -> Iterator[str]:
+    """Says how many of each kind were found, and which of the right programs have a finding; of those whose names match, and of single ones nothing with ``totals``."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for truth in sorted(programs.glob("*.json")):
+    for truth in matching(programs, "*.json", names):
         kind = json.loads(truth.read_text(encoding="utf-8"))["kind"]
         said = verdict(truth, out)
         counts[kind][said] += 1
-        if said != "line":
+        if said != "line" and not totals:
             yield f"{truth.stem}: {said}"
-    for right in [*sorted(programs.glob("healthy/*.py")), *sorted(programs.glob("*_cure.py"))]:
+    for right in [*matching(programs, "healthy/*.py", names), *matching(programs, "*_cure.py", names)]:
         found = findings(out / right.parent.name / right.stem)
         kind = "healthy" if right.parent.name == "healthy" else "cures"
         counts[kind]["no report" if found is None else "found" if found else "nothing"] += 1
-        for one in found or ():
+        for one in () if totals else found or ():
             yield f"{right.stem}: {one['id']} at {one['source']}"
     for kind, said in counts.items():
         yield f"{kind}: " + ", ".join(f"{number} {what}" for what, number in said.most_common())
@@ -90,6 +96,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--names", default=".*", help="regular expression: run and score only programs of such names")
+    parser.add_argument("--totals", action="store_true", help="do not print the outcome of single programs")
     asked = parser.parse_args()
     with TemporaryDirectory() as folder, tarfile.open(PROGRAMS) as archive:
         programs = Path(folder, "programs")
@@ -98,9 +106,9 @@ def main() -> None:
         (out / "programs").mkdir(parents=True, exist_ok=True)
         (out / "healthy").mkdir(exist_ok=True)
         with ThreadPoolExecutor(asked.jobs) as pool:
-            scripts = [path for path in sorted(programs.rglob("*.py")) if path.name != "check.py"]
-            list(pool.map(lambda script: record(script, out), scripts))
-        print("\n".join(score(programs, out)))
+            scripts = [path for path in matching(programs, "**/*.py", asked.names) if path.name != "check.py"]
+            list(pool.map(lambda script: record(script, out, quiet=asked.totals), scripts))
+        print("\n".join(score(programs, out, asked.names, totals=asked.totals)))
 
 
 if __name__ == "__main__":
