@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from operator import attrgetter
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.distributed import OF_ANOTHER_RANK
@@ -218,15 +219,16 @@ def noted(run: Run, findings: Sequence[Finding]) -> Iterator[str]:
         run: was judged with :func:`with_caught`.
         findings: those of the run.
     """
-    failed = run.trace.last(Raised)
-    ended = [caught for caught in run.trace.all(Caught) if caught.ending or caught.thread]
-    for caught in filter(_is_complaint, run.trace.all(Caught)):
-        if caught.ending or any(one.thread and _is_same(caught, one) for one in ended):  # nobody has caught it
+    failed, caught = run.trace.last(Raised), run.trace.all(Caught)
+    in_threads = {(error.type, error.message) for error in caught if error.thread}
+    is_explained = Severity.ERROR in map(attrgetter("severity"), findings)
+    for error in filter(_is_complaint, caught):
+        if error.ending or (error.type, error.message) in in_threads:  # nobody has caught it
             continue
-        if failed is None or not _is_same(caught, failed):
-            yield _said_of(caught, run.trace, _WENT_ON)
-        elif failed.caught and all(finding.severity is not Severity.ERROR for finding in findings):
-            yield _said_of(caught, run.trace, _NOT_EXPLAINED)
+        if failed is None or not _is_same(error, failed):
+            yield _said_of(error, run.trace, _WENT_ON)
+        elif failed.caught and not is_explained:
+            yield _said_of(error, run.trace, _NOT_EXPLAINED)
 
 
 def _said_of(caught: Caught, trace: Trace, how: str) -> str:

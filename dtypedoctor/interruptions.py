@@ -51,7 +51,16 @@ def is_interruption(error: BaseException) -> bool:
     while inner is not None:
         outer, inner = inner, inner.tb_next
         if inner is None:
-            return _was_sent(error, outer)
+            # whether another thread sent the exception: no instruction raised it, or it has no argument and no ``raise`` made it
+            code = outer.tb_frame.f_code.co_code
+            at = opname[code[outer.tb_lasti]] if 0 <= outer.tb_lasti < len(code) else ""
+            if at in _RAISES:
+                return False
+            if at.startswith(_ONLY_CHECKS):
+                return not isinstance(error, MemoryError)
+            if error.args == () and not isinstance(error, _RAISED_BARE):
+                return True
+            return type(error).__module__.partition(".")[0] not in _KNOWN
         if _breaks_in(inner.tb_frame, outer.tb_frame):
             return True
     return False
@@ -137,16 +146,3 @@ def _arguments(frame: FrameType) -> list[object]:
     if code.co_flags & _VARARGS:
         values += variables.get(code.co_varnames[named]) or ()
     return values
-
-
-def _was_sent(error: Exception, innermost: TracebackType) -> bool:
-    """Whether another thread sent the exception: no instruction raised it, or it has no argument and no ``raise`` made it."""
-    code = innermost.tb_frame.f_code.co_code
-    at = opname[code[innermost.tb_lasti]] if 0 <= innermost.tb_lasti < len(code) else ""
-    if at in _RAISES:
-        return False
-    if at.startswith(_ONLY_CHECKS):
-        return not isinstance(error, MemoryError)
-    if error.args == () and not isinstance(error, _RAISED_BARE):
-        return True
-    return type(error).__module__.partition(".")[0] not in _KNOWN

@@ -70,7 +70,7 @@ def _cast_back(source: Source, node: ast.expr, back: str) -> list[list[Change]]:
 def _arguments(source: Source, node: ast.Call, op: Op, scene: Scene) -> Changes | None:
     """What a call gets, cast."""
     held = _held(op)
-    if _calls_module(scene) and held is not None and node.args:
+    if _modules_inside(scene) and held is not None and node.args:
         return _module_input(source, node, op, scene, held)
     if op.inplace and isinstance(node.func, ast.Attribute):
         return _into_destination(source, node, node.func.attr, op)
@@ -131,11 +131,6 @@ def casts_every_operand(scene: Scene) -> bool:
 
 _KEEPS_DTYPE = frozenset({"head-dtype-mismatch", "model-input-dtype"})
 """Findings about the last layer, or the first: nothing follows that needs the dtype of the activations."""
-
-
-def _calls_module(scene: Scene) -> bool:
-    """Whether the program's innermost frame calls a module of torch's."""
-    return bool(_modules_inside(scene))
 
 
 def _modules_inside(scene: Scene) -> int:
@@ -303,12 +298,16 @@ def _set_notes(scene: Scene, parameters: Sequence[ParameterNote], dtype: str | N
     for note in parameters:
         if note.set_at and note.set_span and note.dtype != dtype:
             spans.setdefault(note.set_at.rpartition(":")[0], []).append(note.set_span)
-    first = next(iter(spans), "")
-    source = scene.source(first) if first else None
-    if source is None or dtype is None or not has_torch(source):
+    if not spans or dtype is None:
         return None
-    nodes = map(source.spanned, spans[first])
-    return some(source, [change for node in nodes for change in _recast(source, node, dtype)])
+    file, places = next(iter(spans.items()))
+    source = scene.source(file)
+    if source is None or not has_torch(source):
+        return None
+    changes: list[Change] = []
+    for span in places:
+        changes += _recast(source, source.spanned(span), dtype)
+    return some(source, changes)
 
 
 def _odd_notes(scene: Scene) -> Iterator[ParameterNote]:
@@ -341,19 +340,20 @@ def _alike(scene: Scene, name: str) -> Iterator[ParameterNote]:
 
 def cast_promoted_output(scene: Scene) -> Changes | None:
     """Casts what a norm returns to the dtype of its input, where it returns it on the line that promotes, nearest to the origin of that dtype."""
-    places = [link.source for link in scene.finding.provenance if link.dtype_in and link.dtype_out]
-    found = scene.line_at(places[-1] or "") if places and scene.other else None
-    value = _returned_on(*found) if found is not None else None
-    if found is None or value is None or not has_torch(found[0]):
+    casts = [link.source for link in scene.finding.provenance if link.source and link.dtype_in and link.dtype_out]
+    at = scene.line_at(casts[-1]) if casts and scene.other else None
+    if at is None:
         return None
-    into = _dtype_of_input(found[0], value) or f"torch.{scene.other}"
-    return found[0], list(found[0].after(value, f".to({into})"))
+    for value in _returned_on(*at):
+        into = _dtype_of_input(at[0], value) or f"torch.{scene.other}"
+        return at[0], list(at[0].after(value, f".to({into})"))
+    return None
 
 
-def _returned_on(source: Source, line: int) -> ast.expr | None:
-    """The value of the ``return`` that a line is a part of."""
+def _returned_on(source: Source, line: int) -> list[ast.expr]:
+    """The value of the ``return`` that a line is a part of, in a file that imports torch."""
     returns = (node for node in source.every(ast.Return) if node.lineno <= line <= (node.end_lineno or node.lineno))
-    return next((node.value for node in returns), None)
+    return [node.value for node in returns if node.value is not None and has_torch(source)]
 
 
 def _dtype_of_input(source: Source, value: ast.expr) -> str:
@@ -639,18 +639,19 @@ def plain_linear_only(scene: Scene) -> Changes | None:
 
 def dequantized_weights(scene: Scene) -> Changes | None:
     """Unpacks the 4-bit weights of the finding's module that the program's own function multiplies with."""
-    found = scene.own_node()
-    if found is None:
+    at = scene.own_node()
+    if at is None:
         return None
-    source, node = found
+    source, node = at
     packed = {f"self.{name}" for name, note in _inside(scene).items() if note.quant}
-    names = [one for one in ast.walk(function_around(source, node)) if isinstance(one, ast.Attribute)]
-    weights = [(one, text) for one in names if (text := source.text(one)) in packed]
-    imports = [one for one in source.tree.body if source.text(one).startswith(_BITSANDBYTES)]
-    if not imports or not weights:
-        return None
-    unpacked = [source.instead(one, f"dequantize_4bit({text}, {text}.quant_state)") for one, text in weights]
-    return source, [*source.before(imports[0], "from bitsandbytes.functional import dequantize_4bit"), *unpacked]
+    changes = []
+    for name in ast.walk(function_around(source, node)):
+        if isinstance(name, ast.Attribute) and (text := source.text(name)) in packed:
+            changes.append(source.instead(name, f"dequantize_4bit({text}, {text}.quant_state)"))
+    for statement in source.tree.body if changes else ():
+        if source.text(statement).startswith(_BITSANDBYTES):
+            return source, [*source.before(statement, "from bitsandbytes.functional import dequantize_4bit"), *changes]
+    return None
 
 
 _BITSANDBYTES = ("import bitsandbytes", "from bitsandbytes")

@@ -57,19 +57,19 @@ class Reached:
 
 def reached(trace: Trace) -> Iterator[Reached]:
     """The values that got to an end that counts, in order."""
-    graph, failed = graph_of(trace), _failed_assertions(trace)
-    everything = [_as_guard(seen, failed) for seen in trace.observed(NonfiniteReached)]
+    graph, everything = graph_of(trace), _everything_reached(trace)
     tested = {seen.what.id for seen in everything if seen.what.what in _TESTS}
-    trained = max((s.n for s, site in trace.measured() if s.finite and site.kind == "loss"), default=-1)
-    skipped = {state.step for state in trace.all(ScalerState) if state.skipped}
+    trained = max((sample.n for sample in _finite_losses(trace)), default=-1)
     for seen in everything:
         # The program tests for it: that it leaves torch, or is still there at the end, is meant then, or the training goes on from finite losses
         end = seen.what.what
         is_meant = seen.what.id in tested if end in _AFTER_A_TEST else end == "guard" and trained > seen.n
-        maker = behind(graph, seen)
-        is_meant = is_meant or (maker is not None and is_expected(trace, maker.n))
-        if end in ENDS and not is_meant and _is_failure(graph, seen, skipped):
+        if end in ENDS and not is_meant and _is_failure(graph, seen):
             yield Reached(seen)
+
+
+def _finite_losses(trace: Trace) -> Iterator[Sample]:
+    return (sample for sample, site in trace.measured() if sample.finite and site.kind == "loss")
 
 
 def is_expected(trace: Trace, n: int) -> bool:
@@ -87,24 +87,26 @@ def _expected(trace: Trace) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _failed_assertions(trace: Trace) -> set[str | None]:
-    """The lines of the assertions that have ended the program, or a test."""
+def _everything_reached(trace: Trace) -> list[Observed[NonfiniteReached]]:
+    """What reached an end; an assertion that has ended the program, or a test, has not accepted it, and is a guard."""
     ended = [trace.last(Raised), *(caught for caught in trace.all(Caught) if caught.ending)]
-    return {own_line(one) for one in ended if one is not None and one.type == "AssertionError"}
+    failed = {own_line(error) for error in ended if error is not None and error.type == "AssertionError"}
+    everything = list(trace.observed(NonfiniteReached))
+    for number, seen in enumerate(everything):
+        if seen.what.what == "asserted" and seen.what.source in failed:
+            everything[number] = replace(seen, what=replace(seen.what, what="guard"))
+    return everything
 
 
-def _as_guard(seen: Observed[NonfiniteReached], failed: Collection[str | None]) -> Observed[NonfiniteReached]:
-    """What reached an end; an assertion that has failed has not accepted it, and is a guard."""
-    has_failed = seen.what.what == "asserted" and seen.what.source in failed
-    return replace(seen, what=replace(seen.what, what="guard")) if has_failed else seen
-
-
-def _is_failure(graph: OpGraph, seen: Observed[NonfiniteReached], skipped: Collection[int]) -> bool:
+def _is_failure(graph: OpGraph, seen: Observed[NonfiniteReached]) -> bool:
     """Whether a value is wrong where it got to; of one that no op is known to have made, only NaN that is read as a number."""
     last, end = behind(graph, seen), seen.what.what
+    skipped = {state.step for state in graph.trace.all(ScalerState) if state.skipped}
     is_read = end == "item" and seen.step not in skipped
     if last is None:
         return is_read and seen.what.value == "nan"
+    if is_expected(graph.trace, last.n):
+        return False
 
     # A program that tests for 0/0, or computes with it no more, and goes on to its end has meant it, where half precision has not led there
     is_idle = end in ("guard", "unused") and graph.trace.last(Raised) is None
@@ -282,15 +284,14 @@ def incidents(trace: Trace) -> tuple[Incident, ...]:
 
 
 def _incidents(trace: Trace) -> tuple[Incident, ...]:
-    bad = [(sample, site) for sample, site in trace.measured() if not sample.finite and site.kind in MEASURED]
     refused = _refused(trace)
-    measured = _Consequences(trace, bad, refused).that_matter() if bad else ()
-    outside = (Incident(reached=value) for value in reached(trace))
-    everything = (incident for incident in (*measured, *outside) if not is_expected(trace, incident.n))
-    found = tuple(sorted(everything, key=lambda incident: incident.n))
-    if not found and refused is not None and _is_of_a_value(refused):
+    bad = [(sample, site) for sample, site in trace.measured() if not sample.finite and site.kind in MEASURED]
+    everything = list(_Consequences(trace, bad, refused).that_matter())
+    everything += (Incident(reached=value) for value in reached(trace))
+    matter = [incident for incident in everything if not is_expected(trace, incident.n)]
+    if not matter and refused is not None and _is_of_a_value(refused):
         return (Incident(raised=refused),)
-    return found
+    return tuple(sorted(matter, key=lambda incident: incident.n))
 
 
 FAR, MASKED = 0.01, 0.5

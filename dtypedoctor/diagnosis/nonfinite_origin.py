@@ -416,7 +416,11 @@ def is_unsettled(trace: Trace) -> bool:
     """Whether an op trace would tell more: of a refused op, else of non-finite values that matter, else of packed weights that may be dequantized
     wrongly, else of gradients that may have been flushed to zero."""
     raised = trace.last(Raised)
-    if raised is not None and (is_dtype_error(raised) or _may_be_packed(trace, raised)):
+    # whether a product may have been given packed storage, whose shape is refused before its dtype is
+    if raised is not None and (
+        is_dtype_error(raised)
+        or ("shapes cannot be multiplied" in raised.message and any(note.quant for note in trace.all(ParameterNote)))
+    ):
         return graph_of(trace).failed() is None
     if incidents(trace):
         return _has_unsettled_incident(trace)
@@ -424,11 +428,6 @@ def is_unsettled(trace: Trace) -> bool:
         return True
     # float16 gradients are zero for the most part, no loss scaler lifts them, and they were not computed from a multiplied loss
     return bool(trace.observed(GradientZeros)) and not (trace.all(ScalerState) or trace.observed(ScaledBackward))
-
-
-def _may_be_packed(trace: Trace, raised: Raised) -> bool:
-    """Whether a product may have been given packed storage, whose shape is refused before its dtype is."""
-    return "shapes cannot be multiplied" in raised.message and any(note.quant for note in trace.all(ParameterNote))
 
 
 def _has_unsettled_incident(trace: Trace) -> bool:

@@ -39,7 +39,17 @@ def _shielded(rule: Rule) -> Rule:
     label = f"dtypedoctor.rules plug-in {rule.name!r}"
 
     def checked(one: Finding, read: object) -> Finding:
-        _require_finding(one)
+        # raises TypeError, which says what is wrong, where ``one`` is no finding that can be printed
+        if not isinstance(one, Finding):
+            raise TypeError(f"it yields {type(one).__name__}, not Finding; make_finding makes one of a Statement")
+        for name in (field.name for field in fields(Finding)):
+            value = getattr(one, name)
+            types = _TYPES.get(name, (str, type(None)))
+            if not isinstance(value, types):
+                wanted = " or ".join("None" if allowed is type(None) else allowed.__name__ for allowed in types)
+                raise TypeError(f"{name} of its finding {one.id!r} is {type(value).__name__}, not {wanted}")
+            if isinstance(value, tuple | list):
+                _require_items(one.id, name, value)
         return _with_fixes_of_class(one, read)
 
     def shielded(find: Callable[[Read], Iterable[Finding]]) -> Callable[[Read], Iterable[Finding]]:
@@ -64,20 +74,6 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("evidence", "remedies", "references", "provenance", "met"), (tuple, list)),
 }  # fmt: skip
 """What a field of a finding may hold; every other field is text or None."""
-
-
-def _require_finding(one: object) -> None:
-    """Raises TypeError, which says what is wrong, where ``one`` is no finding that can be printed."""
-    if not isinstance(one, Finding):
-        raise TypeError(f"it yields {type(one).__name__}, not Finding; make_finding makes one of a Statement")
-    for name in (field.name for field in fields(Finding)):
-        value = getattr(one, name)
-        types = _TYPES.get(name, (str, type(None)))
-        if not isinstance(value, types):
-            wanted = " or ".join("None" if allowed is type(None) else allowed.__name__ for allowed in types)
-            raise TypeError(f"{name} of its finding {one.id!r} is {type(value).__name__}, not {wanted}")
-        if isinstance(value, tuple | list):
-            _require_items(one.id, name, value)
 
 
 def _require_items(finding: str, name: str, items: Collection[object]) -> None:

@@ -115,20 +115,19 @@ _DIVISIONS = frozenset({"div", "divide", "true_divide"})
 
 def _bounded(source: Source, node: ast.expr, bounds: Mapping[str, str], names: set[str]) -> list[Change]:
     """The change of one expression; empty where it computes something else."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-        return _divisor(source, node.right, bounds)
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-        return []
-    name = node.func.attr
-    if name in _DIVISIONS:
-        divisor = _argument(node, node.func, 1)
-        return _divisor(source, divisor, bounds) if divisor is not None else []
-    if name == "std" and names & {"std", "var", "sqrt"}:
-        return _deviation(source, node, node.func)
-    if name == "cross_entropy" and len(node.args) == 2:
-        return _mean_of_labels(source, node) if names_a_module(node.func.value) else []
-    argument = _argument(node, node.func, 0)
-    return source.after(argument, bounds[name]) if name in bounds and argument is not None else []
+    match node:
+        case ast.BinOp(op=ast.Div()):
+            return _divisor(source, node.right, bounds)
+        case ast.Call(func=ast.Attribute(attr="std") as function) if names & {"std", "var", "sqrt"}:
+            return _deviation(source, node, function)
+        case ast.Call(func=ast.Attribute(attr="cross_entropy", value=value), args=[_, _]):
+            return _mean_of_labels(source, node) if names_a_module(value) else []
+        case ast.Call(func=ast.Attribute(attr=name) as function):
+            argument = _argument(node, function, int(name in _DIVISIONS))
+            if argument is None or name in _DIVISIONS:
+                return _divisor(source, argument, bounds)
+            return source.after(argument, bounds[name]) if name in bounds else []
+    return []
 
 
 def _deviation(source: Source, node: ast.Call, function: ast.Attribute) -> list[Change]:
@@ -168,9 +167,9 @@ def _is_positive(node: ast.expr) -> bool:
     return node.func.attr in _POSITIVE or (node.func.attr in _KEEPING and _is_positive(node.func.value))
 
 
-def _divisor(source: Source, divisor: ast.expr, bounds: Mapping[str, str]) -> list[Change]:
+def _divisor(source: Source, divisor: ast.expr | None, bounds: Mapping[str, str]) -> list[Change]:
     """Keeps what is divided by away from 0, with its sign; an expression is computed once."""
-    if "div" not in bounds or not has_torch(source) or isinstance(divisor, ast.Constant):
+    if "div" not in bounds or not has_torch(source) or divisor is None or isinstance(divisor, ast.Constant):
         return []
     if _is_positive(divisor):
         return list(source.after(divisor, bounds["div"]))

@@ -398,21 +398,19 @@ def _at_work(raised: Raised) -> list[str]:
 _AROUND_DEPRECATED = re.compile(r"/(typing_extensions|_?(py_)?warnings)\.py:\d+ wrapper$")
 
 
-def class_of(trace: Trace, fqn: str) -> str:
-    """Class name of the module ``fqn``, or an empty string."""
-    return next((s.cls for s in trace.sites.values() if s.fqn == fqn and s.cls), "")
+def class_of(trace: Trace, fqn: str, roots: Collection[int] | None = None) -> str:
+    """Class name of the module ``fqn``, of certain models only where ``roots`` has their numbers; or an empty string."""
+    sites = (site for site in trace.sites.values() if site.fqn == fqn and (roots is None or site.root in roots))
+    return next((site.cls for site in sites if site.cls), "")
 
 
 def _class_at(trace: Trace, finding: Finding) -> str:
     """Class name of the finding's module: of several models with a module of that name, the one in which its op or its first bad value was seen."""
     place = finding.op, finding.source, finding.fqn
-    of_ops = (op.root for op in trace.all(Op) if (op.op, op.source, op.fqn) == place)
-    root = next(of_ops, None)
-    if root is None:
-        bad = (trace.sites[sample.site] for sample in trace.samples if not sample.finite)
-        root = next((site.root for site in bad if site.fqn == finding.fqn), None)
-    here = (site.cls for site in trace.sites.values() if (site.root, site.fqn) == (root, finding.fqn))
-    return next(filter(None, here), "") or class_of(trace, finding.fqn or "")
+    roots = [op.root for op in trace.all(Op) if (op.op, op.source, op.fqn) == place]
+    bad = {sample.site: None for sample in trace.samples if not sample.finite}
+    roots += [site.root for site in map(trace.sites.__getitem__, bad) if site.fqn == finding.fqn]
+    return class_of(trace, finding.fqn or "", roots[:1]) or class_of(trace, finding.fqn or "")
 
 
 def class_of_named(trace: Trace | None, name: str) -> str:
@@ -454,9 +452,10 @@ def modules_were_finite(trace: Trace) -> str:
     unseen = ", nor was what compiled functions compute" if covered.compiled_outside else ""
     if not measured:
         return f"what modules returned was not measured{unseen}" if calls or unseen else "no module was called"
-    if unseen or measured < calls:
-        return f"what was measured of the modules ({measured:,} of {calls:,} calls) was finite{unseen and '; what compiled functions compute was not measured'}"
-    return "everything that modules returned was finite"
+    partly = f"what was measured of the modules ({measured:,} of {calls:,} calls) was finite"
+    if unseen:
+        return f"{partly}; what compiled functions compute was not measured"
+    return partly if measured < calls else "everything that modules returned was finite"
 
 
 def _calls(covered: Coverage) -> int:

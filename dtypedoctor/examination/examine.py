@@ -137,19 +137,21 @@ class EditTrials:
     def _call(self, finding: Finding, maker: str) -> tuple[str | None, str]:
         """How what the edit does was tried without it (None: not at all), and why it does not help."""
         fix = TRIED_AS.get(maker)
-        for trial in self.trials:
-            if trial.remedy == fix and trial.outcome is not Outcome.NOT_TRIED:
+        for trial in filter(_was_tried, self.trials):
+            if trial.remedy == fix:
                 return "run", _why_not(trial)
-        on_the_call = self.capsule.fixes if isinstance(self.capsule, Capsule) else ()
-        for row in on_the_call:
+        for row in self.capsule.fixes if isinstance(self.capsule, Capsule) else ():
             # What raises has met a dtype that stands in the module's own code, where the edit would change it
-            if row.fix == fix and row.outcome != Outcome.NOT_TRIED and not row.reason.startswith("raises "):
+            if row.fix == fix and _was_tried(row) and not row.reason.startswith("raises "):
                 return "call", _why_not(row)
 
         # The operator alone was made again with what the edit does: that is what proves the finding
-        if maker in ON_THE_OPERATOR and finding.proven_by is not None:
-            return "call", ""
-        return None, ""
+        is_proven = maker in ON_THE_OPERATOR and finding.proven_by is not None
+        return ("call" if is_proven else None), ""
+
+
+def _was_tried(trial: Trial | CallFix) -> bool:
+    return trial.outcome != Outcome.NOT_TRIED
 
 
 def _why_not(tried: Trial | CallFix) -> str:
@@ -207,10 +209,10 @@ def _objections(finding: Finding, before: Run, run: Run) -> Iterator[str]:
     if ending.raised is not None or (run.died and not run.exit.timed_out):
         yield ending.words
 
-    known = {one.id for one in analysis_of(before.trace).findings}
+    known = {old.id for old in analysis_of(before.trace).findings}
+    milder = {Severity.INFO} - {finding.severity}
     for left in analysis.findings:
-        is_milder = left.severity is Severity.INFO and finding.severity is not Severity.INFO
-        if left.id == finding.id and not is_milder:
+        if left.id == finding.id and left.severity not in milder:
             yield f"{left.id} recurs"
         elif left.severity is Severity.ERROR and left.id not in known:
             yield f"{left.id} occurs"

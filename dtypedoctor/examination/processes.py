@@ -74,18 +74,14 @@ def said_of_spawned(findings: tuple[Finding, ...], run: Run) -> tuple[Finding, .
         return findings
     said = f"Seen in spawned process {run.spawned} of {len(run.others)}."
     told = tuple(replace(finding, evidence=(*finding.evidence, said)) for finding in findings)
-    return with_compared(told, _ranks_of_spawned(run))
-
-
-def _ranks_of_spawned(run: Run) -> list[Rank]:
-    """The processes that belong to a process group, each with its rank there; of several jobs one after the other the last."""
+    # the processes that belong to a process group, each with its rank there; of several jobs one after the other the last
     own: dict[int, Rank] = {}
     for process in run.processes:
         groups = process.trace.observed(ProcessGroup)
         number = groups[0].what.rank if groups else None
         if number is not None:
             own[number] = Rank(number=number, trace=process.trace, code=process.exit.code, ended="")
-    return [own[number] for number in sorted(own)]
+    return with_compared(told, [own[number] for number in sorted(own)])
 
 
 def _leading(run: Run) -> int:

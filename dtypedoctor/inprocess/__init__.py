@@ -240,10 +240,19 @@ class Watched:
             UsageError: ``model`` is no module, the directory cannot be used, or this process is being watched already.
         """
         global _current
-        _check_module(model)
+        given: object = model
+        if given is not None and not isinstance(given, nn.Module):
+            what = f"{type(given).__module__}.{type(given).__qualname__}"
+            hint = "Pass the model, or nothing: every module that is called is instrumented."
+            raise UsageError(f"{what} is not a torch.nn.Module", hint)
         if (other := watched_for()) is not None:
             raise UsageError(f"this process is already recorded in {other}", "Stop that recording first.")
-        self._folder = _record_folder(self._out, self._name)
+        # where this process records: ``out``, or in a directory of its own in there where it is one of several
+        out = self._out
+        here = member()
+        if here is not None:
+            out = rank_directory(out if out is not None else job_directory(self._name), here.rank)
+        self._folder = new_record(out, self._name, Path(sys.argv[0]).resolve().parent)
         self.directory = self._folder.directory
         trace = self._folder.private / BEFORE
         trace.mkdir()
@@ -350,21 +359,6 @@ class Trainings:
         if watched is not None and watched.active:
             watched.end(error, note)
             self.report = watched.report
-
-
-def _record_folder(out: Path | None, name: str) -> RecordFolder:
-    """Where this process records: ``out``, or in a directory of its own in there where it is one of several."""
-    here = member()
-    if here is not None:
-        out = rank_directory(out if out is not None else job_directory(name), here.rank)
-    return new_record(out, name, Path(sys.argv[0]).resolve().parent)
-
-
-def _check_module(model: object) -> None:
-    if model is not None and not isinstance(model, nn.Module):
-        what = f"{type(model).__module__}.{type(model).__qualname__}"
-        hint = "Pass the model, or nothing: every module that is called is instrumented."
-        raise UsageError(f"{what} is not a torch.nn.Module", hint)
 
 
 def _status(error: BaseException | None) -> int:

@@ -180,9 +180,9 @@ class OptimizerSamples:
         """
         for kept in self._kept.values():
             now = _versions(kept.named) if kept.versions else []
-            left = [i for i in range(len(now)) if i not in kept.measured]
-            written = [i for i in left if now[i] != kept.versions[i]]
-            self._measure(kept, [i for i in left if i not in written])
+            left = set(range(len(now))) - kept.measured
+            written = sorted(i for i in left if now[i] != kept.versions[i])
+            self._measure(kept, sorted(left.difference(written)))
             kept.measured.update(written)
             if written:
                 self._sample("param", _read([kept.named[i] for i in written]), self._position.phase, None)

@@ -376,12 +376,8 @@ class InPlaceReplays:
         """A call that may be replayed is over, and its module's name is off the stack; the parameters of a unit are there."""
         kept, self._current = self._current, None
         if kept is not None and kept.live.module is module:
-            if kept.error is not None and self._is_new("raised", kept.live.fqn, *kept.error):
-                self._replay(kept, "raised")
-            elif self._is_forced(kept):
-                self._replay(kept, "forced")
-            elif self._is_doubtful(module):
-                self._replay(kept, "packed")
+            if reason := self._reason_to_replay(kept):
+                self._replay(kept, reason)
             if self._sharded and kept.error is None and self._is_known_later(module):
                 self._copies.keep(kept, self._calls)
         self._look()
@@ -389,6 +385,14 @@ class InPlaceReplays:
             self._replay(kept, SILENT)
         self._silent.clear()
         self._recomputed = None
+
+    def _reason_to_replay(self, kept: KeptCall) -> str:
+        """Why a call that is over is replayed at once; empty where it is not."""
+        if kept.error is not None and self._is_new("raised", kept.live.fqn, *kept.error):
+            return "raised"
+        if self._is_forced(kept):
+            return "forced"
+        return "packed" if self._is_doubtful(kept.live.module) else ""
 
     def _seen_silent(self, record: Any, fqn: str | None) -> None:
         """A look has seen something in the module ``fqn`` that no result shows: the call of the first is kept as a capsule."""
@@ -757,9 +761,7 @@ class InPlaceReplays:
     ) -> bool:
         """Whether a replay, which may have other results, has failed as the call did: else its capsule is one of another failure."""
         if why == "value" and inner is not None and not (replay.compared and not doubt):
-            return replay.error is None and any(
-                is_inside(inner.began, fqn) or is_inside(fqn, inner.began) for fqn in kept.bad
-            )
+            return replay.error is None and any(_are_nested(inner.began, fqn) for fqn in kept.bad)
         if why == "gradient":
             return replay.is_bad
         return not doubt and (replay.compared or why != SILENT)
@@ -877,6 +879,10 @@ def _keep_first(gradients: dict[int, Tensor], index: int, gradient: Tensor | Non
     """Keeps the first gradient of an output, by reference."""
     if gradient is not None:
         gradients.setdefault(index, gradient)
+
+
+def _are_nested(fqn: str, other: str) -> bool:
+    return is_inside(fqn, other) or is_inside(other, fqn)
 
 
 def is_inside(fqn: str, outer: str) -> bool:

@@ -3,7 +3,7 @@
 Which calls are kept, and when one is made again, is decided in :mod:`dtypedoctor.instrument.in_place`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -21,7 +21,7 @@ from dtypedoctor.instrument.operators import bytes_of
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.sharded import Given, parameter_not_here, unit_set_aside
 from dtypedoctor.instrument.silent.underflow import SCALE, when_scaled
-from dtypedoctor.instrument.statistics import is_finite, measurable, measure, out_of_their_sight, real_of
+from dtypedoctor.instrument.statistics import Extent, is_finite, measurable, measure, out_of_their_sight, real_of
 from dtypedoctor.instrument.untouched import Again, CannotReplayError, KeptMemory, at_moment, make_again
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
@@ -410,8 +410,7 @@ class RepeatedCall:
             real, again = (measure(list(filter(measurable, tensors))) for tensors in (made, self._result))
         if all(extent.finite for extent in real) or not all(extent.finite for extent in again):
             return None
-        largest, absmax = (max((extent.absmax for extent in extents), default=0.0) for extents in (real, again))
-        return EagerCall(finite=False, absmax=largest, eager_finite=True, eager_absmax=absmax)
+        return EagerCall(finite=False, absmax=_largest(real), eager_finite=True, eager_absmax=_largest(again))
 
     @contextmanager
     def _forward(self, made: LiveCall) -> Iterator[tuple[Any, Any]]:
@@ -662,3 +661,7 @@ def is_same(one: Tensor, other: Tensor) -> bool:
     with torch.no_grad():
         first, second = one.detach().contiguous().reshape(-1), other.detach().contiguous().reshape(-1)
         return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
+def _largest(extents: Iterable[Extent]) -> float:
+    return max((extent.absmax for extent in extents), default=0.0)

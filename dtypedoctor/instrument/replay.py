@@ -308,8 +308,11 @@ class _Scores:
     product: Ran
     before_softmax: list[Ran] = field(default_factory=list)
     softmax: Ran | None = None
-    derived: set[int] = field(default_factory=set)
+    derived: set[int] = field(init=False)
     length: int = 0
+
+    def __post_init__(self) -> None:
+        self.derived = {note.id for note in self.product.outputs}
 
     @property
     def held(self) -> int:
@@ -340,12 +343,11 @@ class AttentionReplay:
         """Follows products of activations to a softmax, and from one that made NaN to the product with the values."""
         if not ran.results or self._replays >= MAX_REPLAYS or any(map(is_spread, ran.results)):
             return
-        given = {note.id for note in ran.inputs}
         for scores in self._open.copy():
-            if not scores.derived.isdisjoint(given):
+            if not scores.derived.isdisjoint(note.id for note in ran.inputs):
                 self._advance(scores, ran)
-        if _is_of_activations(ran) and str(ran.func) in _PRODUCTS:
-            self._open.append(_Scores(ran, derived={note.id for note in ran.outputs}))
+        if _is_product_of_activations(ran):
+            self._open.append(_Scores(ran))
         if not fits(sum(scores.held for scores in self._open), ran.results[0].device):
             self._open.clear()
 
@@ -367,8 +369,8 @@ class AttentionReplay:
         self._session.emit(found)
 
 
-def _is_of_activations(ran: Ran) -> bool:
-    return all(note.origin != "parameter" for note in ran.inputs)
+def _is_product_of_activations(ran: Ran) -> bool:
+    return str(ran.func) in _PRODUCTS and all(note.origin != "parameter" for note in ran.inputs)
 
 
 def _follow(scores: _Scores, ran: Ran) -> bool:

@@ -15,6 +15,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
+from operator import itemgetter
 from threading import get_ident
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -312,7 +313,7 @@ class Sentinel(OperatorMode):
             self._hooked.add(number)
             if not inside or isinstance(node, self._inside):
                 node.register_prehook(self._entering)
-            waiting += [before for before, _ in node.next_functions if before is not None]
+            waiting += filter(None, map(itemgetter(0), node.next_functions))
 
     def _is_known(self, number: int) -> bool:
         return self._first_span <= number < next_sequence_number()

@@ -190,7 +190,12 @@ def _template(node: ast.AST) -> tuple[int, str] | None:
     if isinstance(node, ast.JoinedStr):
         return _of_parts([str(part.value) if isinstance(part, ast.Constant) else None for part in node.values])
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return _of_parts(_split(node.value))
+        # a text and the holes that ``%`` or ``format`` fill in it
+        parts: list[str | None] = []
+        for piece in re.split(r"(%(?:\(\w+\))?[-+ #0]*[\d.]*[diouxXeEfFgGcrsa]|\{[^{}]*\})", node.value):
+            hole = re.fullmatch(r"%.*[diouxXeEfFgGcrsa]|\{[^{}]*\}", piece) is not None
+            parts.append(None if hole else piece)
+        return _of_parts(parts)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _joined(node)
     return None
@@ -210,15 +215,6 @@ def _joined(node: ast.BinOp) -> tuple[int, str] | None:
     if sides == [None, None]:
         return None
     return sum(side[0] for side in sides if side), "".join(side[1] if side else "(.*)" for side in sides)
-
-
-def _split(text: str) -> list[str | None]:
-    """A text and the holes that ``%`` or ``format`` fill in it."""
-    parts: list[str | None] = []
-    for piece in re.split(r"(%(?:\(\w+\))?[-+ #0]*[\d.]*[diouxXeEfFgGcrsa]|\{[^{}]*\})", text):
-        hole = re.fullmatch(r"%.*[diouxXeEfFgGcrsa]|\{[^{}]*\}", piece) is not None
-        parts.append(None if hole else piece)
-    return parts
 
 
 def _filled(text: str, found: re.Match[str]) -> str:

@@ -138,27 +138,27 @@ def without_process_secrets(value: Any, *, recent: bool = False) -> Any:
 
 
 def _walk(value: Any, clean: Callable[[str], str]) -> Any:
-    if isinstance(value, Enum):
-        return value
     if isinstance(value, str):
-        return clean(value)
+        return value if isinstance(value, Enum) else clean(value)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: _walk(getattr(value, f.name), clean) for f in fields(value) if f.init})
     if isinstance(value, Mapping):
-        return {_walk(key, clean): _entry(key, item, clean) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not all(type(item) in (int, float) for item in value):
+        return dict(_entries(value, clean))
+    if isinstance(value, (list, tuple)) and not {int, float}.issuperset(map(type, value)):
         return type(value)(_sequence(value, clean))
     return value
 
 
-def _entry(key: Any, item: Any, clean: Callable[[str], str]) -> Any:
-    name = str(key)
-    if name.lower() in _VARIABLES and isinstance(item, Mapping):
-        return {_walk(k, clean): _walk(v, clean) if k in ALLOWED_VARIABLES else SECRET for k, v in item.items()}
-    values = item if isinstance(item, (list, tuple)) else (item,)
-    if names_a_secret(name) and any(isinstance(one, str) for one in values):  # the numbers of ``tokens`` are none
-        return SECRET
-    return _walk(item, clean)
+def _entries(items: Mapping[Any, Any], clean: Callable[[str], str]) -> Iterator[tuple[Any, Any]]:
+    for key, item in items.items():
+        name, values = str(key), item if isinstance(item, list | tuple) else (item,)
+        if name.lower() in _VARIABLES and isinstance(item, Mapping):
+            allowed = ((k, _walk(v, clean) if k in ALLOWED_VARIABLES else SECRET) for k, v in item.items())
+            yield _walk(key, clean), {_walk(k, clean): v for k, v in allowed}
+        elif names_a_secret(name) and str in map(type, values):  # the numbers of ``tokens`` are none
+            yield _walk(key, clean), SECRET
+        else:
+            yield _walk(key, clean), _walk(item, clean)
 
 
 def _sequence(items: Sequence[Any], clean: Callable[[str], str]) -> Iterator[Any]:

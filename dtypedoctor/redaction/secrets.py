@@ -94,16 +94,13 @@ def _is_random(word: str) -> bool:
     look = _Look(word)
     if len(look.kinds) < 20 or min(look.capitals, look.small) < 2:
         return False
-    prefix = _PREFIX.match(word)
-    if prefix:
+    if prefix := _PREFIX.match(word):
         body = _Look(word[prefix.end() :])
-        is_varied = min(body.capitals, body.small) >= 2 and body.digits > 0
-        if len(body.kinds) >= 16 and is_varied:
+        if len(body.kinds) >= 16 and min(body.capitals, body.small, body.digits + 1) >= 2:
             return body.readable < 0.36 and body.turns >= 0.4
     # Digits and changes of case stand where no word has them
-    if look.digits >= 4:
-        return look.readable < 0.4 and look.turns >= 0.42
-    return look.digits >= 2 and look.readable < 0.22 and look.turns >= 0.45
+    readable, turns = (0.4, 0.42) if look.digits >= 4 else (0.22, 0.45)
+    return look.digits >= 2 and look.readable < readable and look.turns >= turns
 
 
 class _Look:

@@ -97,7 +97,14 @@ def render_html(document: Document) -> str:
     first, *others = document.sections or (Section("", ()),)
     if first.title:  # the headline stands in a section of its own
         first, others = Section("", ()), [first, *others]
-    sections = [draw.section(first, _header(document)), *map(draw.section, others)]
+    # status, labels and what it is about above the headline
+    status = [Words(document.status, Look.GOOD if document.good else Look.BAD)] if document.status else []
+    looks = {Look.GOOD: "pill good", Look.BAD: "pill"}
+    labels = (*status, *document.labels)
+    pills = [join((el("span", label.text, class_=looks.get(label.look, "pill plain")), " ")) for label in labels]
+    about = el("span", one_line(document.about, 600), class_="dim")
+    title = el("h1", one_line(document.headline, 600)) if document.headline else el("h1", one_line(document.name))
+    sections = [draw.section(first, el("header", el("p", *pills, about), title)), *map(draw.section, others)]
     page = (
         "<!doctype html>\n",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -130,17 +137,6 @@ def _top(document: Document) -> Html:
         el("button", "Light / dark", type="button", id="theme"),
         class_="top",
     )
-
-
-def _header(document: Document) -> Html:
-    """Status, labels and what it is about above the headline."""
-    status = [Words(document.status, Look.GOOD if document.good else Look.BAD)] if document.status else []
-    looks = {Look.GOOD: "pill good", Look.BAD: "pill"}
-    labels = (*status, *document.labels)
-    pills = [join((el("span", label.text, class_=looks.get(label.look, "pill plain")), " ")) for label in labels]
-    about = el("span", one_line(document.about, 600), class_="dim")
-    title = el("h1", one_line(document.headline, 600)) if document.headline else el("h1", one_line(document.name))
-    return el("header", el("p", *pills, about), title)
 
 
 class _Blocks:

@@ -79,17 +79,18 @@ UNKNOWN = Unscaled(scale=1.0, params={}, gradients={}, names={})
 
 def detect_scaling(trace: Trace) -> Iterator[Finding]:
     """What goes wrong between a gradient scaler and the parameters that it serves."""
-    raised = rejection_in(trace)
     seen = [seen.what for seen in trace.observed(Unscaled)]
-    last = seen[-1] if seen else UNKNOWN
-    if raised is not None and FLOAT16_GRADIENTS in raised.message:
-        yield _float16_gradients(trace, raised, last)
-    if raised is not None and NOTHING_CHECKED in raised.message:
-        yield _nothing_checked(trace, raised, last)
-    rejected = raised if raised is not None and _BFLOAT16_REJECTED.search(raised.message) else None
-    bfloat16 = next((one for one in seen if one.gradients.get("bfloat16")), None)
-    if rejected is not None or bfloat16 is not None:
-        yield _bfloat16_gradients(trace, rejected, bfloat16 or UNKNOWN)
+    last = next(reversed(seen), UNKNOWN)
+    bfloat16 = [unscaled for unscaled in seen if unscaled.gradients.get("bfloat16")]
+    raised, rejected = rejection_in(trace), None
+    if raised is not None:
+        if FLOAT16_GRADIENTS in raised.message:
+            yield _float16_gradients(trace, raised, last)
+        if NOTHING_CHECKED in raised.message:
+            yield _nothing_checked(trace, raised, last)
+        rejected = raised if _BFLOAT16_REJECTED.search(raised.message) else None
+    if rejected or bfloat16:
+        yield _bfloat16_gradients(trace, rejected, next(iter(bfloat16), UNKNOWN))
 
 
 def _float16_gradients(trace: Trace, raised: Raised, last: Unscaled) -> Finding:

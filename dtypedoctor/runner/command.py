@@ -122,16 +122,20 @@ def program_of(script: str, arguments: list[str], *, module: bool, text: bool) -
     """
     if module and text:
         raise UsageError("give either -m or -c", "-m runs a module, -c source text.")
-    if module or text:
-        return {"module" if module else "code": script, "args": arguments}
+    if module:
+        return {"module": script, "args": arguments}
+    if text:
+        return {"code": script, "args": arguments}
+    if script == "-":
+        return {"path": script, "args": arguments}
     program = None if script.endswith(("-", ".py")) else _program(script)
     if program is not None:
         return {"command": [*program, *arguments], **_named_among(script, arguments)}
-    if script != "-" and not os.path.exists(script):
+    if not os.path.exists(script):
         hint = "Give a file, -m and the name of a module, or a command such as torchrun."
         raise UsageError(f"{script}: no such script{_meant_beside(script)}", hint)
     # Python takes what begins with a dash for options
-    return {"path": f"./{script}" if script[0] == "-" != script else script, "args": arguments}
+    return {"path": f"./{script}" if script.startswith("-") else script, "args": arguments}
 
 
 def _named_among(program: str, arguments: list[str]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import get_ident
@@ -227,17 +228,15 @@ def _why_not(named: Named) -> str:
         return "" if isinstance(getattr(torch, named.name, None), torch.dtype) else f"{named.shown}, which is no dtype"
     module_name, _, path = named.name.partition(":")
     name, _, member = path.partition(".")
-    module = importlib.import_module(module_name)
-    thing = vars(module).get(name)
+    thing = vars(importlib.import_module(module_name)).get(name)
     if module_name == "torch.nn.functional":
         fits = isinstance(thing, (types.FunctionType, types.BuiltinFunctionType))
         return "" if fits else f"{named.shown}, which is no function"
-    is_own = getattr(thing, "__module__", None) == module_name and getattr(thing, "__qualname__", None) == name
-    if not is_own or not _fits(named.role, thing, member):
+    own = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if own != (module_name, name) or not _fits(named.role, thing, member):
         return f"{named.shown}, which is no {_KINDS[named.role]} that {module_name} defines"
-    for attribute in named.attributes:
-        if _replaces(thing, attribute):
-            return f"the attribute {attribute} of {named.shown}, which replaces a part of the class"
+    for attribute in filter(partial(_replaces, thing), named.attributes):
+        return f"the attribute {attribute} of {named.shown}, which replaces a part of the class"
     return ""
 
 

@@ -12,6 +12,7 @@ from dtypedoctor.lab.compare.comparison import (
     Measured,
     Missing,
     ModuleDrift,
+    ParameterDrift,
     Side,
     TraceComparison,
     Verdict,
@@ -238,8 +239,8 @@ def headline(found: TraceComparison) -> str:
         ignored = f" Ignored: {counted(extras, 'measurement')} of outputs that only one run's modules return."
         return f"EQUAL: {said}.{ignored if extras else ''}{_findings_of_one(found)}"
     if found.verdict is Verdict.INCOMPLETE:
-        nothing = not found.compared and not any(len(metric.steps) > len(metric.lone) for metric in found.metrics)
-        return f"NOTHING COMPARED: {why[0]}" if nothing else f"INCOMPLETE: what both have agrees, but {why[0]}"
+        shared = found.compared + sum(len(metric.steps) - len(metric.lone) for metric in found.metrics)
+        return f"INCOMPLETE: what both have agrees, but {why[0]}" if shared else f"NOTHING COMPARED: {why[0]}"
     if found.first is None:
         return f"DIVERGED: {why[0]}"
     first, other = found.first, found.first_nonfinite
@@ -329,15 +330,18 @@ def _divergences(found: TraceComparison) -> Iterator[str]:
 
 def _different_ends(found: TraceComparison) -> Iterator[str]:
     """Parameters that training takes elsewhere, or that it moves in one run only."""
+    by_side: dict[str, list[ParameterDrift]] = {"A": [], "B": [], "": []}
+    for parameter in found.parameters:
+        by_side[parameter.stands_still].append(parameter)
     for side in ("A", "B"):
-        if still := [one for one in found.parameters if one.stands_still == side]:
-            moved_a = percent(mean(one.a.moved for one in still))
-            moved_b = percent(mean(one.b.moved for one in still))
+        if still := by_side[side]:
+            moved_a = percent(mean(parameter.a.moved for parameter in still))
+            moved_b = percent(mean(parameter.b.moved for parameter in still))
             yield (
                 f"training does not move {counted(len(still), 'parameter')} in {side}: after {counted(still[0].steps, 'step')} {moved_a} of "
                 f"the elements in A and {moved_b} in B are not what they were before the first"
             )
-    apart = [one for one in found.parameters if one.beyond and not one.stands_still]
+    apart = [parameter for parameter in by_side[""] if parameter.beyond]
     if apart:
         worst = max(apart, key=lambda one: relative_error(one.a.distance, one.b.distance))
         yield (

@@ -225,7 +225,10 @@ class _Forwards:
                 return original(*args, **kwargs)
             again = notes.restore((args, kwargs))
             counters.hit()
-            frame = _Frame(Float32Frame(counters), _autocast_regions())
+            frame = _Frame(
+                Float32Frame(counters),
+                tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)),
+            )
             with calls.entered(frame), _autocast(frame.autocast, enabled=False):
                 given = mapped((args, kwargs), _widened)
                 with frame.mode:
@@ -260,10 +263,6 @@ class _Forwards:
 
 def _widened(tensor: Tensor) -> Tensor:
     return widen(tensor) if is_narrow(tensor) else tensor
-
-
-def _autocast_regions() -> tuple[tuple[str, torch.dtype], ...]:
-    return tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
 
 
 @contextmanager

@@ -508,7 +508,9 @@ def override(
     given = {"device": device, "seed": seed}
     changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if processes is not None:
-        changes["distributed"] = _distributed(scenario) | {"processes": processes}
+        changes["distributed"] = (scenario.distributed.model_dump() if scenario.distributed is not None else {}) | {
+            "processes": processes
+        }
     changes["steps"] = [
         step.model_dump() | ({"model": _changed(step.model, model, dtype, device_map)} if step.model else {})
         for step in scenario.steps
@@ -519,10 +521,6 @@ def override(
         error = refused.errors(include_url=False)[0]
         option = str(error["loc"][-1]).replace("_", "-") if error["loc"] else "nproc-per-node"
         raise UsageError(f"--{option}: {in_words(error)}") from refused
-
-
-def _distributed(scenario: Scenario) -> dict[str, Any]:
-    return scenario.distributed.model_dump() if scenario.distributed is not None else {}
 
 
 def _changed(model: Model, name: str | None, dtype: str | None, device_map: str | None) -> dict[str, Any]:

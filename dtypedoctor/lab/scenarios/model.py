@@ -359,22 +359,26 @@ class Scenario(Strict):
 
     @model_validator(mode="after")
     def _can_be_distributed(self) -> Self:
-        if self.distributed is None:
-            return self
-        is_sharded = self.distributed.strategy == "fsdp"
-        for step in self.steps:
+        for step in self.steps if self.distributed is not None else ():
             kind = step.workload.kind
             if kind in ("generate", "unload"):
                 raise ValueError(f"a step of kind {kind} runs in one process only")
-            if is_sharded and kind in ("sft", "grpo"):
-                raise ValueError(f"the trainer of a step of kind {kind} wraps its model itself, with ddp only")
-            if is_sharded and step.model is None and kind != "script":
-                why = "a step without a model goes on with a sharded one, which has left its process group"
-                raise ValueError(f"{why}; give it a `model`")
             if step.compile is not None:
                 raise ValueError("a compiled model runs in one process only")
             if step.model is not None and step.model.device_map is not None:
                 raise ValueError("a device_map is for one process: several have a GPU each")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_sharded(self) -> Self:
+        is_sharded = self.distributed is not None and self.distributed.strategy == "fsdp"
+        for step in self.steps if is_sharded else ():
+            kind = step.workload.kind
+            if kind in ("sft", "grpo"):
+                raise ValueError(f"the trainer of a step of kind {kind} wraps its model itself, with ddp only")
+            if step.model is None and kind != "script":
+                why = "a step without a model goes on with a sharded one, which has left its process group"
+                raise ValueError(f"{why}; give it a `model`")
         return self
 
     def with_changes(self, **changes: Any) -> "Scenario":

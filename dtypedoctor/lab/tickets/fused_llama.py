@@ -260,19 +260,15 @@ def projection(module: Any) -> Projection:
     state = getattr(weight, "quant_state", None)
     if linear is module or module.disable_adapters or module.merged:
         return Base(weight=weight.data, state=state), None, None
-    name = _only_adapter(module)
-    base = Base(weight=weight.data, state=state, scale=float(module.scaling[name]))
-    return base, module.lora_A[name].weight, module.lora_B[name].weight
-
-
-def _only_adapter(module: Any) -> str:
     active = [name for name in module.active_adapters if name in module.lora_A]
     plain = len(active) == 1 and isinstance(module.lora_dropout[active[0]], nn.Identity)
     if not plain or active[0] in module.lora_variant:
         raise UsageError(
             "the fused projections take one plain LoRA adapter", "Remove dropout, DoRA and further adapters."
         )
-    return str(active[0])
+    name = str(active[0])
+    base = Base(weight=weight.data, state=state, scale=float(module.scaling[name]))
+    return base, module.lora_A[name].weight, module.lora_B[name].weight
 
 
 def is_fused(module: nn.Module) -> bool:

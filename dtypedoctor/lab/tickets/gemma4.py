@@ -161,7 +161,18 @@ def attention_float32(
             key, value = cache.update(key, value, layer.layer_idx)
     if layer.store_full_length_kv:
         shared[layer.layer_type] = key, value
-    mixed = _mixed(layer, query, key, value, mask)
+    # scaled dot-product attention in float32: (batch, heads, tokens, head_dim)
+    if mask is not None and mask.is_floating_point():
+        mask = mask.float()
+    mixed = functional.scaled_dot_product_attention(
+        query,
+        key.float().repeat_interleave(layer.num_key_value_groups, dim=1),
+        value.float().repeat_interleave(layer.num_key_value_groups, dim=1),
+        attn_mask=mask,
+        dropout_p=layer.attention_dropout if layer.training else 0.0,
+        is_causal=mask is None and layer.is_causal and query.shape[2] > 1,
+        scale=layer.scaling,
+    )
     mixed = mixed.transpose(1, 2).reshape(*x.shape[:-1], -1)
     out = layer.o_proj(held(mixed, x.dtype, counters))
     counters.add("rescued", ~torch.isfinite(out))
@@ -188,21 +199,6 @@ def _rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     cosine, sine = (part.float().unsqueeze(2) for part in rotation)
     first, second = x.chunk(2, dim=-1)
     return x * cosine + torch.cat((-second, first), dim=-1) * sine
-
-
-def _mixed(layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Scaled dot-product attention in float32: (batch, heads, tokens, head_dim)."""
-    if mask is not None and mask.is_floating_point():
-        mask = mask.float()
-    return functional.scaled_dot_product_attention(
-        query,
-        key.float().repeat_interleave(layer.num_key_value_groups, dim=1),
-        value.float().repeat_interleave(layer.num_key_value_groups, dim=1),
-        attn_mask=mask,
-        dropout_p=layer.attention_dropout if layer.training else 0.0,
-        is_causal=mask is None and layer.is_causal and query.shape[2] > 1,
-        scale=layer.scaling,
-    )
 
 
 Forward = Callable[..., Any]

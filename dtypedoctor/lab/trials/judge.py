@@ -452,9 +452,13 @@ def parity(run: Trace, reference: Trace) -> Parity | None:
     per_step = [kl for step in shared if (kl := _mean_kl(ours[step], theirs[step])) is not None]
     if not per_step:
         return None
+    ordered = sorted(per_step)
+    position = 0.95 * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
     return Parity(
         median_kl=median(per_step),
-        p95_kl=_percentile(per_step, 0.95),
+        p95_kl=(ordered[low] + (ordered[high] - ordered[low]) * (position - low)),
         max_kl=max(per_step),
         total_kl=sum(per_step),
         steps_compared=len(per_step),
@@ -468,14 +472,6 @@ def _mean_kl(ours: list[float | None], theirs: list[float | None]) -> float | No
     if not gaps or len(gaps) < len(ours):
         return None
     return sum(expm1(d) - d if d < 700 else exp(700) for d in gaps) / len(gaps)
-
-
-def _percentile(values: list[float], fraction: float) -> float:
-    ordered = sorted(values)
-    position = fraction * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def _equal_rewards(run: Trace, reference: Trace) -> int | None:
@@ -578,17 +574,16 @@ def _difference(watched: Run, unwatched: Run) -> str:
     metrics = _metric_difference(watched.trace.all(Metric), unwatched.trace.all(Metric))
     if metrics:
         return metrics
-    ours, theirs = (_text(run) for run in (watched, unwatched))
-    if ours and theirs and ours != theirs:
+    exceptions = {_text(run) for run in (watched, unwatched)} - {""}
+    if len(exceptions) > 1:
         return "the exceptions differ"
     # Which rank torchrun ends before it has ended by itself is a race, and no difference
     by_launcher = watched.exit.ended_by_launcher or unwatched.exit.ended_by_launcher
     if watched.exit.code != unwatched.exit.code and not by_launcher:
         return f"the script {watched.exit.describe()} with instrumentation, and {unwatched.exit.describe()} without"
     mine, yours = watched.trace.last(Resources), unwatched.trace.last(Resources)
-    if mine is not None and yours is not None and mine.checksum != yours.checksum:
-        return "the trained parameters differ"
-    return ""
+    is_other = mine is not None and yours is not None and mine.checksum != yours.checksum
+    return "the trained parameters differ" if is_other else ""
 
 
 def _metric_difference(ours: Sequence[Metric], theirs: Sequence[Metric]) -> str:

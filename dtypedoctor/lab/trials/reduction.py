@@ -223,15 +223,6 @@ def reduce(test: Test, roots: Sequence[Node], options: Options | None = None) ->
         Interrupted: the test or ``on_probe`` raised UsageError, or Ctrl-C was pressed.
         ValueError: the forest is empty, an id occurs twice, or a weight is negative or not finite.
     """
-    _require_usable(roots)
-    reducing = _Reducing(test, options or Options())
-    try:
-        return reducing.result(roots)
-    except (UsageError, KeyboardInterrupt) as error:
-        raise Interrupted(reducing.best, reducing.probes) from error
-
-
-def _require_usable(roots: Sequence[Node]) -> None:
     if not roots:
         raise ValueError("no candidates to choose from")
     seen: set[str] = set()
@@ -242,6 +233,11 @@ def _require_usable(roots: Sequence[Node]) -> None:
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(f"candidate {node.id!r} has the weight {weight}")
         seen.add(node.id)
+    reducing = _Reducing(test, options or Options())
+    try:
+        return reducing.result(roots)
+    except (UsageError, KeyboardInterrupt) as error:
+        raise Interrupted(reducing.best, reducing.probes) from error
 
 
 class _Reducing:

@@ -51,17 +51,13 @@ def token_log_probabilities(model: nn.Module, seed: int, device: torch.device) -
     model.eval()
     try:
         with torch.no_grad():
-            logits = model(input_ids=tokens, **_decoded(model, tokens)).logits[:, :-1].float()
+            # what a decoder reads beside the encoder; nothing for a model without one
+            both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+            logits = model(input_ids=tokens, **({"decoder_input_ids": tokens} if both else {})).logits[:, :-1].float()
     finally:
         model.train(training)
     values = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).flatten().tolist()
     return [value if isfinite(value) else None for value in values]
-
-
-def _decoded(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
-    """What a decoder reads beside the encoder; nothing for a model without one."""
-    both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return {"decoder_input_ids": tokens} if both else {}
 
 
 @dataclass(slots=True)

@@ -106,14 +106,12 @@ class Case:
         """
         # An average, or the state of an optimizer; in a module the buffer that is written may be what is odd.
         if self.family in MERGES or (self.op.inplace and self.op.root < 0):
-            return self.dtypes[0] if self.dtypes else None
-        if self.op.autocast in self.dtypes:
-            return self.op.autocast
-        model = self.model_dtype
-        if model in self.dtypes:
-            return model
-        weight = next((o.dtype for o in self.operands if o.tensor.origin == "parameter"), None)
-        return weight or (self.dtypes[-1] if self.dtypes else None)
+            return next(iter(self.dtypes), None)
+        for wanted in (self.op.autocast, self.model_dtype):
+            if wanted in self.dtypes:
+                return wanted
+        weights = (operand.dtype for operand in self.operands if operand.tensor.origin == "parameter")
+        return next(weights, None) or next(reversed(self.dtypes), None)
 
     @cached_property
     def odd(self) -> Operand | None:

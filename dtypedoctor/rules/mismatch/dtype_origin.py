@@ -345,13 +345,13 @@ class _Walk:
     def _follow(self, maker: Op, tensor: TensorNote) -> TensorNote | None:
         """The operand that ``tensor`` has its dtype from; for bits that are read as another dtype, where they come from."""
         if _reads_bits(maker, tensor) or tensor.dtype != self._dtype:
-            return maker.inputs[-1] if maker.inputs else None
-        if overload_free(maker.op) == "copy" and maker.inputs[-1].dtype == tensor.dtype:
+            return next(reversed(maker.inputs), None)
+        same = [operand for operand in maker.inputs if operand.dtype == self._dtype]
+        if overload_free(maker.op) == "copy" and maker.inputs[-1] in same:
             return maker.inputs[-1]  # the memory had that dtype already; what is in it now says more
         if writes(maker):  # an op in place, or with out=, keeps the dtype of the memory that it writes to
-            return next((t for t in maker.inputs if t.storage == tensor.storage), None)
-        # One that an op has computed says more
-        return min((tensor for tensor in maker.inputs if tensor.dtype == self._dtype), key=lambda one: bool(one.origin))
+            return next((operand for operand in maker.inputs if operand.storage == tensor.storage), None)
+        return min(same, key=lambda operand: bool(operand.origin))  # one that an op has computed says more
 
     def _named(self, tensor: TensorNote, user: Op) -> DtypeOrigin:
         name = tensor.name or ""

@@ -213,12 +213,12 @@ _UNSET = (
 
 def region_without_effect(trace: Trace) -> Iterator[Finding]:
     """Regions for a device type on which nothing was computed, in a run that has no other."""
+    devices = {site.device for site in trace.sites.values() if site.kind == "output"}
     regions = [seen for seen in trace.observed(AutocastRegion) if not seen.what.off]
-    devices = sorted({site.device for site in trace.sites.values() if site.kind == "output"})
-    useless = [seen for seen in regions if seen.what.wanted and seen.what.device not in devices]
-    if not useless or not devices or any(seen.what.device in devices for seen in regions):
+    wanted = [seen for seen in regions if seen.what.wanted]
+    if not all((wanted, devices, devices.isdisjoint(seen.what.device for seen in regions))):
         return
-    first, on = useless[0], ", ".join(devices)
+    first, on = wanted[0], ", ".join(sorted(devices))
     statement = Statement(
         id="autocast-wrong-device",
         severity=Severity.INFO,

@@ -327,16 +327,16 @@ def swallowed_overflows(trace: Trace) -> Iterator[Finding]:
     """
     told: set[str | None] = set()
     for seen in trace.observed(Absorbed):
-        if is_expected(trace, seen.n):
-            continue
         what, rescues = seen.what, is_rescue(seen)
-        if what.rescued and what.born.rounded:
-            if what.relative_error > HARMLESS and what.source not in told:
-                told.add(what.source)
-                yield _rounded_and_replaced(seen, Severity.WARNING if rescues else Severity.ERROR)
-        elif what.rescued and not rescues and not what.born.negative:
+        if not what.rescued or is_expected(trace, seen.n):
+            continue
+        if not what.born.rounded:
             # a mask that has become -inf, say, is to what follows as good as any very negative number
-            yield _swallowed(trace, seen)
+            if not rescues and not what.born.negative:
+                yield _swallowed(trace, seen)
+        elif what.relative_error > HARMLESS and what.source not in told:
+            told.add(what.source)
+            yield _rounded_and_replaced(seen, Severity.WARNING if rescues else Severity.ERROR)
 
 
 def _rounded_and_replaced(seen: Observed[Absorbed], severity: Severity) -> Finding:

@@ -40,7 +40,18 @@ def detect_rescues(trace: Trace) -> Iterator[Finding]:
     for seen in trace.observed(Absorbed):
         if is_rescue(seen) and seen.what.rescued and not seen.what.born.rounded:
             yield _rescue(seen)
-    yield from _rescued_by_corrections(trace)
+    last = {record.id: record for record in trace.all(Correction) if record.installed}
+    for record in last.values():
+        if record.rescued:
+            statement = Statement(
+                id="silent-rescue",
+                severity=Severity.WARNING,
+                proven_by="the correction counts the elements that it replaces",
+                summary=f"The correction {record.id} replaced {record.rescued} elements that were not finite.",
+                cause="What comes before the corrected operation is not finite already; the correction hides it.",
+                evidence=(f"{record.rescued} elements rescued and {record.clamped} clamped in {record.hits} calls.",),
+            )
+            yield make_finding(statement, phase=None)
 
 
 def _rescue(seen: Observed[Absorbed]) -> Finding:
@@ -65,21 +76,6 @@ def _rescue(seen: Observed[Absorbed]) -> Finding:
 
 def _inf_or_nan(count: int) -> str:
     return "1 inf or NaN element" if count == 1 else f"{count:,} inf or NaN elements"
-
-
-def _rescued_by_corrections(trace: Trace) -> Iterator[Finding]:
-    last = {record.id: record for record in trace.all(Correction) if record.installed}
-    for record in last.values():
-        if record.rescued:
-            statement = Statement(
-                id="silent-rescue",
-                severity=Severity.WARNING,
-                proven_by="the correction counts the elements that it replaces",
-                summary=f"The correction {record.id} replaced {record.rescued} elements that were not finite.",
-                cause="What comes before the corrected operation is not finite already; the correction hides it.",
-                evidence=(f"{record.rescued} elements rescued and {record.clamped} clamped in {record.hits} calls.",),
-            )
-            yield make_finding(statement, phase=None)
 
 
 def detect_erased(trace: Trace) -> Iterator[Finding]:
