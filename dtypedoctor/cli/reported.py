@@ -14,6 +14,7 @@ from dtypedoctor.interruptions import say
 from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.replay.capsule import Capsule
 from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report, write_report
+from dtypedoctor.report.run_facts import PATCH
 from dtypedoctor.report.to_json import Report, Status
 from dtypedoctor.runner.run import STDERR, STDOUT
 from dtypedoctor.trace.ranks import member
@@ -52,8 +53,10 @@ def reported(treatment: Treatment, directory: Path, shown: Path | None = None) -
         files=files,
         next_command=next_command(treatment, directory, shown),
     )
-    following = _next_of_script(report, shown, treatment.rerun) or report.next_command
-    return kept(directory, replace(report, next_command=as_typed_here(following)))
+    following = as_typed_here(_next_of_script(report, shown, treatment.rerun) or report.next_command)
+    if report.asks_for_edit and report.do_this[0].edits and "dtypedoctor exec " in following:
+        following = f"patch -p0 < {shlex.quote(str(shown / PATCH))} && {following}"
+    return kept(directory, replace(report, next_command=following))
 
 
 def as_typed_here(command: str) -> str:
@@ -102,10 +105,16 @@ def _without_out(words: list[str], directory: Path) -> list[str]:
 
 
 def next_command(treatment: Treatment, directory: Path, shown: Path) -> str:
-    """In words that name ``shown`` for ``directory``, what tries fixes on the failing call where it was kept and no fix of the run is known; else what prints the report."""
+    """What helps now, as it is typed, with ``shown`` for ``directory``; empty where nothing was found.
+
+    Where a fix of the run is known, that is what prints the report for an issue; else what tries fixes on the failing call, where it was
+    kept; else the page of the finding.
+    """
     capsule = treatment.capsule
-    if not isinstance(capsule, Capsule) or any(trial.outcome is Outcome.FIXED for trial in treatment.trials):
+    if any(trial.outcome is Outcome.FIXED for trial in treatment.trials):
         return f"dtypedoctor report {shlex.quote(str(shown))} --format md"
+    if not isinstance(capsule, Capsule):
+        return f"dtypedoctor explain {treatment.findings[0].id}" if treatment.findings else ""
     option = " --allow-code" if any(capsule.code()) else ""
     return f"dtypedoctor replay {shlex.quote(str(shown / capsule.directory.relative_to(directory)))}{option}"
 

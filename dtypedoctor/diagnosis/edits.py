@@ -144,6 +144,9 @@ def _filled(text: str, scene: Scene) -> str:
         "other": scene.other or "that of the others",
         "device": scene.device,
     }
+    if "{bound}" in text:
+        bound = value_edits.bound_of(scene)
+        values["bound"] = f", e.g. by `{bound}` before it" if bound else ""
     if "{cost}" in text:
         values["cost"] = _cost_of_float32(scene)
     if "{model}" in text or "{before_optimizer}" in text:
@@ -337,12 +340,10 @@ def _changed(part: bytes, begin: int, changes: Sequence[Change]) -> str:
     return part.decode().rstrip("\r\n").replace("\r\n", "\n")
 
 
-_IN_BFLOAT16 = "The edit keeps memory and speed and gives up 3 of 11 bits of precision."
 _UNCOMPILED = "The edit runs it uncompiled, in plain PyTorch's time."
 _IN_FLOAT32 = "The edit computes all of it in float32: the simplest change, and the slowest."
 _IN_REGION = "The edit keeps the dtype of the weights, so they train as before; products in the region are computed in half precision."
 REMARKS = {
-    "half-to-bfloat16": _IN_BFLOAT16,
     "half-to-float32": _IN_FLOAT32,
     "bfloat16-to-float32": _IN_FLOAT32,
     value_edits.OWN: "The edit changes what makes the tensors that this line updates; the weights keep their dtype.",

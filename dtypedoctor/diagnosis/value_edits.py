@@ -53,18 +53,28 @@ _IN_HALF = dict.fromkeys(("acos", "asin"), ".clamp(-0.99, 0.99)")
 
 def keep_in_domain(scene: Scene) -> list[Changes]:
     """Keeps the argument of what returned NaN or inf inside of its domain, on the line that the finding names: a change for each function that it may be."""
-    found, dtype = scene.failing_line(), scene.finding.dtype
+    found = scene.failing_line()
     if found is None:
         return []
-    names = _names_of_operator(scene)
-    known = dict(_ARGUMENT)
+    names, bounds = _names_of_operator(scene), _bounds(scene)
+    made = (_bounded(found[0], node, bounds, names) for node in found[0].on_line(found[1]))
+    return [(found[0], changes) for changes in made if changes]
+
+
+def bound_of(scene: Scene) -> str:
+    """What keeps the argument of the failing operator inside of its domain, as a call of a method; empty where none is known."""
+    return next(iter(_bounds(scene).values()), "")
+
+
+def _bounds(scene: Scene) -> Mapping[str, str]:
+    """By the names that the failing operator may have in the source what keeps its argument inside of its domain."""
+    known, dtype = dict(_ARGUMENT), scene.finding.dtype
     if dtype in ("float16", "bfloat16"):
         known |= _IN_HALF
     if dtype == "float16":
         known |= _IN_FLOAT16
-    bounds = {name: bound for name, bound in known.items() if name in names}
-    made = (_bounded(found[0], node, bounds, names) for node in found[0].on_line(found[1]))
-    return [(found[0], changes) for changes in made if changes]
+    names = _names_of_operator(scene)
+    return {name: bound for name, bound in known.items() if name in names}
 
 
 def _names_of_operator(scene: Scene) -> set[str]:

@@ -9,7 +9,7 @@ from math import prod
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.dtypes import DTYPE_WORDS, DTYPES, parts_of
 from dtypedoctor.text import clipped
-from dtypedoctor.trace.events import Coverage, Op, Raised, TensorNote
+from dtypedoctor.trace.events import Coverage, Op, ParameterNote, Raised, TensorNote
 from dtypedoctor.trace.model import Trace
 
 _DTYPE = r"(?:c10::|torch\.)?((?:long |(?:un)?signed )?\w+(?:<\w+>)?)"
@@ -156,8 +156,10 @@ def named_in(trace: Trace, finding: Finding) -> Finding:
         finding: whose ``module`` is set, and whose texts name it.
     """
     names = {site.fqn for site in trace.sites.values() if site.fqn}
+    names |= {module for note in trace.all(ParameterNote) if (module := module_of(note.name))}
     if finding.fqn is None:
-        return _with_texts(_compiled(finding), lambda text: _shortened(text, names))
+        told = _with_texts(_compiled(finding), lambda text: with_spoken_operators(_shortened(text, names)))
+        return replace(told, summary=_at_its_line(told)) if told.source else told
     name = module_name(finding.fqn, names)
     usual = re.compile(rf"(?<![\w.]){re.escape(short(finding.fqn))}(?![\w\[]|\.\w| \()", re.IGNORECASE)
 
@@ -175,7 +177,14 @@ def named_in(trace: Trace, finding: Finding) -> Finding:
     summary = usual.sub(lambda found: f"{name or found[0]} ({known})", finding.summary, count=1) if known else ""
     shown = name or "the outermost module"
     told = replace(_with_texts(finding, renamed), module=f"{shown} ({cls})" if cls else shown)
-    return _with_texts(replace(told, summary=summary or told.summary), lambda text: _shortened(text, names))
+    told = replace(told, summary=summary or told.summary)
+    return _with_texts(told, lambda text: with_spoken_operators(_shortened(text, names)))
+
+
+def _at_its_line(finding: Finding) -> str:
+    """The summary of a finding outside of all modules, which names the line in the place of saying so."""
+    nowhere = re.compile(rf"\bin {re.escape(short(None))}|^{re.escape(short(None))}", re.IGNORECASE)
+    return nowhere.sub(lambda found: f"{'at ' * found[0].startswith('in')}{finding.source}", finding.summary, count=1)
 
 
 _GENERATED = re.compile(r"^<eval_with_key>|:codegen\(|torchinductor_")
@@ -212,12 +221,33 @@ def _shortened(text: str, names: Collection[str]) -> str:
     return _DOTTED.sub(shown, text)
 
 
+_OPERATOR = re.compile(r"(?<![\w.`/])`?(?:aten|function|module)\.(\w+)(?:\.\w+)?`?(?![\w.(])|\b_to_copy\b")
+_PRIVATE = {"_softmax": "softmax", "_log_softmax": "log_softmax"}
+
+
+def with_spoken_operators(text: str) -> str:
+    """The text with its operators as people call them, in backticks, since some are words: ``mul`` for ``aten.mul.Tensor``.
+
+    torch's own name stands in the field ``op`` of a finding.
+    """
+
+    def spoken(found: re.Match[str]) -> str:
+        name = found[1] or "_to_copy"
+        if name == "_to_copy":
+            begins = text[: found.start()].endswith(". ")
+            return "The cast" if begins else "the cast"
+        return f"`{_PRIVATE.get(name, name)}`"
+
+    return _OPERATOR.sub(spoken, text)
+
+
 def _with_texts(finding: Finding, changed: Callable[[str], str]) -> Finding:
     return replace(
         finding,
         summary=changed(finding.summary),
         cause=changed(finding.cause),
         evidence=tuple(map(changed, finding.evidence)),
+        proven_by=changed(finding.proven_by) if finding.proven_by else finding.proven_by,
     )
 
 

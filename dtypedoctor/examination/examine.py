@@ -89,11 +89,11 @@ class EditTrials:
             how, verdict = (called, why_not) if called is not None else (None, verdict)
         places = ", ".join(dict.fromkeys(f"{edit.file}:{edit.line}" for edit in advice.edits[:3]))
         if how is None:
-            return replace(advice, text=f"{advice.text} Where: {places}; not tried: {verdict}.", edits=())
+            return replace(advice, text=f"{advice.text} Not tried at {places}: {verdict}.", edits=())
         if verdict:
-            text = f"{advice.text} It was tried {_WHERE[how]} ({places}) and does not help: {verdict}."
+            text = f"{advice.text} Tried {_WHERE[how]} ({places}), where it does not help: {verdict}."
             return replace(advice, text=text, edits=(), tried=how)
-        return replace(advice, text=f"{advice.text}{self.shown}" if how == "run" else advice.text, tried=how)
+        return replace(advice, text=advice.text + (self.shown if how == "run" else _ON_THE_CALL), tried=how)
 
     def _run(self, finding: Finding, edits: Sequence[Edit]) -> tuple[str | None, str]:
         """``run`` and what speaks against the edit, empty where nothing does; or None, and why the edited program was not run."""
@@ -159,6 +159,7 @@ def _why_not(tried: Trial | CallFix) -> str:
     return "" if tried.outcome == Outcome.FIXED else tried.reason
 
 
+_ON_THE_CALL = " Tried on the failing call only."
 _WHERE = {"call": "on the failing call", "run": "in a run"}
 
 

@@ -10,7 +10,7 @@ from dtypedoctor.diagnosis.distributed import coverage_of
 from dtypedoctor.diagnosis.incidents import same_call
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Finding
-from dtypedoctor.diagnosis.wording import class_of, named_in, own_frame, shown_line
+from dtypedoctor.diagnosis.wording import class_of, named_in, own_frame, shown_line, with_spoken_operators
 from dtypedoctor.dtypes import headroom
 from dtypedoctor.errors import UsageError
 from dtypedoctor.examination.capsules import is_replay, same_verdict
@@ -58,12 +58,13 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
     primary = treatment.findings[0] if treatment.findings else None
     measured = measured_in([run.trace for run in treatment.before.processes], treatment.before.trace)
     status, headline = verdict(treatment, measured)
+    advice = (replace(one, text=with_spoken_operators(one.text)) for one in treatment.advice)
     return Report(
         name=treatment.name,
         status=status,
-        headline=headline,
+        headline=with_spoken_operators(headline),
         findings=findings,
-        do_this=treatment.advice,
+        do_this=tuple(advice),
         excerpts=treatment.excerpts,
         noticed=noticed_in(treatment) if treatment.findings else "",
         trials=treatment.trials,

@@ -67,7 +67,7 @@ def run_document(report: Report) -> Document:
         _trust(report),
         _reproduce(report),
     )
-    runs_again = "dtypedoctor exec " in report.next_command
+    runs_again = "dtypedoctor exec " in report.next_command and not report.next_command.startswith("patch ")
     # How sure the most important finding is, and how many safe fixes it has
     labels = tuple(Words(finding.confidence.upper()) for finding in report.findings[:1])
     if labels and (cured := sum(line.safe for line in cures(report))):
@@ -89,14 +89,13 @@ def run_document(report: Report) -> Document:
 
 
 def _about(report: Report) -> str:
-    """What ran, and how its steps are counted."""
+    """What ran, and how its calls are counted where they are counted in the place of steps."""
     ran = run_title(report)
     what = f"scenario {report.name}" + (f": {ran}" if ran else "")
     if ran.startswith("script"):
         what = f"script {report.name}" + ran.removeprefix("script").replace("; on", " on", 1)
     counted_by_call = any(finding.call is not None for finding in report.findings)
-    unit = "forward calls of the outermost module" if counted_by_call else "optimizer steps"
-    return f"{what}; {'calls' if counted_by_call else 'steps'} are {unit}, counted from 1" if report.findings else what
+    return f"{what}; calls are forward calls of the outermost module" if counted_by_call else what
 
 
 def public_run(report: Report) -> Document:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dtypedoctor.diagnosis.rule import Advice, Confidence, Edit, Excerpt, Finding, Link
-from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, indexed, module_name
+from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, indexed, module_name, with_spoken_operators
 from dtypedoctor.report.document import Block, Code, Heading, Line, Paragraph, named
 from dtypedoctor.report.fixes import RemedyLine, call_fixes, cures, ended_with, outcome_words, remedy_lines
 from dtypedoctor.report.to_json import Observer, Outcome, Report, Status, plain
@@ -27,6 +27,13 @@ CONFIDENCE = {
 _SETTLED = "the operator, or the whole run, was repeated with one change, and the failure disappeared"
 _AS_LOADED = "load-dtype"
 """A link of a chain that ends at a parameter: the name is a contract, and says little."""
+_REASONS = {
+    "elsewhere": "a tensor from outside of the call, used", "autocast-list": "cast by autocast", "factory": "a tensor made",
+    "model-input": "input", "compute-dtype": "compute dtype of the 4-bit layer", "fsdp-output": "output_dtype of the shard unit",
+    "embedding": "embedding's", "norm": "norm's", "adapter": "adapter's", "buffer": "buffer", "quant-state": "quantized",
+    "keep-in-fp32": "kept in float32:", "modules-to-save": "saved copy's", "reinterpreted": "read as another dtype:", "cast": "cast",
+}  # fmt: skip
+"""How a chain ends, in words; the names are a contract of report.json."""
 _OF_A_REGION = "autocast-contradicts-model"
 
 _BUILTIN = "builtin:"
@@ -120,15 +127,25 @@ def origins(finding: Finding) -> list[str]:
     if ends:
         return [_set_by(link) for link in dict.fromkeys(ends)]
     told = dict(place(finding))
+    if not told.keys() & {"op", "module", "source"}:
+        return []
     where = " in ".join(told[label] for label in ("op", "module") if label in told)
-    at = f" at {told['source']}" if "source" in told else ""
-    return [f"{where}{at} ({told['when']})".strip() if "when" in told else f"{where}{at}"]
+    where += f"{' at ' * bool(where)}{told['source']}" if "source" in told else ""
+    return [_plainly(f"{where} ({told['when']})" if "when" in told else where)]
+
+
+def _plainly(text: str) -> str:
+    """A name with its operators in the short form; it is shown letter by letter, so without backticks."""
+    return with_spoken_operators(text).replace("`", "")
 
 
 def _set_by(link: Link) -> str:
     """``float32: parameter bias (nn.Linear()) in head at train.py:22``."""
     where = f" in {module_name(link.fqn)}" if link.fqn else ""
-    return f"{link.dtype_out or link.dtype_in}: {link.op}{where} at {link.source}"
+    dtype = link.dtype_out or link.dtype_in
+    reason, colon, name = link.op.partition(": ")
+    what = f"{_REASONS[reason]}{' ' * bool(colon)}{name}" if reason in _REASONS else _plainly(link.op)
+    return f"{f'{dtype}: ' if dtype else ''}{what}{where} at {link.source}"
 
 
 def title(finding: Finding) -> str:
@@ -292,8 +309,6 @@ def _what_fixes(report: Report) -> Iterator[Fact]:
         yield from _labelled("suggested fix", "or", untried[:_MOST], on_screen=not edit)
     elif report.do_this and report.do_this[0].text and report.do_this[0].edits:
         yield Fact("suggested fix", "the edit above, in your own source", on_screen=False)
-    else:
-        yield Fact("fixed by", "no automatic fix", on_screen=not edit)
 
 
 def _suggested(report: Report) -> Iterator[RemedyLine]:

@@ -165,7 +165,10 @@ def size(text: str) -> int:
 @lru_cache(4096)
 def prose(text: str, limit: int = TEXT_LIMIT) -> str:
     """``text`` on one line as running text: no markup, no mention of anybody, fit for a table cell too."""
-    shown = _MARKUP.sub(_escaped, one_line(text, limit).strip())
+    parts = one_line(text, limit).strip().split("`")
+    if len(parts) % 2 == 0:  # not pairs
+        parts = ["`".join(parts)]
+    shown = "".join(code(part) if position % 2 else _MARKUP.sub(_escaped, part) for position, part in enumerate(parts))
     return _LEADING.sub(r"\1\\\2", shown)
 
 

@@ -180,11 +180,16 @@ def detect_exhausted_scale(trace: Trace) -> Iterator[Finding]:
     of_optimizer = [state for state in trace.all(ScalerState) if not skipped or state.optimizer == skipped[0].optimizer]
     if not skipped:
         skipped = tuple(takewhile(lambda state: state.skipped, reversed(of_optimizer)))[::-1]
-    step, scales, evidence = refused.step if refused is not None else None, "to its minimum", how_the_run_ended(trace)
+    step, scales, evidence = (
+        refused.step if refused is not None else None,
+        "goes to its minimum",
+        how_the_run_ended(trace),
+    )
     spoilt = False
     if skipped:
         step, last = skipped[0].step, skipped[-1]
-        scales = f"from {skipped[0].scale:.6g} to {last.scale:.6g}"
+        moved = f"goes from {skipped[0].scale:.6g} to {last.scale:.6g}"
+        scales = moved if skipped[0].scale != last.scale else f"stays at {last.scale:.6g}"
         taken = sum(not state.skipped for state in of_optimizer)
         evidence = (f"Skipped: steps {step} to {last.step}; steps taken before: {taken}.", *evidence)
         spoilt = any(
@@ -194,7 +199,7 @@ def detect_exhausted_scale(trace: Trace) -> Iterator[Finding]:
     statement = Statement(
         id="loss-scale-exhausted",
         severity=Severity.WARNING if spoilt or idle else Severity.ERROR,
-        summary=f"{len(skipped) or 'All'} steps in a row are skipped while the loss scale goes {scales}: nothing is trained.",
+        summary=f"{len(skipped) or 'All'} steps in a row are skipped while the loss scale {scales}: nothing is trained.",
         cause=(
             "A scaler skips a step whose gradients are not finite and lowers its scale until they are. "
             + (

@@ -345,7 +345,7 @@ def test_in_a_terminal_the_script_has_the_terminal(tmp_path: Path) -> None:
     os.write(terminal, b"Ada\n")
     seen += until(terminal, b"hello Ada")
     os.write(terminal, b"\x03")
-    seen += until(terminal, b"Next")
+    seen += until(terminal, b"Full report")
     _, status = os.waitpid(child, 0)
     assert b"[True, True, True]" in seen
     assert b"KeyboardInterrupt" in seen

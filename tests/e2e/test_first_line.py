@@ -34,7 +34,7 @@ COMMANDS = {
     "env": [],
     "job-report": ["run"],
 }
-AT_ONCE = {"treat", "explain", "scenarios", "enable", "disable"}
+AT_ONCE = {"treat", "explain", "scenarios", "enable", "disable", "skill"}
 """Verbs that print what they are asked for, or become the script, and have no more to import than that takes."""
 
 FIRST = """

@@ -93,7 +93,7 @@ def test_a_cell_that_raises_shows_the_finding_under_its_traceback(cells: Sequenc
     assert "model(torch.ones(" in plain(frames)
     (shown,) = outputs(cells[2], "display_data")
     headline, advice = shown["data"]["text/plain"].splitlines()[:2]
-    assert headline == "findings: aten.addmm.default in model[1] gets float16 and float32."
+    assert headline == "findings: `addmm` in model[1] gets float16 and float32 and raises."
     assert advice.startswith("  do this: ")
     page = shown["data"]["text/html"]
     assert page.startswith("<iframe srcdoc=")

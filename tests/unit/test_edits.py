@@ -125,9 +125,8 @@ def test_every_maker_that_a_spec_names_is_there() -> None:
     """And each template takes the values that a finding has."""
     for spec in map(spec_of, finding_ids()):
         assert set(spec.edits) <= set(MAKERS)
-        assert (
-            spec.do_this.format(module="m", op="o", dtype="d", other="e", alike="a", device="cpu", cost="") is not None
-        )
+        values = dict.fromkeys(("module", "op", "dtype", "other", "alike", "device", "cost", "bound"), "x")
+        assert spec.do_this.format(**values) is not None
 
 
 def test_texts_of_an_excerpt_are_masked_letter_by_letter(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from report_builders import everything, overflow
+from recorded import play
+from report_builders import everything, healthy, overflow
 from rich.console import Console
 
 from dtypedoctor.cli import reported
@@ -119,6 +120,26 @@ def test_where_no_file_could_be_written_everything_is_printed() -> None:
     text = shown(overflow(), ())
     assert "Can this be trusted?" in text
     assert "Full report" not in text
+
+
+def test_a_healthy_report_says_nothing_of_what_to_type_next(tmp_path: Path) -> None:
+    """There is nothing to do."""
+    treatment = play("healthy_bfloat16_llama", tmp_path)
+    assert reported.next_command(treatment, tmp_path, tmp_path) == ""
+    assert "Next" not in shown(replace(healthy(), next_command=""))
+
+
+def test_what_to_type_next_applies_the_edit_and_runs_again(tmp_path: Path) -> None:
+    """As one line for the shell, where the report shows an edit of a file; a recorded run shows none that was tried."""
+    treatment = play("overflow_gated_product_llama", tmp_path / "recorded")
+    edit = Edit(file="train.py", line=1, old="a", new="b")
+    advice = (replace(treatment.advice[0], edits=(edit,), tried="run"),)
+    (tmp_path / "my run").mkdir()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reported.sys, "argv", ["dtypedoctor", "exec", "train.py"])
+        report = reported.reported(replace(treatment, advice=advice), tmp_path / "my run")
+    assert report.next_command.startswith(f"patch -p0 < '{tmp_path}/my run/do-this.patch' && ")
+    assert report.next_command.endswith("dtypedoctor exec train.py")
 
 
 def test_what_to_type_next_is_found_by_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:

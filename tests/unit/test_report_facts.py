@@ -101,7 +101,7 @@ def test_a_root_cause_that_is_no_operation_is_told_with_where_it_surfaces() -> N
 
 
 def test_a_module_has_one_name_throughout_a_finding() -> None:
-    """Full names, those of parameters too, become the short one; numbers, files and operators stay what they are."""
+    """Full names, those of parameters too, become the short one, operators what people call them; numbers and files stay what they are."""
     names = ("model.layers.3", "model.layers.3.mlp", "head", "4", "4.1", "encoder.norm", "decoder.norm")
     builder = TraceBuilder()
     for name in names:
@@ -115,4 +115,4 @@ def test_a_module_has_one_name_throughout_a_finding() -> None:
     )
     told = named_in(builder.build(), found)
     assert told.cause == "layers.3.weight, head.bias and model[4].weight are float16; encoder.norm.weight is not."
-    assert told.evidence == ("aten.mul.Tensor at head.py:4 reaches 4.1, not 1.01e-05, in layers.3.mlp.",)
+    assert told.evidence == ("`mul` at head.py:4 reaches 4.1, not 1.01e-05, in layers.3.mlp.",)

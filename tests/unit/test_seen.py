@@ -102,7 +102,7 @@ def test_a_value_is_data_only_where_operators_were_seen(
 
 @pytest.mark.parametrize("source", ["<eval_with_key>.1:13", "subclass_codegen.py:codegen(forward):3"])
 def test_generated_code_is_compiled_code_and_not_outside_of_all_modules(source: str) -> None:
-    """An operator that it calls may be a module's; the code outside of all modules is the program's own."""
+    """An operator that it calls may be a module's; code outside of all modules is the program's own, and its line is named."""
 
     def overflow(source: str) -> Finding:
         trace = TraceBuilder()
@@ -114,4 +114,4 @@ def test_generated_code_is_compiled_code_and_not_outside_of_all_modules(source: 
 
     assert "in compiled code" in overflow(source).summary
     assert overflow(source).module == "compiled code"
-    assert "the code outside of all modules" in overflow("train.py:3").summary
+    assert "`mul` at train.py:3 is where" in overflow("train.py:3").summary

@@ -92,7 +92,7 @@ def test_an_edit_that_does_not_help_is_told_in_words() -> None:
     """What the run showed, and where the edit would have been."""
     one = judged(runs=dict.fromkeys((EDIT.new, OTHER.new), run(raised("RuntimeError"))))
     assert (one.edits, one.tried) == ((), "run")
-    assert "It was tried in a run (train.py:3) and does not help: RuntimeError" in one.text
+    assert "Tried in a run (train.py:3), where it does not help: RuntimeError" in one.text
 
 
 def test_an_edit_that_changes_a_right_loss_does_not_help() -> None:
@@ -113,7 +113,7 @@ def test_an_edit_that_was_not_tried_is_told_in_words() -> None:
     """With the place, and why it was not tried."""
     one = judged(runs=dict.fromkeys((EDIT.new, OTHER.new), "the disk is full"))
     assert (one.edits, one.tried) == ((), None)
-    assert one.text == "Use bfloat16. Where: train.py:3; not tried: the disk is full."
+    assert one.text == "Use bfloat16. Not tried at train.py:3: the disk is full."
     assert "the program is not run again from here" in judged().text
 
 
@@ -145,7 +145,7 @@ def test_a_run_with_a_fix_counts_more_than_the_call() -> None:
     trial = Trial(remedy="bfloat16", summary="", outcome=Outcome.NOT_FIXED, reason="raises in step 2", safe=False)
     one = judged(fixes=on_the_call("fixed"), trials=(trial,))
     assert (one.tried, one.edits) == ("run", ())
-    assert "in a run (train.py:3) and does not help: raises in step 2" in one.text
+    assert "in a run (train.py:3), where it does not help: raises in step 2" in one.text
 
 
 @pytest.mark.parametrize(("proof", "tried"), [("the op run again does not raise", "call"), (None, None)])

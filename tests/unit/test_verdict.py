@@ -296,19 +296,19 @@ def test_nan_that_was_made_outside_of_modules_and_replaced_is_not_called_finite(
     made.op("aten.nan_to_num.default", "", [bad], [tensor(3, dtype="float32")], sentinel=True, root=-1)
     report = report_on(made.add(Coverage(operators=2, operators_measured=2)).build())
     assert report.status is Status.HEALTHY
-    assert "inf or NaN (aten.log.default at train.py:6) reaches no loss, used gradient or parameter" in report.headline
+    assert "inf or NaN (`log` at train.py:6) reaches no loss, used gradient or parameter" in report.headline
 
 
 @pytest.mark.parametrize(
     ("scalars", "given", "says"),
     [
-        (["-inf"], 0, "is finite but inf or NaN that the code asks for (aten.masked_fill.Scalar at model.py:7)"),
+        (["-inf"], 0, "is finite but inf or NaN that the code asks for (`masked_fill` at model.py:7)"),
         (
             ["-inf"],
             1,
-            "inf or NaN (aten.masked_fill.Scalar at model.py:7) reaches no loss, used gradient or parameter, and no",
+            "inf or NaN (`masked_fill` at model.py:7) reaches no loss, used gradient or parameter, and no",
         ),
-        (["0.5"], 0, "inf or NaN (aten.masked_fill.Scalar at model.py:7) reaches no loss"),
+        (["0.5"], 0, "inf or NaN (`masked_fill` at model.py:7) reaches no loss"),
     ],
     ids=["a mask", "data", "computed"],
 )

@@ -190,7 +190,7 @@ def _fallback(case: Case, odd: Operand) -> Verdict:
     return Verdict(
         id="operand-dtype-mismatch",
         fqn=origin.fqn if origin.reason in OF_THE_OWNER else None if in_backward else module,
-        summary=f"{op_name(case)} in {where} gets {' and '.join(case.dtypes)}.",
+        summary=f"{op_name(case)} in {where} gets {' and '.join(case.dtypes)}{' and raises' if case.op.error else ''}.",
         cause=f"{case.rule} is what {ruled_by}. The {odd.dtype} operand goes back to {described(origin)}.{more}",
     )
 

@@ -417,9 +417,14 @@ def _swallowed(trace: Trace, seen: Observed[Absorbed]) -> Finding:
         where, cause = _GRADIENTS_OVERFLOW.format(born.dtype), CAUSE_IN_A_CLIPPING
         summary = f"{where} in step {seen.step}: {born.op} reaches {number(born.float32)}, {max_of(born.dtype)}."
     else:
-        same = f"and {what.op} makes of it what it makes of the float32 value as well"
-        ends = "and the result is wrong" if harmful else same
-        summary = f"{born.op} in {short(born.fqn)} overflows {born.dtype} in step {seen.step}, leaves nothing but finite values behind, {ends}."
+        where = f"in {short(born.fqn)} {{}} {born.dtype} in step {seen.step}"
+        error = what.relative_error
+        off = f"off by {f'{percent(error)} of' if error <= 1 else f'{number(error)} times'} its largest magnitude"
+        if norm:
+            summary = f"The squares {where.format('overflow')}: what the norm returns is finite, and {off}."
+        else:
+            ends = f"and wrong: {off}" if harmful else "the same as from the float32 value"
+            summary = f"{born.op} {where.format('overflows')}, and {what.op} hides it: its result is finite {ends}."
         cause = (
             CAUSE_IN_A_NORM
             if norm

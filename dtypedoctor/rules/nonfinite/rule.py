@@ -122,7 +122,7 @@ DOMAIN_ERROR = FindingSpec(
     ablations=("autocast-off", *OF_ANY_FINDING),
     fits_wider_dtype=True,
     nonfinite=True,
-    do_this="Keep the argument where the function has a finite result.",
+    do_this="Keep what `{op}` gets inside of its domain{bound}.",
     instead=_of_another_cause,
     edits=("keep-in-domain",),
 )

@@ -74,7 +74,7 @@ def judge_domain(origin: Origin) -> Finding | None:
     statement = Statement(
         id="domain-error",
         proven_by=proof,
-        summary=f"{op.op} {where} has no finite float32 result for its operands, in step {op.step} ({op.phase}).",
+        summary=f"{op.op} {where} returns {'NaN' if origin.result.num_nan else 'inf'} in step {op.step} ({op.phase}), in float32 too.",
         cause=cause,
         evidence=(
             f"{operands_are_finite(op)}."
@@ -371,7 +371,7 @@ def judge_given(origin: Origin) -> Finding | None:
     statement = Statement(
         id="nonfinite-input",
         confidence=Confidence.LIKELY if operators_were_seen(origin.trace) else Confidence.POSSIBLE,
-        summary=f"{f'The input {tensor.name} of {short(fqn)}' if is_input else 'A tensor'} that {op.op} at {op.source} uses is not finite already, in step {op.step}.",
+        summary=f"{f'The input {tensor.name} of {short(fqn)}' if is_input else 'A tensor'} is NaN or inf before {op.op} at {op.source} uses it, in step {op.step}.",
         cause=_made_by(origin.trace, _IN_THE_DATA if is_input else _FROM_OUTSIDE)
         + (beyond if tensor.dtype in NARROW and not tensor.num_nan else ""),
         evidence=(
