@@ -597,6 +597,7 @@ class ModuleHooks:
 
     def __init__(self) -> None:
         self.lifted_for: nn.Module | None = None
+        self.can_lift = False
         self.places: list[tuple[Any, Any, Callable[..., None]]] = []
         """Of each hook where torch keeps it, its handle, and itself."""
         self.own: Any = None
@@ -610,13 +611,15 @@ class ModuleHooks:
             (getattr(_modules, "_global_forward_pre_hooks", None), pre, before),
             (getattr(_modules, "_global_forward_hooks", None), post, after),
         ]
+        self.can_lift = all(hooks is not None for hooks, _, _ in self.places)
         return frozenset((pre.id, post.id))
 
     def lift(self, module: nn.Module, ended: Callable[..., None]) -> None:
         """``module`` is being called: until :meth:`put_back` torch tells only ``ended``, of the end of this call."""
-        if any(hooks is None for hooks, _, _ in self.places):
+        if self.lifted_for is not None or self.own is not None:
+            self.put_back()
+        if not self.can_lift:
             return
-        self.put_back()
         self.lifted_for = module
         self.own = module.register_forward_hook(ended, prepend=True, with_kwargs=True, always_call=True)
         for hooks, handle, _ in self.places:

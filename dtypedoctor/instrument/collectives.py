@@ -215,20 +215,18 @@ class _Channel:
 class Collectives:
     """Watches the collectives of this process from the moment at which it belongs to a group.
 
-    For each process group a :class:`ProcessGroup` is written.
+    In steps that are not looked at calls are counted alone. For each process group a :class:`ProcessGroup` is written.
 
     Args:
         session: where groups are described; knows the modules that are open.
         sample: measures rows; the second argument says whether now, or with what else there is to measure.
-        looks: says whether the present step is looked at; in others calls are counted alone.
     """
 
-    def __init__(
-        self, session: Session, sample: Callable[[Sequence[Row], bool], None], looks: Callable[[], bool]
-    ) -> None:
+    def __init__(self, session: Session, sample: Callable[[Sequence[Row], bool], None]) -> None:
         self._session = session
         self._position, self._names, self._guard = session.position, session.names, session.guard
-        self._sample, self._looks = sample, looks
+        self._sample = sample
+        self._expected = "WORLD_SIZE" in os.environ
         self._library: torch.library.Library | None = None
         self._undo: Callable[[], None] = lambda: None
         self._pending: list[_Pending] = []
@@ -247,7 +245,7 @@ class Collectives:
             self._library is None
             and after_autograd is not None
             and dist.is_available()
-            and ("WORLD_SIZE" in os.environ or dist.is_initialized())
+            and (self._expected or dist.is_initialized())
         ):
             self._install()
 
@@ -327,7 +325,7 @@ class Collectives:
         self._note_call(followed, there if route else name, args)
         if followed.name in SHARED:
             self._session.writer.entered_collective()
-        if not self._looks():
+        if not self._position.looks:
             return
         self.settle()
         root = root_of(followed.name, args, place)
@@ -350,7 +348,9 @@ class Collectives:
             return
         dtype = dtype_name(tensors[0])
         here = self._channels.setdefault(channel, _Channel(len(self._channels)))
-        if self._looks() or not here.goes_on(followed.name, dtype):  # lines and modules are asked for in looks alone
+        if self._position.looks or not here.goes_on(
+            followed.name, dtype
+        ):  # lines and modules are asked for in looks alone
             line, (_, unit) = own_line(sys._getframe()), self._unit()
             source, number = line.source if line is not None else None, here.count
             if here.is_new((followed.name, dtype, source, unit)):

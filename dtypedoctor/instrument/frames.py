@@ -75,9 +75,12 @@ def is_users(module: str) -> bool:
 def users_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame that is neither torch's nor the doctor's; None where there is none."""
     while frame is not None:
-        of_users = is_users(frame.f_globals.get("__name__", "")) and frame.f_code.co_name not in _PASSING_ON
-        if of_users and not any(part in frame.f_code.co_filename for part in _OF_GRAPHS):
-            return frame
+        module, code = frame.f_globals.get("__name__", ""), frame.f_code
+        # :func:`is_users` without the call: asked for each frame of torch's and ours above the program's
+        if module != "torch" and not module.startswith(_NOT_THE_USERS) and code.co_name not in _PASSING_ON:
+            file = code.co_filename
+            if _OF_GRAPHS[0] not in file and _OF_GRAPHS[1] not in file:
+                return frame
         frame = frame.f_back
     return None
 
@@ -330,17 +333,22 @@ def imported_files() -> dict[str, str]:
 
 
 def local_of(frame: FrameType, name: str) -> Any:
-    """The local variable ``name`` of a frame at work; None where it has none.
+    """The local variable ``name`` of a frame at work; None where it has none."""
+    return locals_of(frame, name)[0]
+
+
+def locals_of(frame: FrameType, *names: str) -> list[Any]:
+    """Local variables of a frame at work; None for one that it has not.
 
     Before Python 3.13 a frame that is asked for its variables keeps a copy of them until it ends, and with it tensors that
     the program has let go of. The copy is emptied, unless the program itself holds it (it has called ``locals()``).
     """
     held = frame.f_locals
-    value = held.get(name)
+    values = [held.get(name) for name in names]
     own = 3  # references: the frame's, this function's, and that of the argument of getrefcount
     if type(held) is dict and frame.f_code.co_flags & CO_OPTIMIZED and sys.getrefcount(held) <= own:
         held.clear()
-    return value
+    return values
 
 
 def raising_operator(error: BaseException) -> str | None:

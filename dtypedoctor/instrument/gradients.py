@@ -40,7 +40,7 @@ Known = Callable[[Rooted, float, When], None]
 class _Kept:
     """What is kept of one optimizer."""
 
-    shape: tuple[int, ...]
+    shape: list[int]
     version: int
     named: list[Rooted]
     unread: list[Rooted]
@@ -113,14 +113,14 @@ class OptimizerSamples:
     def _glance_at(self, parameters: list[Rooted], gradients: list[Tensor]) -> None:
         """Asks the gradients of parameters, which lie on one device and hold something."""
         self._coverage.gradients_skipped += len(gradients)
-        on_cpu = gradients[0].device.type == "cpu"
-        with self._position.mute(), out_of_their_sight(), torch.no_grad():
-            # A maximum, which overflows no dtype, takes a CPU twenty times as long as a sum of squares.
-            norms = norms_of(gradients, 2.0 if on_cpu else inf)
-        if on_cpu:
-            found = zip(parameters, gradients, norms.tolist(), strict=True)
-            bad = [(root, name, values) for (root, name, _), values, norm in found if not isfinite(norm)]
-            self._sample("grad", bad, "backward", None)
+        if not gradients[0].is_cuda:
+            with out_of_their_sight(), torch.no_grad():
+                # A maximum, which overflows no dtype, takes a CPU twenty times as long as a sum of squares.
+                norms = norms_of(gradients, 2.0).tolist()
+            if not all(map(isfinite, norms)):
+                found = zip(parameters, gradients, norms, strict=True)
+                bad = [(root, name, values) for (root, name, _), values, norm in found if not isfinite(norm)]
+                self._sample("grad", bad, "backward", None)
             return
         when = When(self._writer.next_n(len(gradients)), self._position.step, self._position.call)
 
@@ -131,7 +131,8 @@ class OptimizerSamples:
                 if not isfinite(magnitude):
                     self._known(named, magnitude, when._replace(n=when.n + number))
 
-        self._arrivals.ask_each(norms, tell)
+        with out_of_their_sight(), torch.no_grad():
+            self._arrivals.ask_each(norms_of(gradients, inf), tell)
 
     def gradients_left(self) -> list[Rooted]:
         """The gradients of all optimizers that no step has taken."""
@@ -209,7 +210,7 @@ class OptimizerSamples:
             run.append(place)
 
     def _of(self, optimizer: Optimizer) -> _Kept:
-        shape = tuple(len(group["params"]) for group in optimizer.param_groups)
+        shape = [len(group["params"]) for group in optimizer.param_groups]
         kept = self._kept.get(optimizer)
         if kept is None or kept.shape != shape or kept.version != self._names.version:
             fresh = _Kept(shape, self._names.version, *self._named(optimizer))
@@ -331,7 +332,10 @@ class LeafGradients:
     def after(self) -> list[Rooted]:
         """The gradients that the pass has left in them."""
         leaves, self._leaves = self._leaves, []
-        known = self._parameters() if leaves else {}
+        if not leaves:
+            self._last = (0, 0)
+            return []
+        known = self._parameters()
         found = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
         named = [(*known.get(id(leaf), (0, "")), grad) for leaf, grad in found]
         return self._counted([(root, name or f"leaf {i}", grad) for i, (root, name, grad) in enumerate(named)])

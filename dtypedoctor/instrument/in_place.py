@@ -18,13 +18,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.cuda import is_current_stream_capturing
 from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import (
     DisableTorchFunction,
     at_end_of_backward,
     hook_gradient,
+    is_capturing,
     is_refusal_of_compiler,
     parameters_of,
     transformation,
@@ -32,7 +32,7 @@ from dtypedoctor._torch_private import (
 from dtypedoctor.instrument.failing_statement import show_operands
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.frames import line_of, source_of
-from dtypedoctor.instrument.live_call import LiveCall, as_leaf, tensors_of
+from dtypedoctor.instrument.live_call import LiveCall, as_leaf, inputs_in, tensors_of
 from dtypedoctor.instrument.module_tree import ByModule, mapped, modules_in, named_tensors, owner_of, parameters_in
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import bytes_of, why_opaque
@@ -48,7 +48,7 @@ from dtypedoctor.instrument.repeated_call import (
     KeptCall,
     Made,
     RepeatedCall,
-    Version,
+    Versions,
     is_same,
     share_of_device,
     type_and_message,
@@ -253,12 +253,14 @@ class InPlaceReplays:
                 self._recomputed = self._entered(module)
             return
         self._look_now()
-        alone, self._sharded = frozenset({id(module)}), False
         if is_of_several():
             alone, self._sharded = self._calls_alone(module)
-        self._modules.alone = alone - {id(module)}
-        if id(module) in alone:
-            self._enter(module)
+            self._modules.alone = alone - {id(module)}
+            if id(module) not in alone:
+                return
+        elif self._sharded or self._modules.alone:  # the job is over
+            self._modules.alone, self._sharded = frozenset(), False
+        self._enter(module)
 
     def _calls_alone(self, root: nn.Module) -> tuple[frozenset[int], bool]:
         """Identities of the modules in ``root`` that a rank can call alone, and whether they are units of FSDP2 or between such."""
@@ -277,38 +279,37 @@ class InPlaceReplays:
         if not self._session.position.backward_depth and (kept := self._entered(module)) is not None:
             self._current = kept
             self._keep(kept)
-            self._held.keep(kept.call, kept.live)
+            if torch.cuda.is_initialized():
+                self._held.keep(kept.call, kept.live)
 
     def _entered(self, module: nn.Module) -> KeptCall | None:
         """A call that begins, by reference; None where it cannot be made again, or holds too much."""
         position = self._session.position
+        here = position.of.here or position.last
         if _is_capturing() or transformation() is not None:
             return None
-        args, kwargs = call_arguments(module)
-        memo: dict[int, Any] = {}
-        found = self._session.names.find(module)
-        live = LiveCall.entered(
-            module,
-            found[1] if found is not None else "",
-            mapped(tuple(args), _without_graph, memo),
-            mapped(dict(kwargs), _without_graph, memo),
-            settings=self._modules.looks,
-            host=self._modules.looks or self._draws_on_host.get(module) is not False,
-        )
-        size = bytes_of(tensor for _, tensor in live.inputs())
+        args, kwargs, size = _by_reference(*call_arguments(module))
         if size > MAX_HELD:
             return None
+        found, looks = self._session.names.find(module), self._session.position.looks
         return KeptCall(
-            live=live,
+            live=LiveCall.entered(
+                module,
+                found[1] if found is not None else "",
+                args,
+                kwargs,
+                settings=looks,
+                host=looks or self._draws_on_host.get(module) is not False,
+            ),
             size=size,
             number=self._session.writer.next_n(RESERVED),
             step=position.step,
-            call=position.call,
-            overrides=tuple(position.overrides),
-            regions=self._session.autocast.open_regions,
+            call=here.call,
+            overrides=tuple(here.overrides),
+            regions=tuple(self._session.autocast.of.regions),
             line=line_of(sys._getframe()),
-            versions=tuple(Version.of(owner, name) for owner, name in self._some_parameters(module)),
-            depth=position.backward_depth,
+            versions=Versions(self._some_parameters(module)),
+            depth=here.backward_depth,
         )
 
     def _some_parameters(self, module: nn.Module) -> "tuple[tuple[ref[nn.Module], str], ...]":
@@ -343,7 +344,7 @@ class InPlaceReplays:
     def _root_returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """The outermost call has returned."""
         if self._recomputed is not None and self._recomputed.live.module is module:
-            with torch.no_grad(), out_of_their_sight():
+            with out_of_their_sight():
                 self._recomputed.made = list(map(Made, tensors_of(output)))
         self._returned(module, args, kwargs, output)
         if self._sharded:
@@ -356,21 +357,17 @@ class InPlaceReplays:
         if kept is None or kept.live.module is not module or kept.call != self._session.position.call:
             return
         kept.error = None  # the program has caught what was raised inside
-        self._note_draws(kept.live)
-        tensors = list(tensors_of(output))
-        with torch.no_grad(), out_of_their_sight():
+        if self._session.position.looks:
+            self._note_draws(kept.live)
+        tensors = tensors_of(output)
+        with out_of_their_sight():
             kept.made = list(map(Made, tensors))
         for index, tensor in enumerate(tensors):
-            if _comes_back(tensor) and bytes_of([tensor]) <= MAX_HELD:
-                hook_gradient(tensor, _GradientHook(partial(_keep_first, kept.live.gradients, index)))
+            if _comes_back(tensor) and tensor.numel() * tensor.element_size() <= MAX_HELD:
+                hook_gradient(tensor, _KeepsGradient(kept.live.gradients, index))
         for tensor in filter(_comes_back, tensors_of((args, kwargs)) if self._sharded else ()):
             # a tensor that holds what holds it would stay until Python's collector comes
             hook_gradient(tensor, _GradientHook(partial(self._went_back, ref(kept))))
-
-    def _note_draws(self, call: LiveCall) -> None:
-        if self._modules.looks and call.random is not None:
-            drew_before = bool(self._draws_on_host.get(call.module))
-            self._draws_on_host[call.module] = drew_before or call.random.host_has_moved()
 
     def _left(self, module: nn.Module) -> None:
         """A call that may be replayed is over, and its module's name is off the stack; the parameters of a unit are there."""
@@ -385,6 +382,11 @@ class InPlaceReplays:
             self._replay(kept, SILENT)
         self._silent.clear()
         self._recomputed = None
+
+    def _note_draws(self, call: LiveCall) -> None:
+        if call.random is not None:
+            drew_before = bool(self._draws_on_host.get(call.module))
+            self._draws_on_host[call.module] = drew_before or call.random.host_has_moved()
 
     def _reason_to_replay(self, kept: KeptCall) -> str:
         """Why a call that is over is replayed at once; empty where it is not."""
@@ -466,12 +468,11 @@ class InPlaceReplays:
         failed, self._failed = self._failed, None
         if failed is not None and self._is_new("backward", *failed):
             self._through([kept for kept in reversed(self._calls) if not kept.old], "backward raised", failed)
-        elif forced := list(filter(self._is_forced, self._calls)):
-            self._through(forced, "forced", None)
+        elif self._every:
+            self._through(list(filter(self._is_forced, self._calls)), "forced", None)
         self._look()
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        self._modules.recorders.flush()
         self._look()
         if self._zeros:
             self._zeros = False
@@ -490,7 +491,7 @@ class InPlaceReplays:
     def _after_step(self, optimizer: Optimizer) -> None:
         self._steps.after_step(optimizer)
         self._step_is_over()
-        for kept in (*self._calls, *(one.kept for one in self._waiting)):
+        for kept in (*self._calls, *[one.kept for one in self._waiting]):
             kept.moved = True
 
     def _step_is_over(self) -> None:
@@ -527,9 +528,10 @@ class InPlaceReplays:
         """
         if self._late or is_of_several():
             return False
-        some = ((owner(), name) for owner, name in self._some_parameters(module)[:1])
-        parameters = (parameters_of(owner).get(name) for owner, name in some if owner is not None)
-        return not any(parameter is not None and parameter.is_cuda for parameter in parameters)
+        some = self._some_parameters(module)
+        owner, name = (some[0][0](), some[0][1]) if some else (None, "")
+        parameter = parameters_of(owner).get(name) if owner is not None else None
+        return parameter is None or not parameter.is_cuda
 
     def _look(self) -> None:
         """Replays the calls of what has become known by now not to be finite."""
@@ -538,6 +540,10 @@ class InPlaceReplays:
 
     def _look_now(self) -> None:
         """Replays the calls of what is known not to be finite: the first result of a module, and the first gradient."""
+        if self._modules.recorders.news.found or self._waiting:  # seldom
+            self._replay_news()
+
+    def _replay_news(self) -> None:
         news = sorted(self._modules.recorders.news.take())
         if news and self._follows_from_step():
             return
@@ -792,18 +798,16 @@ class HeldInputs:
 
     def keep(self, call: int, live: LiveCall) -> None:
         """Queues the copies for a call; does not wait."""
-        found = [(n, t) for n, t in live.inputs() if t.is_cuda and t.dtype in (torch.int64, torch.int32)]
+        ids = [(n, t) for n, t in live.inputs() if t.is_cuda and t.dtype in (torch.int64, torch.int32)]
         # units of FSDP2 get positions, and would push out the token ids
         is_unit = bool(self._calls) and self._calls[-1][0] == call
-        if found and not is_unit and bytes_of(tensor for _, tensor in found) <= HELD_BYTES:
-            self._queue(call, live.module, found)
+        if ids and not is_unit and bytes_of(tensor for _, tensor in ids) <= HELD_BYTES:
+            self._queue(call, live.module, ids)
 
-    def _queue(self, call: int, module: nn.Module, found: list[tuple[str, Tensor]]) -> None:
-        with self._session.position.mute(), out_of_their_sight(), torch.no_grad():
-            places = self._next_room().places([(tensor.dtype, tensor.shape) for _, tensor in found])
-            for place, (_, tensor) in zip(places, found, strict=True):
-                place.copy_(tensor, non_blocking=True)
-        copies = {name: place for place, (name, _) in zip(places, found, strict=True)}
+    def _queue(self, call: int, module: nn.Module, ids: list[tuple[str, Tensor]]) -> None:
+        with out_of_their_sight():
+            places = self._next_room().places([(tensor.dtype, tensor.shape) for _, tensor in ids])
+            copies = {name: place.copy_(t, non_blocking=True) for (name, t), place in zip(ids, places, strict=True)}
         self._calls = [*self._calls[1 - HELD_CALLS :], (call, module, copies)]
 
     def _next_room(self) -> "_Room":
@@ -875,10 +879,19 @@ class _GradientHook:
         self._told(gradient)
 
 
-def _keep_first(gradients: dict[int, Tensor], index: int, gradient: Tensor | None) -> None:
+class _KeepsGradient:
     """Keeps the first gradient of an output, by reference."""
-    if gradient is not None:
-        gradients.setdefault(index, gradient)
+
+    __slots__ = ("_gradients", "_index")
+    __torch_unserializable__ = True
+
+    def __init__(self, gradients: dict[int, Tensor], index: int) -> None:
+        self._gradients, self._index = gradients, index
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        """It has come back."""
+        if gradient is not None:
+            self._gradients.setdefault(self._index, gradient)
 
 
 def _are_nested(fqn: str, other: str) -> bool:
@@ -888,6 +901,19 @@ def _are_nested(fqn: str, other: str) -> bool:
 def is_inside(fqn: str, outer: str) -> bool:
     """Whether ``fqn`` names the module ``outer`` or one in it."""
     return not outer or fqn == outer or fqn.startswith(f"{outer}.")
+
+
+def _by_reference(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+    """The arguments of a call, in containers of their own and without what their tensors were computed from, and the bytes of these."""
+    size = 0
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.grad_fn is None:  # in most calls these are all
+            size += value.numel() * value.element_size()
+        elif value is not None:
+            memo: dict[int, Any] = {}
+            args, kwargs = mapped(tuple(args), _without_graph, memo), mapped(dict(kwargs), _without_graph, memo)
+            return args, kwargs, bytes_of(tensor for _, tensor in inputs_in(args, kwargs))
+    return tuple(args), dict(kwargs), size
 
 
 def _without_graph(tensor: Tensor) -> Tensor:
@@ -910,7 +936,7 @@ def _has_bad_gradient(kept: KeptCall) -> bool:
 
 
 def _is_capturing() -> bool:
-    return torch.cuda.is_initialized() and is_current_stream_capturing()
+    return torch.cuda.is_initialized() and is_capturing()
 
 
 def _is_failure(error: BaseException) -> bool:

@@ -3,7 +3,6 @@
 import mmap
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -84,6 +83,7 @@ class Instruments:
         self.watching = watch
         self._counted = self._stopped = False
         self.phases = Phases(session)
+        self._of_thread = self.phases.of_thread
         self.modules = ModuleWatch(session, self._budget)
         self.code_places = CodePlaces(session.names)
         self._regions = RegionLog(session)
@@ -94,7 +94,7 @@ class Instruments:
         self._samples = OptimizerSamples(session, self._sample_of_step, self.arrivals, self._gradient_known)
         self._leaves = LeafGradients(session)
         self._gradients = 0
-        self.collectives = Collectives(session, self._sample_collective, lambda: self.modules.looks)
+        self.collectives = Collectives(session, self._sample_collective)
         self._dtype_lines = DtypeLines(session.guard.shield, lines_of_notebook())
         session.names.set_by = self._dtype_lines.set_by
         originals = Originals()
@@ -102,7 +102,7 @@ class Instruments:
         self._computes_in_half: dict[int, bool] = {}
         self.checks = Checks(session, originals, look_steps=look_steps)
         self.in_place = InPlaceReplays(
-            session, self.modules, self.phases, originals, self._operators_unseen, self._samples.look_closer
+            session, self.modules, self.phases, originals, lambda: self._of_thread, self._samples.look_closer
         )
         """Replays calls that fail; begins only where it is asked to."""
         self.hears_loss: Callable[[Tensor], Callable[[float], None]] = lambda loss: _unheard
@@ -112,7 +112,6 @@ class Instruments:
         self._exports = Exports(session.guard, self._values_leave)
         self._bad.noticed = self.checks[Shadows].noticed = self._exports.start
         self.sentinel = self._new_sentinel()
-        self._of_thread = threading.local()
         self._threads = Threads(session.guard, self._thread_begins, self._thread_ends)
         self._children = mmap.mmap(-1, 1)  # shared with processes that the program forks
         self.position.silent_work = self._note_child
@@ -158,11 +157,11 @@ class Instruments:
         phases.after_step = [self._after_step, *hearing("after_step")]
         phases.after_scaler = [self._after_scaler]
         phases.on_failure = [self.note_caught]
-        phases.pause, phases.resume, phases.settle = self._pause, self._resume, self._settle
         phases.compiled_begins = self._compiled_begins
         phases.compiled_called = self.guard.shield(self._compiled_called, COMPILED_OUTSIDE)
         entered = (*checks.hearing("entered"), self._regions.tell)
         self.session.autocast.entered = [self.guard.shield(listener, "some autocast regions") for listener in entered]
+        phases.step_begins = modules.plan_step
         checks[GradientCheck].on_zeros.append(self.in_place.zeros_seen)
 
     def _hearing(self, moment: str, *more: Callable[..., None]) -> list[Callable[..., None]]:
@@ -170,7 +169,7 @@ class Instruments:
         all_of_them, few = [*self.checks.hearing(moment), *more], self.checks.hearing(moment, between_looks=True)
 
         def tell(*facts: Any) -> None:
-            for listener in all_of_them if self.modules.looks else few:
+            for listener in all_of_them if self.position.looks else few:
                 listener(*facts)
 
         return [tell]
@@ -203,11 +202,11 @@ class Instruments:
                 self.guard.tell("computation in forked processes", WORKED_ELSEWHERE)
             self._stopped = True
             self.sentinel.stop()
-            self._measure_gradients(self._samples.gradients_left() if self.modules.looks else [])
+            self._measure_gradients(self._samples.gradients_left() if self.position.looks else [])
             self.checks.stop()
             self._dtype_lines.stop()
             self.collectives.stop()
-            if self.modules.recorders.suspicious():
+            if self.modules.recorders.news.suspicious:
                 self._samples.describe_optimizers()
         self._samples.look_closer()
         self.in_place.finish()
@@ -255,7 +254,8 @@ class Instruments:
             yield
 
     def _before_call(self, module: nn.Module) -> None:
-        self.phases.forget_ended_steps()
+        if self.position.overrides:
+            self.phases.forget_ended_steps()
         if self.watching:
             self.collectives.start()
             self.collectives.settle()
@@ -266,14 +266,15 @@ class Instruments:
 
     def _before_backward(self, tensors: list[Tensor]) -> None:
         if self.watching:
-            if (sentinel := self._here()) is not None:
+            self.modules.plan_step()
+            if (sentinel := self._of_thread.sentinel) is not None:
                 sentinel.backward_begins(tensors)
-            if self.modules.looks:
+            if self.position.looks:
                 self._leaves.before(tensors)
             found = [(0, str(i), t) for i, t in enumerate(map(values_of, tensors)) if t is not None]
             self.coverage.losses += len(tensors)
             self.coverage.losses_measured += len(found)
-            if len(found) == 1 and found[0][2].numel() == 1 and not (self.modules.looks or self._bad.any):
+            if len(found) == 1 and found[0][2].numel() == 1 and not (self.position.looks or self._bad.known):
                 self._glance_at_loss(found[0], tensors[0])
             else:
                 self._measure_outside("loss", found, "forward")
@@ -294,7 +295,7 @@ class Instruments:
         self.arrivals.ask(named[2], tell)
 
     def _inside_backward(self, tensors: list[Tensor]) -> None:
-        if self.modules.looks:
+        if self.position.looks:
             self._leaves.inside(tensors)
 
     def _after_backward(self) -> None:
@@ -310,7 +311,7 @@ class Instruments:
         self._leaves.claim()
         if self.watching:
             self.modules.optimizer_steps()
-            if self.modules.looks:
+            if self.position.looks:
                 self._samples.before_step(optimizer)
             else:
                 self._samples.glance(optimizer)
@@ -319,9 +320,10 @@ class Instruments:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if self.watching:
-            self._samples.after_step(optimizer, looks=self.modules.looks)
-            self.modules.recorders.flush()
-            if self.modules.looks:
+            looks = self.position.looks
+            self._samples.after_step(optimizer, looks=looks)
+            if looks:
+                self.modules.recorders.flush()
                 self.names.glance_at_parameters()
 
     def _after_scaler(self, ended: ScalerStep) -> None:
@@ -352,7 +354,7 @@ class Instruments:
         self.modules.sample_now("operator", [(0, name, tensor)], self.position.phase)
 
     def _sample_collective(self, rows: Sequence[Row], at_once: bool) -> None:
-        if not self.modules.looks:  # issued in a step that was looked at, and over in one that is not
+        if not self.position.looks:  # issued in a step that was looked at, and over in one that is not
             return
         self.modules.sample_rows(rows)
         if at_once:  # in the order of the stream: what comes next overwrites them
@@ -374,20 +376,22 @@ class Instruments:
         position = self.position
         first = self.writer.next_n(len(found))
         self.modules.sample_now(kind, found, phase, When(first, position.step, position.call))
-        if not self._bad.any:
+        if not self._bad.known:
             return
         for number, (_, _, tensor) in enumerate(found, first):
             self._bad.sampled("loss" if kind == "loss" else "gradient", tensor, number)
 
     def _note_gradient(self, gradient: Tensor, number: int) -> None:
         """The gradient of what a module returned is sample ``number``: says where the sentinel has seen it, if it is not finite."""
-        if self._bad.any:
+        if self._bad.known:
             self._bad.sampled("gradient", gradient, number)
         self.checks[Shadows].take([gradient], "gradient")
 
     def _look_closer(self) -> None:
         """Looks at all parameters where something has just been found not to be finite."""
-        if self.modules.recorders.suspicious():
+        news = self.modules.recorders.news
+        if news.suspicious:
+            news.suspicious = False
             self._samples.look_closer()
             self._samples.describe_optimizers()
             if self._budget is not None:
@@ -401,9 +405,9 @@ class Instruments:
             args, kwargs = call_arguments(module)
             return [tensor for _, tensor in tensors_given(args, kwargs)]
 
-        if (sentinel := self._here()) is not None:
+        if (sentinel := self._of_thread.sentinel) is not None:
             sentinel.modules_begin(given)
-        if self._bad.any:
+        if self._bad.known:
             self._bad.enters(given(), module)
 
     def _note_returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -416,13 +420,12 @@ class Instruments:
             self._program.begins_with(results)
 
     def _leaves_modules(self) -> None:
-        if (sentinel := self._here()) is not None:
+        if (sentinel := self._of_thread.sentinel) is not None:
             sentinel.modules_end()
 
     def _new_sentinel(self) -> Sentinel:
         sentinel = Sentinel(self.session, self._bad, self._sample_operator)
         sentinel.quiet = lambda: self._stopped
-        sentinel.wanted = lambda: self.modules.looks
         sentinel.raised = self.guard.shield(self._note_outside, "exceptions that the program may have caught")
         sentinel.computed = self._note_child
         sentinel.writing = self.checks.hearing("writing")
@@ -455,41 +458,17 @@ class Instruments:
         self._of_thread.sentinel.start()
 
     def _thread_ends(self) -> None:
-        if (sentinel := self._here()) is not None:
+        if (sentinel := self._of_thread.sentinel) is not None:
             sentinel.leave()
 
-    def _here(self) -> Sentinel | None:
-        """The sentinel of this thread; None in one that autograd or another library has started, and in a daemon."""
-        return getattr(self._of_thread, "sentinel", None)
-
-    def _pause(self) -> None:
-        if (sentinel := self._here()) is not None:
-            sentinel.pause()
-
-    def _resume(self) -> None:
-        if (sentinel := self._here()) is not None:
-            sentinel.resume()
-
-    @contextmanager
-    def _operators_unseen(self) -> Iterator[None]:
-        self._pause()
-        try:
-            yield
-        finally:
-            self._resume()
-
-    def _settle(self) -> None:
-        if (sentinel := self._here()) is not None:
-            sentinel.settle()
-
     def _compiled_begins(self) -> None:
-        if (sentinel := self._here()) is not None:
+        if (sentinel := self._of_thread.sentinel) is not None:
             sentinel.compiled_begins()
 
     def _compiled_called(self, entered: EntersCompiled) -> None:
         here = self.position.here
         self.modules.compiled_called()
-        if self.watching and self.modules.looks:
+        if self.watching and self.position.looks:
             with self.phases.forward_only():
                 self.checks[CompiledCalls].before_compiled(entered)
         if self.watching and not (here.stack or here.backward_depth):

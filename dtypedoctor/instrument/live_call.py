@@ -35,6 +35,7 @@ __all__ = [
     "as_leaf",
     "copied",
     "from_outside",
+    "inputs_in",
     "tensors_of",
 ]
 
@@ -154,8 +155,8 @@ class RandomState:
         devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
         generator = sys.modules.get("numpy.random") if host else None  # an attribute of numpy would import it
         return RandomState(
-            cpu=torch.get_rng_state(),
-            cuda=tuple(one.get_state() for one in devices),
+            cpu=torch.default_generator.get_state(),
+            cuda=tuple([one.get_state() for one in devices]),
             python=random.getstate() if host else None,
             numpy=generator.get_state() if generator is not None else None,
         )
@@ -199,11 +200,8 @@ class AutocastState:
     @staticmethod
     def now() -> "tuple[AutocastState, ...]":
         """What is on; below a dispatch mode autocast always reads as off."""
-        return tuple(
-            AutocastState(device=device, dtype=torch.get_autocast_dtype(device))
-            for device in _DEVICES
-            if torch.is_autocast_enabled(device)
-        )
+        on = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+        return tuple([AutocastState(device=device, dtype=torch.get_autocast_dtype(device)) for device in on])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -292,8 +290,7 @@ class LiveCall:
 
     def inputs(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors among the arguments, with names such as ``input.0`` and ``input.mask``; later in the same order."""
-        for name, value in (*enumerate(self.args), *self.kwargs.items()):
-            yield from _paths(value, f"input.{name}", DEEPEST)
+        return inputs_in(self.args, self.kwargs)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The module's parameters, with names such as ``weight.proj.weight``."""
@@ -459,13 +456,15 @@ def _edges_behind(node: Node) -> Iterator[tuple[Node, int]]:
                 waiting.append(following)
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> list[Tensor]:
     """The tensors of nested tuples, lists, dictionaries and simple namespaces, in an order that a repeated call keeps."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict, SimpleNamespace)):
+        return [value]
+    found: list[Tensor] = []
+    if isinstance(value, (tuple, list, dict, SimpleNamespace)):
         for _, item in held_in(value):
-            yield from tensors_of(item)
+            found += [item] if isinstance(item, Tensor) else tensors_of(item)
+    return found
 
 
 def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
@@ -476,6 +475,12 @@ def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
         memo: copies made so far by the identity of what they are copies of; pass the same one for all arguments of a call.
     """
     return mapped(value, _copy, {} if memo is None else memo)
+
+
+def inputs_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors among the arguments of a call, with names such as ``input.0`` and ``input.mask``."""
+    for name, value in (*enumerate(args), *kwargs.items()):
+        yield from _paths(value, f"input.{name}", DEEPEST)
 
 
 def _paths(value: Any, path: str, deepest: int) -> Iterator[tuple[str, Tensor]]:

@@ -219,9 +219,11 @@ def _compared(begun: _Step) -> Iterator[bool]:
 
 def _copied(optimizer: Optimizer) -> tuple[list[Tensor], bool]:
     """The parameters that are copied before a step, and whether these are all of float16."""
+    narrow = [p for group in optimizer.param_groups for p in group["params"] if p.dtype is torch.float16]
+    if not narrow:
+        return [], True
     left, is_whole = share_of_device() // KEPT, True
     found = []
-    narrow = [p for group in optimizer.param_groups for p in group["params"] if p.dtype is torch.float16]
     for parameter in filter(_is_at_risk, narrow):
         size = bytes_of([parameter, parameter.grad, *_tensors(optimizer, parameter)])
         if size <= left:

@@ -6,17 +6,19 @@ Functions are wrapped while the watch runs and put back afterwards; the wrapped 
 
 import functools
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
+from torch.compiler import is_compiling
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -39,6 +41,29 @@ from dtypedoctor.interruptions import noticing
 from dtypedoctor.unpatched import unseen_by_warnings
 
 Listener = Callable[[], None]
+
+
+class OfThread(threading.local):
+    """The sentinel of one thread; in a ``with`` block of it the sentinel looks at nothing, for the doctor is at work, or a gradient scaler.
+
+    Attributes:
+        sentinel: None in a thread that autograd or another library has started, and in a daemon.
+    """
+
+    sentinel: Any = None
+
+    def settle(self) -> None:
+        """The position has changed: the sentinel goes where it belongs now."""
+        if self.sentinel is not None:
+            self.sentinel.settle()
+
+    def __enter__(self) -> None:
+        if self.sentinel is not None:
+            self.sentinel.pause()
+
+    def __exit__(self, *_: object) -> None:
+        if self.sentinel is not None:
+            self.sentinel.resume()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,9 +93,9 @@ class Phases:
         before_step, after_step: called with the optimizer around its step.
         before_unscale: called with the scaler and the optimizer whose gradients are about to be unscaled.
         on_gradients: called with what ``torch.autograd.grad`` returns, where it is called outermost.
-        pause, resume: called around all of these, and around what a gradient scaler does.
-        settle: called when a backward pass or an optimizer step has begun, and when something was compiled.
+        of_thread: has the sentinel of this thread, which is paused around all of these, and around what a gradient scaler does.
         after_scaler: called with the :class:`ScalerStep` that has ended.
+        step_begins: called when the number of the step has changed.
         on_scaled: called with a tensor that a gradient scaler has multiplied, and the tensor before.
         on_failure: called with an exception that leaves a backward pass, a generation or a scaler, once.
         in_scaler: whether a gradient scaler is stepping an optimizer.
@@ -82,6 +107,8 @@ class Phases:
         self._undo: list[Callable[[], None]] = []
         self._steps: Counter[int] = Counter()
         self._known: WeakSet[Any] = WeakSet()
+        self._last: Callable[[], Any] = lambda: None
+        """The optimizer that has stepped last."""
         self.optimizers = self.done = self.skipped = 0
         """How many optimizers have made steps, steps of all of them, and those that a gradient scaler did not let them make."""
         self._first = 1
@@ -100,9 +127,8 @@ class Phases:
         self.after_scaler: list[Callable[[ScalerStep], None]] = []
         self.on_scaled: list[Callable[[Tensor, Tensor], None]] = []
         self.on_gradients: list[Callable[[Any], None]] = []
-        self.pause: Listener = _nothing
-        self.resume: Listener = _nothing
-        self.settle: Listener = _nothing
+        self.of_thread = OfThread()
+        self.step_begins: Listener = _nothing
         self.compiled_begins: Listener = _nothing
         self.compiled_called: Callable[[EntersCompiled], None] = lambda _: None
         self._ignore_compiled: Callable[[], None] | None = None
@@ -145,12 +171,11 @@ class Phases:
     def forward_only(self) -> Iterator[None]:
         """Inside, a call of the program is made again that must not train: a backward pass or an optimizer step ends it."""
         self._forward_only = True
-        self.pause()
         try:
-            yield
+            with self.of_thread:
+                yield
         finally:
             self._forward_only = False
-            self.resume()
 
     def _may_train(self) -> None:
         if self._forward_only:
@@ -160,7 +185,12 @@ class Phases:
         """Training begins anew, with optimizers of its own; its first step is number ``step``."""
         self._steps.clear()
         self._first = step
+        self.begin_step(step)
+
+    def begin_step(self, step: int) -> None:
+        """A step begins."""
         self._position.step = step
+        self.step_begins()
 
     def follow_generate(self) -> None:
         """Wraps transformers' ``generate`` once transformers is there; cheap to call again."""
@@ -186,19 +216,21 @@ class Phases:
 
     @unseen_by_warnings
     def _around_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        position = self._position
+        here = position.of.here or position.last
         self._may_train()
-        if torch.compiler.is_compiling() or self._position.muted or self._stands_aside:
-            if self._position.silenced:
-                self._position.silent_work()
+        if is_compiling() or here.muted or position.silenced or self._stands_aside:
+            if position.silenced:
+                position.silent_work()
             return original(*args, **kwargs)
         first = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         tensors = [first] if isinstance(first, Tensor) else [t for t in (first or ()) if isinstance(t, Tensor)]
-        if any(kind_of(type(tensor)) in ("fake", "functional") for tensor in tensors):
-            return original(
-                *args, **kwargs
-            )  # the compiler traces a backward pass; torch 2.9 does not say so by is_compiling()
-        self.forget_ended_steps()
-        position, here = self._position, self._position.here
+        for tensor in tensors:
+            if type(tensor) is not Tensor and kind_of(type(tensor)) in ("fake", "functional"):
+                # the compiler traces a backward pass; torch 2.9 does not say so by is_compiling()
+                return original(*args, **kwargs)
+        if here.overrides:
+            self.forget_ended_steps()
         depth = here.backward_depth
         if listeners := self.inside_backward if depth else self.before_backward:
             self._tell(listeners, "some losses", tensors)
@@ -207,13 +239,13 @@ class Phases:
             position.last = here
             here.backward_depth = depth + 1
             with self._noting_failure("backward"):
-                self.settle()
+                self.of_thread.settle()
                 result = original(*args, **kwargs)
         finally:
             here.backward_depth = depth  # no property: an interruption at the beginning of its function would leave the pass open for good
             position.last = here
             if not depth:
-                if result is not None:
+                if result is not None:  # of ``torch.autograd.grad``
                     self._tell(self.on_gradients, "some gradients", result)
                 self._tell(self.after_backward, "the end of some backward passes")
         return result
@@ -259,18 +291,18 @@ class Phases:
     @unseen_by_warnings
     def _around_scaler_step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any,
                             **kwargs: Any) -> Any:  # fmt: skip
+        if not scaler.is_enabled():  # it steps the optimizer, as the program itself could
+            return original(scaler, optimizer, *args, **kwargs)
         inner = getattr(optimizer, "optimizer", optimizer)
         before, step = self._steps[id(inner)], self._position.step
-        self.in_scaler = bool(scaler.is_enabled())
-        self.settle()
+        self.in_scaler = True
+        self.of_thread.settle()
         try:
             with self._noting_failure("optimizer"):
                 result = original(scaler, optimizer, *args, **kwargs)
         finally:
             self.in_scaler = False
-            self.settle()
-        if not scaler.is_enabled():
-            return result
+            self.of_thread.settle()
         called = self._steps[id(inner)] > before
         found_inf = found_inf_by(scaler, optimizer) if called else ()
         ended = ScalerStep(scaler=scaler, optimizer=inner, step=step, called=called, found_inf=found_inf)
@@ -286,13 +318,11 @@ class Phases:
 
     @unseen_by_warnings
     def _around_unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
+        if not scaler.is_enabled():
+            return original(scaler, optimizer)
         self._tell(self.before_unscale, "what the gradient scaler unscales", scaler, optimizer)
-        self.pause()
-        try:
-            with self._noting_failure("optimizer"):
-                return original(scaler, optimizer)
-        finally:
-            self.resume()
+        with self.of_thread, self._noting_failure("optimizer"):
+            return original(scaler, optimizer)
 
     def _profiler_begins(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Takes the modes off before a profiler begins: it would count each operator that they pass on a second time."""
@@ -315,7 +345,8 @@ class Phases:
     def _profiled(self, on: bool) -> None:
         if self._guard.profiled is not on:  # one that has begun before the watch did ends without having been heard of
             self._guard.profiled = on
-            (self.pause if on else self.resume)()
+            if (sentinel := self.of_thread.sentinel) is not None:
+                (sentinel.pause if on else sentinel.resume)()
 
     def _noting_failure(self, phase: str) -> noticing:
         return noticing(lambda error: self._note_failure(error, phase))
@@ -337,10 +368,11 @@ class Phases:
 
     def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """An optimizer step begins. With a closure the program's forward and backward pass run in it, and it really begins when they are over."""
-        if torch.compiler.is_compiling():  # Dynamo would make what follows a part of the program's compiled step
+        if is_compiling():  # Dynamo would make what follows a part of the program's compiled step
             return None
         self._may_train()
-        self.forget_ended_steps(1)
+        if self._position.overrides:
+            self.forget_ended_steps(1)
         closure = kwargs.get("closure") or next(filter(callable, args[1:2]), None)
         if closure is None:
             self._step_begins(optimizer)
@@ -370,38 +402,41 @@ class Phases:
 
     def _enter_step(self) -> None:
         self._position.overrides.append("optimizer")
-        self.settle()
+        self.of_thread.settle()
 
     def _leave_step(self) -> None:
         if self._position.overrides[-1:] == ["optimizer"]:
             self._position.overrides.pop()
-        self.settle()
+        self.of_thread.settle()
 
     def _post_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
-        if self._position.overrides[-1:] == ["optimizer"]:
-            self._position.overrides.pop()
+        overrides = self._position.overrides
+        if overrides and overrides[-1] == "optimizer":
+            overrides.pop()
         self._tell(self.after_step, "parameters after some optimizer steps", optimizer)
         self._count(optimizer)
 
     def _tell(self, listeners: list[Any], what: str, *facts: Any) -> None:
-        self.pause()
-        try:
-            self._guard.tell_each(listeners, what, *facts)
-        finally:
-            self.resume()
+        if listeners:
+            with self.of_thread:
+                self._guard.tell_each(listeners, what, *facts)
 
     def _count(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
         """Counts a step; with several optimizers (one per network, say) the busiest one gives the step number."""
-        if "optimizer" not in self._position.overrides[-1:]:  # one that steps another is counted, and that one is not
-            with self._guard.keeping("the number of optimizers"):
-                self.optimizers += optimizer not in self._known
-                self._known.add(optimizer)
+        overrides = self._position.overrides
+        if not overrides or overrides[-1] != "optimizer":  # one that steps another is counted, and that one is not
+            if self._last() is not optimizer:
+                self._last = ref(optimizer)
+                with self._guard.keeping("the number of optimizers"):
+                    self.optimizers += optimizer not in self._known
+                    self._known.add(optimizer)
             self.skipped += skipped
             self.done += not skipped
-        self._steps[id(optimizer)] += 1
-        self._position.step = max(self._position.step, self._first + self._steps[id(optimizer)])
+        done = self._steps[id(optimizer)] = self._steps[id(optimizer)] + 1
+        if self._first + done > self._position.step:
+            self.begin_step(self._first + done)
 
 
 def _nothing() -> None:

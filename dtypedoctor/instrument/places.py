@@ -244,13 +244,7 @@ class Source(NamedTuple):
 
 
 class Recorder(Protocol):
-    """Measures what it is given on one device.
-
-    Attributes:
-        suspicious: set when something is found not to be finite.
-    """
-
-    suspicious: bool
+    """Measures what it is given on one device."""
 
     def record(
         self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()

@@ -161,16 +161,15 @@ class Arrivals:
             if here is None:
                 return
             if here.is_cuda:
-                self._await(here, lambda copy: then(float(copy)))
+                self._await(here.detach(), lambda copy: then(float(copy)))
             else:
                 value = float(here.detach())
                 self._awaited.append(_Awaited(None, None, lambda: then(value)))
         self.settle()
 
     def ask_each(self, numbers: Tensor, then: Callable[[list[float]], None]) -> None:
-        """Has ``then`` called with each number of a vector on a device."""
-        with out_of_their_sight():
-            self._await(numbers, lambda copy: then(copy.tolist()))
+        """Has ``then`` called with each number of a vector on a device; out of sight of modes."""
+        self._await(numbers, lambda copy: then(copy.tolist()))
         self.settle()
 
     def _await(self, numbers: Tensor, then: Callable[[Tensor], None]) -> None:
@@ -181,7 +180,7 @@ class Arrivals:
             if rooms
             else (torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True), torch.cuda.Event())
         )
-        copy.copy_(numbers.detach(), non_blocking=True)
+        copy.copy_(numbers, non_blocking=True)
         event.record(torch.cuda.current_stream(numbers.device))
         self._awaited.append(_Awaited(copy, event, then, room))
 

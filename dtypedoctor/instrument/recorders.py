@@ -41,22 +41,29 @@ class Nonfinite(NamedTuple):
 
 
 class News:
-    """The places that have become known not to be finite for the first time, until somebody takes them."""
+    """The places that have become known not to be finite for the first time, until somebody takes them.
+
+    Attributes:
+        suspicious: whether something that is not finite has become known since this was asked last.
+        found: the places.
+    """
 
     def __init__(self, sites: Sites) -> None:
+        self.suspicious = False
         self._sites = sites
         self._known: set[int] = set()
-        self._found: list[Nonfinite] = []
+        self.found: list[Nonfinite] = []
 
     def add(self, n: int, step: int, call: int, site: int) -> None:
         """Sample ``n`` is not finite."""
+        self.suspicious = True
         if site not in self._known:
             self._known.add(site)
-            self._found.append(Nonfinite(n, step, call, *self._sites.kind_and_fqn(site)))
+            self.found.append(Nonfinite(n, step, call, *self._sites.kind_and_fqn(site)))
 
     def take(self) -> list[Nonfinite]:
         """What has become known since this was asked last."""
-        found, self._found = self._found, []
+        found, self.found = self.found, []
         return found
 
 
@@ -74,7 +81,6 @@ class ImmediateRecorder:
         self._sites = sites
         self._news = news
         self._known: dict[int, tuple[ref[Tensor], int, Extent]] = {}
-        self.suspicious = False
 
     def record(
         self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()
@@ -82,7 +88,6 @@ class ImmediateRecorder:
         """Measures ``rows`` and, only if one of them is not finite, also what was ``given`` to ``source``."""
         if self._write(rows, when, of_call=source is not None):
             return
-        self.suspicious = True
         if source is not None and given:  # whether it came in from outside decides who is to blame
             found = [(self._sites.id_of(source.place, source.looks(path, t)), t) for path, t in given]
             _, step, call = when
@@ -199,7 +204,6 @@ class StreamRecorder:
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._reader: threading.Thread | None = None
-        self.suspicious = False
 
     def record(
         self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()
@@ -438,7 +442,6 @@ class StreamRecorder:
     def _confirm(self, rows: Iterable[Row]) -> None:
         """Some rows are not finite: what went into the modules that returned them is to be recorded."""
         for row in rows:
-            self.suspicious = True
             for n, step, call, site in row.entries:
                 self._news.add(n, step, call, site)
             self._confirmed += [doubt for doubt in row.doubts if doubt not in self._confirmed]
@@ -518,19 +521,10 @@ class Recorders:
         n, step, call = when
         self._writer.write_samples(n, step, call, [(site, 0.0, int(isnan(magnitude)), int(not isnan(magnitude)))])
         self.news.add(n, step, call, site)
-        self._immediate.suspicious = True
 
     def of(self, device: torch.device) -> Recorder:
         """The recorder of ``device``, always the same one."""
         return self._of.get(device) or self._begin(device)
-
-    def suspicious(self) -> bool:
-        """Whether something that was not finite has become known since this was asked last."""
-        found = False
-        for recorder in self._all:
-            found |= recorder.suspicious
-            recorder.suspicious = False
-        return found
 
     def begin_call(self) -> None:
         """An outermost module call begins."""

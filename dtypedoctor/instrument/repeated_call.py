@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from dtypedoctor._torch_private import MemoryRef, Writes, parameters_of, version_of
+from dtypedoctor._torch_private import MemoryRef, Writes, parameters_of, version_now, version_of
 from dtypedoctor.instrument.frames import Line
 from dtypedoctor.instrument.live_call import LiveCall, tensors_of
 from dtypedoctor.instrument.module_tree import mapped, modules_in, parameters_in
@@ -41,7 +41,7 @@ __all__ = [
     "Made",
     "ParameterCopies",
     "RepeatedCall",
-    "Version",
+    "Versions",
     "is_same",
     "itself",
     "share_of_device",
@@ -73,7 +73,7 @@ class Made:
     __slots__ = ("_large", "_small", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        is_small = bytes_of([tensor]) <= MAX_RESULT
+        is_small = tensor.numel() * tensor.element_size() <= MAX_RESULT
         self._small = tensor.detach() if is_small else None  # shares its memory, and its version
         self._version = version_of(tensor)
         self._large = None if is_small else (MemoryRef(tensor), Writes(tensor))
@@ -86,30 +86,35 @@ class Made:
         return self._small if self._small is not None and version_of(self._small) == self._version else None
 
 
-class Version(NamedTuple):
-    """How often a parameter had been written to. It is found by its owner: what offloads weights makes new ones, which were not."""
+class Versions:
+    """How often some parameters had been written to. They are found by their owners: what offloads weights makes new ones, which were not.
 
-    owner: "ref[nn.Module]"
-    name: str
-    identity: int
-    version: int
+    Args:
+        held: owner and name of each, of which any may have gone.
+    """
 
-    @classmethod
-    def of(cls, owner: "ref[nn.Module]", name: str) -> "Version":
-        """That of a parameter that may have gone."""
-        parameter = cls._parameter(owner, name)
-        return cls(owner, name, id(parameter), -1 if parameter is None else version_of(parameter))
+    __slots__ = ("_before", "_held")
 
-    @staticmethod
-    def _parameter(owner: "ref[nn.Module]", name: str) -> Tensor | None:
-        module = owner()
-        return None if module is None else parameters_of(module).get(name)
+    def __init__(self, held: "Sequence[tuple[ref[nn.Module], str]]") -> None:
+        self._held = held
+        self._before = self._now()
+
+    def _now(self) -> list[tuple[int, int]]:
+        """Identity and version of each."""
+        modules = [(owner(), name) for owner, name in self._held]
+        parameters = [None if module is None else parameters_of(module).get(name) for module, name in modules]
+        try:
+            return [(id(one), -1 if one is None else version_now(one)) for one in parameters]
+        except RuntimeError:  # one was made in inference mode
+            return [(id(one), -1 if one is None else version_of(one)) for one in parameters]
 
     @property
-    def has_changed(self) -> bool:
-        """Whether it has been written to since."""
-        parameter = self._parameter(self.owner, self.name)
-        return parameter is not None and id(parameter) == self.identity and version_of(parameter) != self.version
+    def have_changed(self) -> bool:
+        """Whether one has been written to since."""
+        return any(
+            identity == before[0] and version != before[1]
+            for before, (identity, version) in zip(self._before, self._now(), strict=True)
+        )
 
 
 def share_of_device() -> int:
@@ -257,7 +262,7 @@ class KeptCall:
     bad: set[str] = field(default_factory=set)
     old: bool = False
     moved: bool = False
-    versions: tuple[Version, ...] = ()
+    versions: Versions | None = None
     depth: int = 0
     part: Tensor | None = None
     copies: ParameterCopies | None = None
@@ -265,7 +270,7 @@ class KeptCall:
     @property
     def has_moved(self) -> bool:
         """Whether parameters have been updated since, by an optimizer or by the program itself."""
-        return self.moved or any(version.has_changed for version in self.versions)
+        return self.moved or (self.versions is not None and self.versions.have_changed)
 
     def with_its_parameters(self) -> AbstractContextManager[None]:
         """Inside, the module has the parameters of the call, where they were copied; else those of now."""

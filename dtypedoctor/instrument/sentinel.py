@@ -144,7 +144,6 @@ class Sentinel(OperatorMode):
 
     Attributes:
         quiet: says whether somebody else looks at the operators now.
-        wanted: says whether this is a step in which everything is measured.
         raised: called with what an operator has raised; raises nothing itself.
         rejected: called with an operator that has raised, its arguments, and what it raised; raises nothing itself.
         writing: called with an operator that is about to write to its operands.
@@ -198,7 +197,6 @@ class Sentinel(OperatorMode):
         self._has_compiled = False
         self._forked_mode: Computing | None = None
         self.quiet: Callable[[], bool] = lambda: False
-        self.wanted: Callable[[], bool] = lambda: True
         self.raised: Callable[[BaseException], None] = lambda _: None
         self.rejected: Callable[[Any, Arguments, BaseException], None] = lambda *_: None
         self.computed: Callable[[], None] = lambda: None
@@ -253,7 +251,8 @@ class Sentinel(OperatorMode):
     def pause(self) -> None:
         """Until :meth:`resume`, nothing is looked at: the doctor is at work, or an optimizer."""
         self._pauses += 1
-        self.settle()
+        if self._on or self._lent:
+            self.settle()
 
     def resume(self) -> None:
         """Ends one :meth:`pause`."""
@@ -263,9 +262,10 @@ class Sentinel(OperatorMode):
     def backward_begins(self, tensors: Iterable[Tensor]) -> None:
         """An outermost backward pass is about to begin from ``tensors``."""
         self._backwards += 1
-        if self._position.call:
+        if self._position.looks and self._position.call:
             self._follow(tensors)
-        self.settle()
+        if self._position.looks or self._on:
+            self.settle()
 
     def modules_begin(self, given: Callable[[], Iterable[Tensor]]) -> None:
         """An outermost module call begins.
@@ -273,7 +273,8 @@ class Sentinel(OperatorMode):
         Args:
             given: gets the tensors that the module is called with.
         """
-        self.off()
+        if self._on or self._lent:
+            self.off()
         if self._between:
             self._follow(given())
         self._call_began = next_sequence_number()
@@ -293,7 +294,7 @@ class Sentinel(OperatorMode):
 
     def _follow(self, tensors: Iterable[Tensor]) -> None:
         """Hooks the autograd nodes that lead to ``tensors``, as far as the next ones that a module call has made."""
-        if self._thread != get_ident() or self._is_thin or not self.wanted():
+        if self._thread != get_ident() or self._is_thin or not self._position.looks:
             return
         if len(self._hooked) > MAX_LINES:
             self._hooked.clear()
@@ -352,7 +353,9 @@ class Sentinel(OperatorMode):
 
     def settle(self) -> None:
         """Puts the mode on the stack or takes it off, as the position of the program demands; cheap to call again."""
-        is_idle = not self._on and not self._lent and (self._pauses or not self.wanted())  # as always between looks
+        is_idle = (
+            not self._on and not self._lent and (self._pauses or not self._position.looks)
+        )  # as always between looks
         if is_idle or self._thread != get_ident():
             return
         with self._settling:
@@ -378,7 +381,7 @@ class Sentinel(OperatorMode):
 
     def _may_be_on(self) -> bool:
         position = self._position
-        if self._pauses or not self.wanted():
+        if self._pauses or not self._position.looks:
             return False
         if "optimizer" in position.overrides:
             return self.state is not None and self.state.is_stepping

@@ -32,7 +32,7 @@ from dtypedoctor._torch_private import (
     region_is_on,
     set_grad_enabled,
 )
-from dtypedoctor.instrument.frames import local_of, source_of
+from dtypedoctor.instrument.frames import Line, line_of, local_of
 from dtypedoctor.instrument.naming import Names, short_name
 from dtypedoctor.instrument.readings import Readings
 from dtypedoctor.interruptions import contained, is_interruption
@@ -133,6 +133,7 @@ class Position:
 
     Attributes:
         step: training step being worked on, from 1.
+        looks: whether everything is measured now; see :mod:`dtypedoctor.instrument.budget`.
         call: number of the outermost module call being worked on, from 1 (0 before the thread's first).
         stack: the module calls that are open, outermost first.
         backward_depth: how many backward passes are running (more than one only when nested).
@@ -143,10 +144,11 @@ class Position:
         of, last: where :attr:`here` is found; hooks that every module call runs read them themselves, because a property is a call.
     """
 
-    __slots__ = ("_calls", "last", "of", "silenced", "silent_work", "step")
+    __slots__ = ("_calls", "last", "looks", "of", "silenced", "silent_work", "step")
 
     def __init__(self, step: int = 1, call: int = 0) -> None:
         self.step = step
+        self.looks = True
         self.of = _OfThread()
         self.last = self.of.here or Here()
         self.last.call = call
@@ -162,7 +164,8 @@ class Position:
 
     def begin_call(self, skipped: int = 0) -> None:
         """An outermost call begins in this thread, after ``skipped`` that were not told of; no other one gets its number."""
-        self.here.call = next(islice(self._calls, skipped, None))
+        here = self.of.here or self.last
+        here.call = next(islice(self._calls, skipped, None)) if skipped else next(self._calls)
 
     @property
     def call(self) -> int:
@@ -308,6 +311,10 @@ class _RegionsOfThread(threading.local):
         self.regions = first if is_foreign() else []
 
 
+MAX_KNOWN = 256
+"""Different regions of which the description is kept."""
+
+
 class AutocastLog:
     """Follows autocast regions in forward and backward, and knows the innermost one per device type, while started.
 
@@ -315,11 +322,13 @@ class AutocastLog:
     entered: the context manager class itself, which ``custom_bwd`` also uses to restore the forward's state.
 
     Attributes:
-        entered: called with each region that is entered.
+        entered: called with each region that is entered; between looks with those that are unlike all before.
+        outermost: how many regions were entered outside of all others.
         of: ``of.regions`` are those that are open in the thread that asks, outermost first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, position: Position) -> None:
+        self._position = position
         first: list[AutocastRegion] = []
         self.of = _RegionsOfThread(first)
         self.of.regions = first
@@ -327,16 +336,14 @@ class AutocastLog:
         """Regions that torch has switched off, for lack of their device."""
         self._undo: list[Callable[[], None]] = []
         self.entered: list[Callable[[AutocastRegion], None]] = []
+        self.outermost = 0
+        self._known: dict[tuple[Any, ...], tuple[AutocastRegion, Line | None]] = {}
         self._left: tuple[int, tuple[AutocastRegion, ...]] = (0, ())
         """Identity of the exception that has left a region last, and the regions that were open where it was raised."""
 
-    @property
-    def _regions(self) -> list[AutocastRegion]:
-        return self.of.regions
-
     def start(self) -> None:
         """Begins to follow regions; of those already open, the innermost of each device type is known."""
-        self._regions[:] = list(_already_open())
+        self.of.regions[:] = list(_already_open())
         enter, leave, not_available = autocast.__enter__, autocast.__exit__, amp.amp_definitely_not_available
 
         def amp_definitely_not_available() -> bool:
@@ -349,17 +356,18 @@ class AutocastLog:
 
         def __enter__(region: autocast) -> Any:  # noqa: N807
             result = enter(region)
-            if not torch.compiler.is_compiling():
+            if not is_compiling():
                 self._note(region)
             return result
 
         def __exit__(  # noqa: N807
             region: autocast, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
         ) -> Any:
-            if self._regions and not torch.compiler.is_compiling():
+            regions = self.of.regions
+            if regions and not is_compiling():
                 if error is not None and self._left[0] != id(error):
-                    self._left = (id(error), self.open_regions)
-                self._regions.pop()
+                    self._left = (id(error), tuple(regions))
+                regions.pop()
             return leave(region, kind, error, tb)
 
         amp.amp_definitely_not_available = amp_definitely_not_available
@@ -381,33 +389,38 @@ class AutocastLog:
     @contextmanager
     def unheard(self) -> Iterator[None]:
         """Inside, nobody hears of regions that are entered; afterwards those are open that were before."""
-        listeners, regions = self.entered, list(self._regions)
+        listeners, regions = self.entered, list(self.of.regions)
         self.entered = []
         try:
             yield
         finally:
             self.entered = listeners
-            self._regions[:] = regions
+            self.of.regions[:] = regions
 
     def open_again(self, regions: Sequence[AutocastRegion]) -> None:
         """Takes ``regions`` for those that are open, outermost first."""
-        self._regions[:] = regions
+        self.of.regions[:] = regions
 
     def left_by(self, error: BaseException) -> tuple[AutocastRegion, ...]:
         """The regions that were open where ``error`` was raised, outermost first."""
         return self._left[1] if self._left[0] == id(error) else self.open_regions
 
     def _note(self, region: autocast) -> None:
-        found = AutocastRegion(
-            device=region.device,
-            wanted=short_name(region.fast_dtype),
-            enabled=region_is_on(region),
-            off=not region_is_on(region) and region not in self._lacking,
-            source=source_of(sys._getframe(2)),
-        )
-        self._regions.append(found)
-        for listener in self.entered:
-            listener(found)
+        """A region is entered: what was made of one like it at the same line is taken again, for each step enters those of the step before."""
+        line, enabled = line_of(sys._getframe(2)), region_is_on(region)
+        off = not enabled and region not in self._lacking
+        key = (region.device, region.fast_dtype, enabled, off, line and (id(line.code), line.number))
+        known, regions = self._known.get(key), self.of.regions
+        if is_new := known is None:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            wanted, source = short_name(region.fast_dtype), line and line.source
+            noted = AutocastRegion(device=region.device, wanted=wanted, enabled=enabled, off=off, source=source)
+            known = self._known[key] = (noted, line)  # keeps the code, whose identity no other may have then
+        self.outermost += not regions
+        regions.append(known[0])
+        for listener in self.entered if is_new or self._position.looks else ():
+            listener(known[0])
 
     def dtype(self, device: str) -> str | None:
         """The autocast dtype in force for ``device`` (``cpu``, ``cuda``), or None."""
@@ -419,7 +432,7 @@ class AutocastLog:
     @property
     def open_regions(self) -> tuple[AutocastRegion, ...]:
         """Every region that is open, outermost first."""
-        return tuple(self._regions)
+        return tuple(self.of.regions)
 
 
 def _already_open() -> list[AutocastRegion]:
@@ -451,6 +464,8 @@ class Guard:
         self._position = position
         self._room = Room()
         self._told: set[str] = set()
+        self._each: dict[str, Callable[..., None]] = {}
+        """By what goes unwatched where it fails, what tells listeners one after the other; made once, since each event of a step has some."""
         self.profiled = False
         """Whether a profiler of the program is on: what it counts are the program's operators, not those that measure them."""
 
@@ -504,16 +519,13 @@ class Guard:
 
     def tell_each(self, listeners: Sequence[Callable[..., Any]], what: str, *facts: Any) -> None:
         """Calls ``listeners`` with ``facts`` behind one shield; one that fails leaves out none of those after it."""
-        waiting = deque(listeners)
-
-        def tell() -> None:
-            while waiting:
-                waiting.popleft()(*facts)
-
-        shielded, left = self.shield(tell, what), -1
+        shielded = self._each.get(what)
+        if shielded is None:
+            shielded = self._each[what] = self.shield(_tell_waiting, what)
+        waiting, left = deque(listeners), -1
         while waiting and len(waiting) != left:  # the same where nobody is told, because all is muted
             left = len(waiting)
-            shielded()
+            shielded(waiting, facts)
 
     def keeping(self, what: str) -> contained:
         """A context in which errors of ours are kept from the program: the same as :meth:`shield` for a few lines."""
@@ -542,6 +554,12 @@ class Guard:
             self._writer.write(NotWatched(what=what, why=why))
 
 
+def _tell_waiting(waiting: deque[Callable[..., Any]], facts: tuple[Any, ...]) -> None:
+    """Calls listeners, each of which is waiting no more before it is called."""
+    while waiting:
+        waiting.popleft()(*facts)
+
+
 MAX_NOTES = 40
 """Observations of one kind that :meth:`Session.once` writes; a defect that is seen everywhere need not be recorded everywhere."""
 
@@ -563,7 +581,7 @@ class Session:
         self.writer = writer
         self.position = Position()
         self.names = Names(writer)
-        self.autocast = AutocastLog()
+        self.autocast = AutocastLog(self.position)
         self.guard = Guard(writer, self.position)
         self.coverage = Coverage()
         self.readings = Readings(lambda: self.position.step)

@@ -79,7 +79,7 @@ class ModuleWatch:
     def __init__(self, session: Session, budget: Budget | None = None) -> None:
         self._budget = budget
         self._planned = -1
-        self._looks_at_step = self._looks = True
+        self._looks_at_step = True
         self._kinds: Counter[tuple[int, str, bool]] = Counter()
         """Outermost calls so far, by their module, phase, and whether gradients follow."""
         self._passed: nn.Module | None = None
@@ -203,7 +203,7 @@ class ModuleWatch:
                 return
             passed = self._passed
             if passed is None:
-                if self._looks or not self._skips(module):
+                if position.looks or not self._skips(module):
                     enters(module, args)
             elif passed is module or (id(module) in self._alone and not self._skipping):
                 enters(module, args)
@@ -265,20 +265,17 @@ class ModuleWatch:
         """Nothing inside is recorded, but a process that dies inside says in which module; compiled code does not."""
 
         def mark(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if not is_compiling() and not being_recorded():
-                self._note_entry(self._places.of(module))
+            place = None if is_compiling() or being_recorded() else self._places.of(module)
+            if place is not None:
+                here = position.here
+                self._writer.mark(position.step, here.call, self.sites.entry(place, here.phase))
 
+        position = self._position
         handle = hooks.register_module_forward_pre_hook(mark)
         try:
             yield
         finally:
             handle.remove()
-
-    def _note_entry(self, place: Place | None) -> None:
-        if place is not None:
-            position = self._position
-            here = position.of.here or position.last
-            self._writer.mark(position.step, here.call, self.sites.entry(place, here.phase))
 
     @property
     def is_replaying(self) -> bool:
@@ -296,17 +293,13 @@ class ModuleWatch:
             self._replay = None
             self.raised_in, self._raised_at, self.recomputed = seen
 
-    @property
-    def looks(self) -> bool:
-        """Whether everything is measured now."""
-        if self._position.step != self._planned:
-            self._plan_step()
-        return self._looks
-
-    def _plan_step(self) -> None:
-        """A step begins."""
-        self._planned = step = self._position.step
-        self._looks_at_step = self._looks = self._budget is None or self._budget.step_begins(step)
+    def plan_step(self) -> None:
+        """A step begins, or the first event in it: decides whether it is looked at."""
+        step = self._position.step
+        if step == self._planned:
+            return
+        self._planned = step
+        self._looks_at_step = self._position.looks = self._budget is None or self._budget.step_begins(step)
         self._next_kept = 0.0
         if (
             self._passed is not None and not calls_running()
@@ -314,26 +307,26 @@ class ModuleWatch:
             self._passed, self._skipping = None, False
             self._hooks.put_back()
 
-    def _plan_call(self, module: nn.Module) -> None:
+    def _plan_call(self, module: nn.Module, here: Here) -> None:
         """An outermost call begins. Those that no backward pass follows are counted by themselves, and before the first step is done all are."""
         position, budget = self._position, self._budget
         if position.step != self._planned:
-            self._plan_step()
+            self.plan_step()
         if budget is None or budget.is_fixed:
             return
         trains = is_grad_enabled()
-        kind = (id(module), position.phase, trains)
+        kind = (id(module), here.phase, trains)
         self._kinds[kind] = number = self._kinds[kind] + 1
         if trains and position.step > 1:
-            self._looks = self._looks_at_step or number <= FIRST
+            self._position.looks = self._looks_at_step or number <= FIRST
         else:
-            self._looks = budget.call_begins(number, self._skipped) or 1 < position.step <= FIRST
+            self._position.looks = budget.call_begins(number, self._skipped) or 1 < position.step <= FIRST
         self._next_kept = perf_counter() + APART
 
     def optimizer_steps(self) -> None:
         """An optimizer is about to step: in the first steps that is looked at, also where the calls before it are too many for that."""
         if self._budget is not None and not self._budget.is_fixed and self._position.step <= FIRST:
-            self._looks = True
+            self._position.looks = True
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is called.
@@ -364,7 +357,7 @@ class ModuleWatch:
 
     def _enter_any(self, module: nn.Module) -> None:
         with DisableTensorClasses():
-            if not self._is_told_otherwise(module):
+            if not (self._position.stack or self._in_place) or not self._is_told_otherwise(module):
                 self._enter_call(module)
 
     def _enter_compiled(self, module: nn.Module) -> None:
@@ -398,9 +391,11 @@ class ModuleWatch:
             here.thread = get_ident()
             self._enter_root(module, here)
             place = self._places.of(module)
-        is_alone = id(module) in self.alone and bool(stack) and self._leader is here
+        is_alone = bool(stack) and id(module) in self._alone and self._leader is here
         stack.append(module)
-        self._note_entry(place)
+        if place is not None:
+            phase = here.phase
+            self._writer.mark(self._position.step, here.call, place.sites.get(phase) or self.sites.entry(place, phase))
         if is_alone:
             for listener in self.before_alone:
                 listener(module)
@@ -419,13 +414,13 @@ class ModuleWatch:
         if not here.backward_depth:  # a recomputed block belongs to the call that is being differentiated
             self._begin_call(self._skipped)
             if self._budget is not None and self._lead.get(_CALL, here) is here:
-                self._plan_call(module)
+                self._plan_call(module, here)
         elif (place := self._names.find(module)) is not None:
             self.recomputed = place[1]
         for listener in self.before_any:
             listener(module)
         if self._leads(here):
-            if not self._looks:
+            if not self._position.looks:
                 self._passed, self._skipping = module, False
                 self.passed_by += 1
             self.recorders.begin_call()
@@ -515,7 +510,9 @@ class ModuleWatch:
 
     def _leave_any(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         with DisableTensorClasses():
-            if not self._is_told_otherwise(module):
+            stack = self._position.stack
+            is_only_call = len(stack) == 1 and stack[0] is module and not self._in_place
+            if is_only_call or not self._is_told_otherwise(module):
                 self._leave_call(module, args, kwargs, output)
 
     def _leave_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
@@ -528,12 +525,12 @@ class ModuleWatch:
         if raised:
             kwargs, output = {}, None
         # Where no loss follows, what an outermost call returns is all that shows what went wrong inside.
-        measures = not raised and (self._looks or (len(stack) == 1 and not is_grad_enabled()))
+        measures = not raised and (self._position.looks or (len(stack) == 1 and not is_grad_enabled()))
         self._coverage.module_calls += measures  # first of all: whatever goes wrong from here on, this call has run
         self._coverage.module_calls_skipped += not measures and not raised
         if stack and here.thread != get_ident() and self._in_another_thread():
             return
-        if not _unwound_to(module, stack):
+        if not (stack and stack[-1] is module) and not _unwound_to(module, stack):
             return  # entered while muted, or before the watch began
         try:
             if raised and (error := sys.exc_info()[1]) is not None:
@@ -542,8 +539,9 @@ class ModuleWatch:
                 if measures:
                     place = self._places.of(module) or self._places.inside(stack)
                     self.returned.record(module, place, args, kwargs, output)
-                if self._leader is here:
-                    for listener in self._return_listeners(module, stack):
+                if self._lead.get(_CALL) is here:
+                    listeners = self.on_return if len(stack) == 1 else self.alone_returned
+                    for listener in listeners if len(stack) == 1 or id(module) in self._alone else ():
                         listener(module, args, kwargs, output)
         finally:  # whatever goes wrong in here, the call is over
             stack.pop()
@@ -554,20 +552,16 @@ class ModuleWatch:
             elif id(module) in self.alone:
                 self._leave_alone(module, here)
 
-    def _return_listeners(self, module: nn.Module, stack: list[nn.Module]) -> Sequence[Callable[..., None]]:
-        if len(stack) == 1:
-            return self.on_return
-        return self.alone_returned if id(module) in self.alone else ()
-
     def _leave_alone(self, module: nn.Module, here: Here) -> None:
         if self._leader is not here:
             return
-        self._note_inside(module)
+        if self._passed is None:
+            self._note_inside(module)
         for listener in self.alone_left:
             listener(module)
 
     def _note_inside(self, module: nn.Module) -> None:
-        if self._passed is None and (begin := self._inside_from.get(id(module))) is not None:
+        if (begin := self._inside_from.get(id(module))) is not None:
             self._inside[id(module)] = self._coverage.module_calls - begin
 
     def _leave_replayed(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -585,9 +579,10 @@ class ModuleWatch:
             replay.left(module, output, outermost=not stack)
 
     def _leave_root(self, module: nn.Module, here: Here) -> None:
-        led = self._leader is here
+        led = self._lead.get(_CALL) is here
         if led:
-            self._note_inside(module)
+            if self._passed is None:
+                self._note_inside(module)
             self._passed = None
         try:
             self.recorders.end_call(leads=led)
@@ -597,7 +592,7 @@ class ModuleWatch:
             for after in self.after_any:
                 after()
         finally:
-            if self._leader is here:
+            if led:
                 del self._lead[_CALL]
         if led:
             for listener in self.when_left:

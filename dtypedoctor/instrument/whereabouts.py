@@ -28,7 +28,7 @@ from dtypedoctor.cells import cell_of
 from dtypedoctor.instrument.frames import (
     function_context,
     function_name,
-    local_of,
+    locals_of,
     raising_operator,
     source_of,
     span_of,
@@ -255,8 +255,10 @@ def call_arguments(module: nn.Module) -> tuple[Any, Any]:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == CALL_CODE.co_name and local_of(frame, "self") is module:
-            return local_of(frame, "args") or (), local_of(frame, "kwargs") or {}
+        if frame.f_code.co_name == CALL_CODE.co_name:
+            called, args, kwargs = locals_of(frame, "self", "args", "kwargs")
+            if called is module:
+                return args or (), kwargs or {}
         frame = frame.f_back
     return (), {}
 

@@ -171,7 +171,7 @@ class Lines:
         while not written:
             before = self.whole
             after = before + count
-            data = b"".join([seal(body, number) + b"\n" for number, body in enumerate(bodies, before + 1)])
+            data = b"\n".join((*map(seal, bodies, range(before + 1, after + 1)), b""))
             if not self._is_ours():
                 self._open_again()
             # Neither another thread nor a signal handler runs between here and the system call: nothing is called.

@@ -254,12 +254,13 @@ class ProcessWatch:
 
     def _write_step(self, n: int, step: int, seconds: float) -> None:
         values = {"step_time": seconds}
-        spelled = {}
-        if self._loss is not None and isfinite(self._loss):
-            values["loss"] = self._loss
-        elif self._loss is not None:
+        if self._loss is None or isfinite(self._loss):
+            if self._loss is not None:
+                values["loss"] = self._loss
+            self._writer.write_metric(n, step, values)
+        else:
             spelled = {"loss": str(self._loss)}
-        self._writer.write(Metric(n=n, step=step, values=values, nonfinite=list(spelled), spelled=spelled))
+            self._writer.write(Metric(n=n, step=step, values=values, nonfinite=["loss"], spelled=spelled))
 
     def _keep_compiler_out(self) -> None:
         keep_compiler_out()

@@ -25,7 +25,6 @@ from dtypedoctor.instrument.silent.shadows import Shadows
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.instrument.untouched import KeptMemory, as_before
 from dtypedoctor.interruptions import contained
-from dtypedoctor.trace.records.execution import AutocastRegion
 from dtypedoctor.trace.records.silent import StaleCopy
 
 if TYPE_CHECKING:
@@ -65,7 +64,8 @@ class CacheCheck(Observer):
 
     def __init__(self, checks: "Checks") -> None:
         super().__init__(checks)
-        self._region: AutocastRegion | None = None
+        self._region: int | None = None
+        "Number of the region in which the calls are that are compared."
         self._roots: dict[int, _Root] = {}
         self._layers: ByModule[list[Layer]] = ByModule()
         self._stepped = False
@@ -79,9 +79,9 @@ class CacheCheck(Observer):
     def before_call(self, module: nn.Module) -> None:
         """An outermost call begins."""
         self.after_call(module)
-        regions = self.session.autocast.open_regions
-        outermost = regions[0] if regions else None
-        if outermost is not self._region:
+        autocast = self.session.autocast
+        outermost = autocast.outermost if autocast.open_regions else None
+        if outermost != self._region:
             self._region = outermost
             self._roots.clear()
             self._stepped = False
@@ -143,13 +143,13 @@ class CacheCheck(Observer):
             self._tell(layer, name, output, error)
 
     def _tell(self, layer: nn.Module, name: str, output: Tensor, error: float) -> None:
-        place = self.session.names.find(layer)
+        place, regions = self.session.names.find(layer), self.session.autocast.open_regions
         fqn = place[1] if place is not None else name
         copy = StaleCopy(
             weight=f"{fqn}.weight" if fqn else "weight",
             dtype=dtype_name(output),
             relative_error=error,
-            region=self._region.source if self._region is not None else None,
+            region=regions[0].source if regions else None,
         )
         self.session.once(copy, name, fqn=fqn)
 

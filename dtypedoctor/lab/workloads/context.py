@@ -133,7 +133,7 @@ class Context:
 
     def begin_step(self) -> None:
         """Says that the next step begins, for workloads without an optimizer, whose steps nobody else counts."""
-        self.instruments.position.step = self.steps_before + self.steps_completed + 1
+        self.instruments.phases.begin_step(self.steps_before + self.steps_completed + 1)
 
     def metric(self, step: int, values: dict[str, float]) -> None:
         """Records the numbers of training step ``step`` of this stage (from 1), which is finished."""
