@@ -12,10 +12,19 @@ tests for and replaces.
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
-from dtypedoctor.diagnosis.ops import OpGraph, all_finite, ancestry, graph_of, has_nan, nonfinite
+from dtypedoctor.diagnosis.ops import (
+    OpGraph,
+    all_finite,
+    ancestry,
+    getting_through,
+    graph_of,
+    has_nan,
+    last_bad_before,
+    nonfinite,
+)
 from dtypedoctor.diagnosis.wording import OF_NO_TENSOR, is_own_statement, own_line, type_of
 from dtypedoctor.dtypes import DTYPES, parts_of
 from dtypedoctor.trace.events import Caught, Observed, Op, Raised, Sample, ScalerState, Site
@@ -187,6 +196,24 @@ def _is_replaced(graph: OpGraph, last: Op) -> bool:
             return True
         waiting += graph.makers(nonfinite(op.inputs))
     return False
+
+
+def _selected_away(graph: OpGraph) -> dict[int, bool]:
+    """The calls that have returned something not finite, and whether nothing comes of it: of rows of padding, say, that the caller leaves out."""
+    seen = [seen for seen in graph.trace.observed(NonfiniteReached) if seen.what.what not in ("asked", "asserted")]
+    ends = {one.what.id for one in seen if one.what.what != "returned"}
+    calls: dict[int, bool] = {}
+    for returned in (one for one in seen if one.what.what == "returned"):
+        followed, waiting = set(), [returned.what.id]
+        while waiting:
+            number = waiting.pop()
+            followed.add(number)
+            for user in graph.users_of(number):
+                if any(note.id == number for note in getting_through(user)):
+                    waiting += [note.id for note in nonfinite(user.outputs) if note.id not in followed]
+        is_used = bool(graph.users_of(returned.what.id))
+        calls[returned.call] = calls.get(returned.call, True) and is_used and ends.isdisjoint(followed)
+    return calls
 
 
 GRADIENTS = frozenset({"grad_output", "grad", "accumulated"})
@@ -383,6 +410,7 @@ class _Consequences:
             other.call == sample.call and where.kind == "output" and (where.root, where.fqn) == result
             for other, where in [(sample, site), *later]
         )
+        is_returned = is_returned and (site.root, site.fqn) not in self._selected_away
         return is_returned or (self._refused is not None and self._refused.n > sample.n)
 
     def _is_thrown_away(self, sample: Sample) -> bool:
@@ -394,6 +422,25 @@ class _Consequences:
         used = self._used[sample.step]
         begun = any(sample.n < n < used[0].n for n in self._losses[sample.step]) if used else False
         return begun and all(gradient.finite for gradient in used)
+
+    @cached_property
+    def _selected_away(self) -> frozenset[tuple[int, str]]:
+        """The modules of whose bad values the caller uses none, as far as it was followed, and which are no fault of a dtype."""
+        graph = graph_of(self._trace)
+        calls = _selected_away(graph)
+        used: set[tuple[int, str]] = set()
+        left_out: set[tuple[int, str]] = set()
+        for sample, site in self._bad:
+            if site.kind != "output" or sample.call not in calls:
+                continue
+            # Not each call was made again under the op trace; those of one module that were speak for the others
+            last = last_bad_before(graph, sample.n, partial(_ran_in, sample.call))
+            overflows = last is not None and any(map(graph.is_finite_in_float32, _makers(graph, last)))
+            if overflows or not calls[sample.call]:
+                used.add((site.root, site.fqn))
+            elif last is not None:
+                left_out.add((site.root, site.fqn))
+        return frozenset(left_out - used)
 
     @cached_property
     def _left_to_the_scaler(self) -> int | None:
@@ -410,6 +457,10 @@ class _Consequences:
         states = self._trace.all(ScalerState)
         last_taken = {state.optimizer: state.n for state in states if not state.skipped}
         return frozenset(s.step for s in states if s.skipped and s.n < last_taken.get(s.optimizer, -1))
+
+
+def _ran_in(call: int, op: Op) -> bool:
+    return op.call == call and not op.sentinel
 
 
 STUCK = 5

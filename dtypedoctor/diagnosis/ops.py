@@ -85,7 +85,11 @@ class OpGraph:
 
     def consumers(self, tensor: TensorNote) -> tuple[Op, ...]:
         """The ops that used ``tensor``, in execution order."""
-        return tuple(self._consumers.get(tensor.id, ()))
+        return self.users_of(tensor.id)
+
+    def users_of(self, number: int) -> tuple[Op, ...]:
+        """The ops that used the tensor with this number, in execution order."""
+        return tuple(self._consumers.get(number, ()))
 
     def replay(self, op: Op, *ways: str) -> Replay | None:
         """The first replay of ``op`` in one of the given ways."""

@@ -28,7 +28,7 @@ from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import Arguments, address_of, has_out, is_inplace, scalars, tensors_of
 from dtypedoctor.instrument.replay import mark_selected_away, replay_wider
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.statistics import Extent, extent_of, measurable, real_of
+from dtypedoctor.instrument.statistics import Extent, extent_of, measurable, out_of_their_sight, real_of
 from dtypedoctor.instrument.whereabouts import OUTSIDE
 from dtypedoctor.trace.events import Op, TensorNote
 from dtypedoctor.trace.records.execution import NonfiniteReached
@@ -38,7 +38,8 @@ ASSERTED, TESTED, OTHER = "asserted", "guard", "item"
 """A number that an assertion has accepted; one that is asked whether it is finite; any other."""
 ASKED = "asked"
 """A tensor that an operator asks which of its elements are finite, and whose answers Python does not read."""
-_RETURNED = "returned"
+RETURNED = "returned"
+"""What an outermost module has returned; and a number that is asked for where it is returned to."""
 _ASKING = frozenset({"isfinite", "isinf", "isnan", "isneginf", "isposinf"})
 _INFINITY = re.compile(r"\b(neg)?inf(inity|ty)?\b", re.IGNORECASE)
 Span = tuple[int, int, int, int]
@@ -50,7 +51,7 @@ def use_of_number(frame: FrameType | None) -> str:
     frame = users_frame(frame)
     while frame is not None:
         use = _use(frame.f_code, frame.f_lasti)
-        if use != _RETURNED:
+        if use != RETURNED:
             return use
         frame = frame.f_back
     return OTHER
@@ -66,7 +67,7 @@ def _use(code: CodeType, instruction: int) -> str:
     if name is None:
         use = _tested_as(around)
         statement = next((node for node in around if isinstance(node, ast.stmt)), None)
-        return _RETURNED if isinstance(statement, ast.Return) and use == OTHER else use
+        return RETURNED if isinstance(statement, ast.Return) and use == OTHER else use
     scope = next((node for node in around if isinstance(node, ast.FunctionDef)), tree)
     names = [node for node in ast.walk(scope) if isinstance(node, ast.Name) and node.id == name]
     uses = {_tested_as(_around(tree, _span(node))) for node in names if isinstance(node.ctx, ast.Load)}
@@ -201,6 +202,7 @@ class Bad:
         used: whether another value was computed from it.
         written: whether it was written into memory that was there before.
         says: the value that a truth value, or an index, was computed from; None for what is not finite itself.
+        returned: step and number of the call that has returned it; None where no call has, or where that is recorded.
     """
 
     id: int
@@ -210,6 +212,7 @@ class Bad:
     used: bool = False
     written: bool = False
     says: "Bad | None" = None
+    returned: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)
@@ -253,7 +256,7 @@ class BadValues:
         kept: called with an operator that has made something that is not finite of finite operands, which are small.
 
     Observations of kind ``nonfinite-reached``: ``what`` (``item``: a number in Python; ``asserted``: one that an assertion has accepted; ``guard``: a test of it in Python;
-    ``numbers``: a list or an array of numpy; ``asked``: an operator has asked which elements are finite; ``saved``: a file or another process; ``loss``: a backward pass begins there; ``gradient``; ``call``: an argument of a module; ``alive``: there at the end of the program and
+    ``numbers``: a list or an array of numpy; ``asked``: an operator has asked which elements are finite; ``returned``: an outermost module has returned it; ``saved``: a file or another process; ``loss``: a backward pass begins there; ``gradient``; ``call``: an argument of a module; ``alive``: there at the end of the program and
     never used; ``unused``: gone before that, and never used), ``id`` of the tensor in the ops (0 where it is not known), ``value`` (``nan``, ``inf``
     or ``-inf``), ``source``, and for a loss or a gradient the number of its ``sample``.
     """
@@ -295,6 +298,15 @@ class BadValues:
                 bad = self.behind(tensor)
                 if bad is not None and bad.written:
                     self.reached("call", bad)
+
+    def returned(self, tensor: Tensor) -> None:
+        """An outermost module has returned a tensor: what becomes of it, if it is not finite, is followed."""
+        if measurable(real_of(tensor)) and self._session.readings.affords(tensor):
+            with out_of_their_sight():  # the look's modes, too, are on until the call is over
+                ends = ends_of(tensor)
+            if not ends.finite:
+                at = (self._session.position.step, self._session.position.call)
+                self._keep(tensor, Bad(self._new_id(), ends.kind, _memory(tensor), recorded=True, returned=at))
 
     def ran(self, ran: Ran) -> None:
         """An operator has run that was given, or has returned, something that is not finite."""
@@ -525,6 +537,11 @@ class BadValues:
             bad = ran.used.get(place)
             extent = extent_of(kept[place]) if place < len(kept) else None
             known = bad.id if bad is not None else 0
+            if (
+                bad is not None and bad.returned is not None
+            ):  # told with the first use that is recorded: others are like those before
+                self._session.emit(NonfiniteReached(what=RETURNED, id=bad.id, value=bad.kind), at=bad.returned)
+                bad.returned = None
             number = known or numbers.setdefault(address_of(tensor), self._new_id())
             note = _note(tensor, extent, number)
             if gradients and measurable(tensor) and tensor.data_ptr() in gradients:

@@ -418,6 +418,9 @@ class Instruments:
         results = [tensor for _, tensor in tensors_in(output)]
         if self._computes_in_half[root] or self._regions.any or any(t.dtype in HALF for t in results):
             self._program.begins_with(results)
+        if self.modules.recorders.news.suspicious and self._of_thread.sentinel is not None:
+            for tensor in results:
+                self._bad.returned(tensor)
 
     def _leaves_modules(self) -> None:
         if (sentinel := self._of_thread.sentinel) is not None:

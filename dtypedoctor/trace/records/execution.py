@@ -12,7 +12,7 @@ class NonfiniteReached:
 
     Attributes:
         what: where it got: ``call``, ``item`` (a number in Python), ``asserted`` (one that an assertion has
-            accepted), ``guard`` (a test for finiteness), ``asked`` (the same by an operator), ``loss``, ``gradient``, ``numbers`` (out of torch), ``saved`` (into a file or to another process),
+            accepted), ``guard`` (a test for finiteness), ``asked`` (the same by an operator), ``returned`` (by an outermost module), ``loss``, ``gradient``, ``numbers`` (out of torch), ``saved`` (into a file or to another process),
             ``alive`` (to the end of the program), ``unused`` (nowhere).
         id: of the tensor, as in :class:`~dtypedoctor.trace.events.TensorNote`; 0 where that is not known.
         source: ``file.py:line`` that reads or uses it.
