@@ -11,9 +11,10 @@ if TYPE_CHECKING:  # typing is not imported here: until the command line has beg
     from dtypedoctor.inprocess import watch
     from dtypedoctor.inprocess.callback import DtypeDoctorCallback
     from dtypedoctor.inprocess.lightning import LightningCallback as LightningCallback
+    from dtypedoctor.lab.verify.verifying import verify_saved
     from dtypedoctor.version import __version__
 
-__all__ = ["DtypeDoctorCallback", "__version__", "apply", "watch"]
+__all__ = ["DtypeDoctorCallback", "__version__", "apply", "verify_saved", "watch"]
 
 
 _LAZY = {
@@ -21,6 +22,7 @@ _LAZY = {
     "watch": "dtypedoctor.inprocess",
     "apply": "dtypedoctor.corrections.contract",
     "DtypeDoctorCallback": "dtypedoctor.inprocess.callback",
+    "verify_saved": "dtypedoctor.lab.verify.verifying",
     "LightningCallback": "dtypedoctor.inprocess.lightning",
 }
 """Where the names are. ``LightningCallback`` is not in ``__all__``: ``import *`` would need Lightning."""

@@ -58,6 +58,7 @@ _VERBS = {
     "dtypedoctor.cli.exec": ("exec",),
     "dtypedoctor.lab.cli.treat": ("treat",),
     "dtypedoctor.lab.cli.audit": ("audit",),
+    "dtypedoctor.lab.cli.verify": ("verify",),
     "dtypedoctor.lab.cli.replay": ("replay",),
     "dtypedoctor.cli.reading": ("inspect", "report", "explain", "env"),
     "dtypedoctor.lab.cli.reading": ("compare", "scenarios"),

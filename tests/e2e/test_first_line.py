@@ -33,6 +33,7 @@ COMMANDS = {
     "compare": ["run", "run"],
     "env": [],
     "job-report": ["run"],
+    "verify": ["saved", "--of", "run"],
 }
 AT_ONCE = {"treat", "explain", "scenarios", "enable", "disable", "skill"}
 """Verbs that print what they are asked for, or become the script, and have no more to import than that takes."""
@@ -72,7 +73,7 @@ def test_a_verb_says_what_it_does_before_it_imports_what_it_needs_for_that(verb:
     os.close(terminal)
     words, modules = json.loads(done.stdout)
     assert words.endswith(" …")
-    assert all(given in words for given in COMMANDS[verb])
+    assert all(given in words for given in COMMANDS[verb] if not given.startswith("-"))
     assert [name for name in HEAVY if name in modules] == []
 
 

@@ -1,0 +1,92 @@
+"""`dtypedoctor verify`: the example of its page, its exit codes, its report, and the ways to name a live model."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from command import Finished, dtypedoctor, python
+from torch import nn
+
+import dtypedoctor as package
+
+PAGE = (Path(__file__).parents[2] / "docs" / "verify.md").read_text(encoding="utf-8")
+[EXAMPLE] = re.findall(r"<!-- fires -->\n```python\n(.+?)```", PAGE, re.DOTALL)
+[SHOWN] = re.findall(r"```text\n(DIFFERS.+?)```", PAGE, re.DOTALL)
+RENAMES = '    tensors["model.final_norm.weight"] = tensors.pop("model.norm.weight")\n'
+
+NET = """
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), (torch.ones(3, 4),)
+
+print("begins")
+model, inputs = make()
+if __name__ == "__main__":
+    torch.save(model.state_dict(), "net.pt")
+    print("saved")
+"""
+
+
+def verified(tmp_path: Path, source: str, *options: str | Path) -> Finished:
+    (tmp_path / "model.py").write_text(source)
+    return dtypedoctor("verify", *options, cwd=tmp_path)
+
+
+def test_the_example_of_the_page_fails_as_the_page_says(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(EXAMPLE)
+    assert python("model.py", cwd=tmp_path).code == 0
+    done = verified(tmp_path, EXAMPLE, "out", "--of", "model.py:trained")
+    assert done.code == 10, done.err
+    assert " ".join(SHOWN.split()) in " ".join(done.out.split())
+
+
+def test_the_same_example_without_the_fault_is_the_same(tmp_path: Path) -> None:
+    assert RENAMES in EXAMPLE
+    (tmp_path / "model.py").write_text(EXAMPLE.replace(RENAMES, ""))
+    assert python("model.py", cwd=tmp_path).code == 0
+    done = verified(tmp_path, EXAMPLE, "out", "--of", "model.py:trained", "--format", "json")
+    report = json.loads(done.out)
+    assert (done.code, report["kind"], report["status"], report["verdict"]) == (0, "verification", "healthy", "same")
+    assert f"SAME: {report['headline']}" in PAGE
+
+
+def test_a_script_is_run_and_its_output_is_no_part_of_the_report(tmp_path: Path) -> None:
+    """What it saves is compared with the model that it leaves in its variables."""
+    done = verified(tmp_path, NET, "net.pt", "--of", "model.py", "--format", "json")
+    assert (done.code, json.loads(done.out)["counts"]) == (0, {"identical": 4}), done.err
+    assert "saved" in done.err
+
+
+@pytest.mark.parametrize(
+    ("of", "words"),
+    [
+        ("model.py:nothing", "is NoneType, and no torch.nn.Module"),
+        ("other.py", "other.py: no such file"),
+        ("nowhere", "nowhere: no such file or folder"),
+    ],
+)
+def test_what_is_no_model_is_a_usage_error(of: str, words: str, tmp_path: Path) -> None:
+    torch.save(nn.Linear(1, 1).state_dict(), tmp_path / "net.pt")
+    done = verified(tmp_path, NET, "net.pt", "--of", of)
+    assert (done.code, words in done.err) == (2, True), done.err
+
+
+def test_a_script_that_raises_leaves_no_verdict(tmp_path: Path) -> None:
+    done = verified(tmp_path, NET.replace("model, inputs =", "1 / 0 ="), "net.pt", "--of", "model.py")
+    assert done.code == 3, done.err
+    assert "ZeroDivisionError" in done.err or "SyntaxError" in done.err
+
+
+def test_a_program_verifies_its_own_model(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    torch.save(model.state_dict(), tmp_path / "net.pt")
+    assert package.verify_saved(tmp_path / "net.pt", model).verdict == "same"
+    with torch.no_grad():
+        model.bias.add_(1)
+    [difference] = package.verify_saved(tmp_path / "net.pt", model).differences
+    assert difference.tensor == "bias"
