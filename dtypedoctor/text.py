@@ -62,14 +62,19 @@ def paragraphs(text: str, limit: int = TEXT_LIMIT) -> str:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """End a sentence with the choice that ``word`` most likely means, ``; did you mean 'seed'?``; empty where none is near."""
+    """End a sentence with the choice that ``word`` most likely means, ``; did you mean 'seed'?``; empty where none is near.
+
+    Of a whole part of several choices, as ``overflow`` is, three are named, the shortest first.
+    """
     if len(word) > _LONGEST_ID:
         return ""
     from difflib import get_close_matches  # which few commands need
 
     folded = {choice.lower(): choice for choice in choices}
-    matches = get_close_matches(word.lower(), folded, n=1)
-    return f"; did you mean '{folded[matches[0]]}'?" if matches else ""
+    having = [choice for choice in folded if word.lower() in re.split(r"[-_. ]", choice)]
+    matches = sorted(having, key=len)[:3] or get_close_matches(word.lower(), folded, n=1)
+    named = " or ".join(f"'{folded[match]}'" for match in matches)
+    return f"; did you mean {named}?" if matches else ""
 
 
 def quoted(text: str) -> str:

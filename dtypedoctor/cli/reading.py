@@ -86,7 +86,7 @@ def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Run directory, of one run or of several scenarios, or a report.json. Several: of one job, recorded on several machines.",
+            help="Run directory, of one run or of several scenarios, or a report.json; a folder of run directories is listed. Several: of one job, recorded on several machines.",
             metavar="RUN...",
         ),
     ],
@@ -100,7 +100,15 @@ def report(
         raise UsageError("--brief: only JSON has a brief form", "Add --format json.")
     announce(f"Reading {', '.join(map(str, runs))}", terminal_only=True)  # a long trace without a report takes seconds
     from dtypedoctor.redaction.redact import redact
-    from dtypedoctor.report.files import matrix_document, matrix_exit, read_matrix, report_of, report_of_machines
+    from dtypedoctor.report.files import (
+        matrix_document,
+        matrix_exit,
+        newest_runs,
+        read_matrix,
+        report_of,
+        report_of_machines,
+        runs_document,
+    )
     from dtypedoctor.report.first_screen import brief
     from dtypedoctor.report.run_document import run_document
 
@@ -111,6 +119,9 @@ def report(
         rows, reports = several
         shown = reports if format == TERMINAL else list(map(redact, reports))
         show(matrix_document(rows, shown, exit_code=matrix_exit(rows)), format)
+        return
+    if len(runs) == 1 and (newest := newest_runs(run)):
+        show(runs_document(run, newest), format)
         return
     found = report_of(run) if len(runs) == 1 else report_of_machines(runs)
     show((brief if is_brief else run_document)(found if format == TERMINAL else redact(found)), format)

@@ -25,6 +25,7 @@ from dtypedoctor.redaction.redact import REQUEST
 from dtypedoctor.runner.command import Program
 from dtypedoctor.runner.directories import RecordFolder, make_directory, removed_if_refused
 from dtypedoctor.runner.process import Guardian, outliving, run_script
+from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE, NotWatched, Raised
 from dtypedoctor.trace.ranks import BEFORE, LAUNCHERS, NODE, node_directories
 
 if TYPE_CHECKING:
@@ -130,8 +131,29 @@ def first_run(program: Program, request: Mapping[str, Any], folder: RecordFolder
     # One that raises KeyboardInterrupt by itself has failed.
     if run.exit.asked_to_end == signal.SIGINT and not any(one.trace.samples for one in (run, *run.ranks)):
         raise KeyboardInterrupt
+    if run.exit.code == _USAGE and folder.private != folder.directory and not _measured_anything(run):
+        shutil.rmtree(folder.private, ignore_errors=True)
+        raise UsageError(
+            f"the script ended with status {_USAGE} before anything could be measured: nothing was recorded",
+            "It says above what it expects. Options of the script stand after it.",
+        )
     folder.private.mkdir(exist_ok=True)  # the program may have deleted it
     return run
+
+
+_USAGE = 2
+"""How programs end that are typed wrong: argparse, click, a shell."""
+
+
+def _measured_anything(run: "Run") -> bool:
+    """Whether any of the processes did what can be measured, or may have done it unseen."""
+    from dtypedoctor.report.verdict import measured_in
+
+    traces = [one.trace for one in (run, *run.ranks, *run.others)]
+    unseen = [
+        note.why for trace in traces for note in trace.all(NotWatched) if note.why in (NOT_HERE, WORKED_ELSEWHERE)
+    ]
+    return bool(unseen) or any(trace.last(Raised) for trace in traces) or measured_in(traces).ran
 
 
 def finished(treatment: "Treatment", folder: RecordFolder) -> "tuple[Report, int]":

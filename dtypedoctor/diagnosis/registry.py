@@ -197,7 +197,7 @@ def page(finding_id: str) -> str:
     """
     if finding_id not in typed_ids():
         message = f"{quoted(finding_id)}: no such finding or fix{did_you_mean(finding_id, typed_ids())}"
-        raise UsageError(message, f"Known findings: {', '.join(finding_ids())}.{switched_off()}")
+        raise UsageError(message, f"`dtypedoctor explain` lists all.{switched_off()}")
     spec = spec_of(finding_id)
     label = next((label_of(Rule, rule.name) for rule in rules() if spec.id in (one.id for one in rule.specs)), "")
     if label and spec.page is None:

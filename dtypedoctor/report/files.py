@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from dtypedoctor.report.document import (
     named,
 )
 from dtypedoctor.report.run_document import run_document
-from dtypedoctor.report.run_facts import ranked_facts
+from dtypedoctor.report.run_facts import ranked_facts, status_word
 from dtypedoctor.report.to_json import Outcome, Report, Status, from_json
 from dtypedoctor.runner.command import OF_A_SCENARIO, Program, is_described
 from dtypedoctor.runner.run import Run, SavedRun, open_run
@@ -319,6 +320,35 @@ def read_matrix(folder: Path) -> tuple[list[MatrixRow], list[Report]] | None:
             raise UsageError(f"{path}: its report {row.report!r} cannot be read ({reason(error)})") from error
         reports.append(read_report(report))
     return rows, reports
+
+
+MOST_RUNS = 10
+
+
+def newest_runs(folder: Path) -> list[tuple[Path, Report]]:
+    """The newest runs in a folder that is none itself, such as ``runs``, with their reports; empty where there are none."""
+    if not folder.is_dir() or (folder / REPORT_JSON).exists() or is_job(folder):
+        return []
+    places = [place for place in folder.iterdir() if (place / REPORT_JSON).is_file()]
+    newest: list[tuple[Path, Report]] = []
+    for place in sorted(places, key=lambda place: (place / REPORT_JSON).stat().st_mtime, reverse=True)[:MOST_RUNS]:
+        with suppress(UsageError):  # somebody else's, or of another version
+            newest.append((place, read_report(place)))
+    return newest
+
+
+def runs_document(folder: Path, newest: Sequence[tuple[Path, Report]]) -> Document:
+    """A list of runs, the newest first."""
+    rows = tuple((named(str(place)), Words(status_word(report)), report.headline) for place, report in newest)
+    return Document(
+        name="runs",
+        headline=f"The newest of the runs in {folder}:",
+        sections=(Section("", (Table(("run", "status", "headline"), rows),)),),
+        next_command=f"dtypedoctor report {shlex.quote(str(newest[0][0]))}",
+        data=lambda: {
+            "runs": [{"run": str(at), "status": one.status.value, "headline": one.headline} for at, one in newest]
+        },
+    )
 
 
 def report_of_machines(places: Sequence[Path], *, own_files: bool = False) -> Report:

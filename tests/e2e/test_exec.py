@@ -449,3 +449,19 @@ def test_an_argument_that_is_no_text_reaches_the_script(tmp_path: Path) -> None:
     script(tmp_path, "import os, sys, torch\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))\nprint(os.fsencode(sys.argv[1]))")
     ended = forked("exec", "--out", tmp_path / "run", "work.py", os.fsdecode(b"\xff.bin"), cwd=tmp_path)
     assert (ended.code, ended.out) == (0, "b'\\xff.bin'\n"), ended.err
+
+
+def test_a_script_that_is_typed_wrong_leaves_no_run_folder(tmp_path: Path) -> None:
+    """Its own usage error is all that there is to say, with its own status; one that has computed before is reported as ever."""
+    source = (
+        "import argparse, torch\nparser = argparse.ArgumentParser()\nparser.add_argument('--epochs', required=True)\n"
+    )
+    path = script(tmp_path, f"{source}parser.parse_args()\n")
+    finished = forked("exec", path, cwd=tmp_path)
+    assert finished.code == 2
+    assert "the following arguments are required: --epochs" in finished.err
+    assert "before anything could be measured" in finished.err
+    assert sorted(place.name for place in tmp_path.iterdir()) == ["work.py"]
+    path = script(tmp_path, f"{source}torch.nn.Linear(2, 2)(torch.ones(1, 2))\nparser.parse_args()\n")
+    assert forked("exec", path, cwd=tmp_path).code == 10
+    assert len(list((tmp_path / "runs").iterdir())) == 1

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dtypedoctor.diagnosis.registry import finding_ids, folder, page
+from dtypedoctor.diagnosis.registry import folder, page
 from dtypedoctor.errors import DoctorError, ExitCode, UsageError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -38,7 +38,14 @@ def test_a_misspelt_id_is_answered_with_the_nearest_one(typed: str, meant: str) 
         page(typed)
     assert caught.value.exit_code == ExitCode.USAGE
     assert caught.value.message == f"'{typed}': no such finding or fix; did you mean '{meant}'?"
-    assert all(finding in caught.value.hint for finding in finding_ids())
+    assert caught.value.hint == "`dtypedoctor explain` lists all."
+
+
+def test_a_word_of_several_ids_is_answered_with_three_of_them() -> None:
+    """In the place of the one that looks most like the word, and of a list of all."""
+    with pytest.raises(UsageError) as caught:
+        page("overflow")
+    assert "; did you mean 'masked-overflow' or 'float16-overflow' or " in caught.value.message
 
 
 def test_a_wheels_own_pages_come_first(tmp_path: Path) -> None:

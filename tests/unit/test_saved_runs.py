@@ -1,11 +1,15 @@
 """Opening runs that lie on disk."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+from report_builders import healthy, overflow
 
 from dtypedoctor.errors import EmptyTraceError, ExitCode, UsageError
+from dtypedoctor.report.build import write_report
+from dtypedoctor.report.files import newest_runs, runs_document
 from dtypedoctor.runner.run import open_run
 from dtypedoctor.trace.events import End, Header
 from dtypedoctor.trace.writer import TraceWriter
@@ -95,3 +99,19 @@ def test_a_run_that_left_its_request_and_no_trace_died_too(tmp_path: Path) -> No
     (tmp_path / "run" / "before" / "request.json").write_text("{}")
     with pytest.raises(EmptyTraceError):
         open_run(tmp_path / "run")
+
+
+def test_a_folder_of_runs_lists_the_newest_first(tmp_path: Path) -> None:
+    """With status and headline; what is no report is left out, and a run directory is none of them."""
+    for age, report in enumerate((overflow(), healthy())):
+        place = tmp_path / "runs" / report.name
+        place.mkdir(parents=True)
+        write_report(place, report)
+        os.utime(place / "report.json", (1_000_000 - age, 1_000_000 - age))
+    (tmp_path / "runs" / "other").mkdir()
+    (tmp_path / "runs" / "other" / "report.json").write_text("{}")
+    listed = newest_runs(tmp_path / "runs")
+    assert [place.name for place, _ in listed] == ["gemma4_grpo_fp16", "gemma4_grpo_bf16"]
+    assert newest_runs(tmp_path / "runs" / "gemma4_grpo_bf16") == []
+    shown = runs_document(tmp_path / "runs", listed)
+    assert [run["status"] for run in shown.data()["runs"]] == ["findings", "healthy"]
