@@ -119,8 +119,17 @@ def _excerpt(source: Source, line: int, function: str, span: list[int], file: st
         raw = source.data.splitlines()[line - 1]
         begin = len(raw[: span[2]].decode("utf-8", "replace"))
         end = len(raw[: span[3]].decode("utf-8", "replace")) if span[1] == line else len(text)
+    whole = source.data.splitlines()[line - 1].decode()
+    own = "" if text == whole or len(text) != len(whole) else whole
     return Excerpt(
-        file=file, line=line, function=function, text=text, begin=begin, end=min(end, len(text)), skipped=skipped
+        file=file,
+        line=line,
+        function=function,
+        text=text,
+        begin=begin,
+        end=min(end, len(text)),
+        skipped=skipped,
+        own=own,
     )
 
 

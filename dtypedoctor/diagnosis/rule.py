@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from dtypedoctor.trace.model import Trace
 
 
+STAYS = "stays"
+"""In the metadata of a dataclass's field: what it holds stays with whoever ran the program."""
+
+
 class Severity(StrEnum):
     """How much a finding matters, the worst first."""
 
@@ -149,6 +153,7 @@ class Excerpt:
         text: the line.
         begin, end: the columns (characters, from 0) of what was being done there; 0 and 0 where they are not known.
         skipped: how many frames lie between the excerpt before this one and this one.
+        own: the line as it is, for the terminal of whoever ran the program; it is written into no file, and redaction drops it.
     """
 
     file: str
@@ -158,6 +163,7 @@ class Excerpt:
     begin: int = 0
     end: int = 0
     skipped: int = 0
+    own: str = field(default="", metadata={STAYS: True})
 
 
 Detector = Callable[["Trace"], Iterable[Finding]]

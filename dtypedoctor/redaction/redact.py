@@ -141,7 +141,9 @@ def _walk(value: Any, clean: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return value if isinstance(value, Enum) else clean(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: _walk(getattr(value, f.name), clean) for f in fields(value) if f.init})
+        kept = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+        own = {f.name: f.default for f in fields(value) if f.metadata.get("stays")}
+        return replace(value, **{name: _walk(item, clean) for name, item in (kept | own).items()})
     if isinstance(value, Mapping):
         return dict(_entries(value, clean))
     if isinstance(value, (list, tuple)) and not {int, float}.issuperset(map(type, value)):

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from dtypedoctor import unpatched
-from dtypedoctor.diagnosis.rule import Advice, Excerpt, Finding
+from dtypedoctor.diagnosis.rule import STAYS, Advice, Excerpt, Finding
 from dtypedoctor.errors import UsageError
 from dtypedoctor.examination.results import Observer, Outcome, Parity, RunSummary, Trial
 from dtypedoctor.foreign_files import parse_json
@@ -166,7 +166,7 @@ def _trial(trial: Trial) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """``value`` in terms of what JSON has: enums as their text, NaN and inf as None, whatever is unknown as its ``str``."""
     if is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value) if STAYS not in f.metadata}
     if isinstance(value, Mapping):
         return {_unicode(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -14,7 +14,7 @@ from dtypedoctor.cli import reported
 from dtypedoctor.diagnosis.rule import Advice, Edit, Excerpt
 from dtypedoctor.report.build import write_report
 from dtypedoctor.report.first_screen import MOST_LINES, WIDTH, print_first_screen
-from dtypedoctor.report.to_json import Report, Status
+from dtypedoctor.report.to_json import Report, Status, render_json
 
 FILES = ("report.html", "report.md")
 LONG = "word " * 200
@@ -150,3 +150,17 @@ def test_what_to_type_next_is_found_by_the_shell(monkeypatch: pytest.MonkeyPatch
     assert reported.as_typed_here("dtypedoctor exec train.py").endswith(" -m dtypedoctor exec train.py")
     monkeypatch.setattr(reported, "which", lambda name: f"{reported.Path(reported.sys.executable).parent}/{name}")
     assert reported.as_typed_here("dtypedoctor exec train.py") == "dtypedoctor exec train.py"
+
+
+def test_ones_own_line_is_whole_on_ones_own_terminal_and_masked_everywhere_else(tmp_path: Path) -> None:
+    """A log, a file of the run directory and what is redacted show it masked; no file has it."""
+    whole, masked = 'net.load("my secret")', "net.load(***********)"
+    excerpt = Excerpt(file="train.py", line=3, function="main", text=masked, end=5, own=whole)
+    report = replace(overflow(), excerpts=(excerpt,))
+    assert whole not in shown(report)
+    stream = io.StringIO()
+    print_first_screen(report, Console(file=stream, width=WIDTH, force_terminal=True, no_color=True), "runs/x", FILES)
+    assert whole in stream.getvalue()
+    write_report(tmp_path, report)
+    assert all("secret" not in file.read_text() for file in tmp_path.iterdir())
+    assert "my secret" not in render_json(report)
