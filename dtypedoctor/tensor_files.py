@@ -53,6 +53,23 @@ class Entry:
             file.seek(self.begin)
             return file.read(self.end - self.begin)
 
+    def outside_float16(self) -> tuple[int, int]:
+        """How many of its elements, bfloat16 or float32, become inf in float16 (65,536 and more, and NaN), and how many become 0.
+
+        The bytes with sign and exponent are counted by ``bytes.translate``, about a second for each GiB. No more than a chunk is in memory.
+        """
+        size, beyond, vanishing = {"bfloat16": 2, "float32": 4}[self.dtype], 0, 0
+        with open_file(self.file, follow=True) as file:
+            file.seek(self.begin)
+            for left in range(self.end - self.begin, 0, -_CHUNK):
+                data = file.read(min(left, _CHUNK))
+                high, low = data[size - 1 :: size], data[size - 2 :: size]
+                beyond += _counted(high, _BEYOND)
+                vanishing += _counted(high, _VANISHING)
+                if _counted(high, _AT_THE_BORDER):
+                    beyond += sum(l >= 0x80 for h, l in zip(high, low, strict=True) if h & 0x7F == 0x47)
+        return beyond, vanishing
+
     @property
     def is_whole(self) -> bool:
         """Whether it has as many bytes as its shape and dtype take; also where the dtype is not known here."""
@@ -63,6 +80,18 @@ class Entry:
     def elements(self) -> int:
         """How many numbers it holds."""
         return prod(self.shape)  # of at most 64 sizes
+
+
+_CHUNK = 1 << 24
+_BEYOND = bytes(byte for byte in range(256) if byte & 0x7F > 0x47)
+_AT_THE_BORDER = b"\x47\xc7"
+"""Bytes in which sign and exponent of bfloat16 and float32 begin: of 131,072 and more; of 32,768 to 131,072, where the next byte tells."""
+_VANISHING = bytes(byte for byte in range(256) if 0 < byte & 0x7F < 0x33)
+"""The same of what is less than half of float16's smallest number, 6e-8; what is below 1e-37 is not told from 0."""
+
+
+def _counted(data: bytes, values: bytes) -> int:
+    return len(data) - len(data.translate(None, values))
 
 
 def read_entries(path: Path, *, follow: bool = True, largest: int = LARGEST_HEADER) -> list[Entry]:

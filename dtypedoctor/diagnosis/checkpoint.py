@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from dtypedoctor.dtypes import HALF
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file, reason
 from dtypedoctor.tensor_files import Entry, read_entries
+from dtypedoctor.text import memory
 from dtypedoctor.trace.events import ParameterNote
 from dtypedoctor.trace.model import Trace
 
@@ -97,6 +99,8 @@ class Subject:
         keep_in_fp32: parts of module names that the model's class keeps in float32, by the attribute that lists them.
         loaded: whether the dtypes are those in memory; False for those in files.
         gaps: what could not be looked at, and why.
+        outside_float16: by tensor, where the weights are to be loaded in float16, how many of its elements become inf, and how many 0;
+            tensors of which none does are left out.
     """
 
     name: str
@@ -108,6 +112,7 @@ class Subject:
     loaded: bool = False
     intent: Intent = field(default_factory=Intent)
     gaps: tuple[str, ...] = ()
+    outside_float16: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def floating(self) -> tuple[StaticTensor, ...]:
@@ -236,6 +241,8 @@ CONFIG, ADAPTER = "config.json", "adapter_config.json"
 STATE = ".quant_state.bitsandbytes__"
 STATE_PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 FREQUENCIES = "inv_freq"
+LARGEST_READ = 4 << 30
+"""Bytes of weights that are read to see what another dtype makes of them."""
 LARGEST_TABLE = 65_536
 """Bytes of a table of frequencies that is worth reading."""
 
@@ -263,6 +270,10 @@ def read_checkpoint(path: Path, intent: Intent | None = None) -> Subject:
     config = _json(folder / CONFIG)
     quantized = {entry.name.partition(STATE)[0] for entry in entries if STATE in entry.name}
     parts = {f"{name}{part}" for name in quantized for part in STATE_PARTS}
+    wide = [entry for entry in entries if entry.dtype in ("bfloat16", "float32") and entry.is_whole and not entry.cut]
+    read = _first(wide, LARGEST_READ) if intent is not None and intent.dtype == "float16" else []
+    unread = [f"values of {len(wide) - len(read)} tensors: {memory(LARGEST_READ)} of weights are read at most"]
+    counts = {entry.name: entry.outside_float16() for entry in read}
     return Subject(
         name=str(path),
         tensors=tuple(_tensor(entry) for entry in entries if STATE not in entry.name and entry.name not in parts),
@@ -271,8 +282,15 @@ def read_checkpoint(path: Path, intent: Intent | None = None) -> Subject:
         adapter=_json(folder / ADAPTER) if (folder / ADAPTER).is_file() else None,
         keep_in_fp32=kept_in_float32(config),
         intent=intent or Intent(),
-        gaps=(*_gaps(folder, files), *_cut(entries)),
+        gaps=(*_gaps(folder, files), *_cut(entries), *(unread if read and len(read) < len(wide) else [])),
+        outside_float16={name: count for name, count in counts.items() if any(count)},
     )
+
+
+def _first(entries: list[Entry], most: int) -> list[Entry]:
+    """The first entries that take no more bytes together."""
+    ends = accumulate(entry.end - entry.begin for entry in entries)
+    return [entry for entry, end in zip(entries, ends, strict=True) if end <= most]
 
 
 def _json(path: Path) -> dict[str, Any]:

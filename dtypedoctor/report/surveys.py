@@ -10,6 +10,7 @@ from typing import Any
 
 from dtypedoctor.diagnosis.checkpoint import Subject
 from dtypedoctor.diagnosis.rule import Finding, Severity
+from dtypedoctor.diagnosis.wording import listed
 from dtypedoctor.errors import WorkerDiedError
 from dtypedoctor.plugins import left_out
 from dtypedoctor.report.document import (
@@ -78,7 +79,7 @@ class Inspection:
 
 
 def census(subject: Subject) -> dict[str, Any]:
-    """Tensors and elements per dtype, quantization states per dtype, and the dtypes that the config names."""
+    """Tensors and elements per dtype, the names of those that differ from most, quantization states per dtype, and the dtypes that the config names."""
     tensors = Counter(tensor.dtype for tensor in subject.tensors)
     elements: Counter[str] = Counter()
     for tensor in subject.tensors:
@@ -90,6 +91,11 @@ def census(subject: Subject) -> dict[str, Any]:
             {"kind": kind, "dtype": dtype, "nested": nested, "weights": count}
             for (kind, dtype, nested), count in states.most_common()
         ],
+        "differing": {
+            dtype: [tensor.name for tensor in subject.floating if tensor.dtype == dtype]
+            for dtype in sorted(tensors)
+            if dtype != subject.stored_dtype
+        },
         "config_dtype": subject.config_dtype,
         "load_dtype": subject.load_dtype,
     }
@@ -134,7 +140,7 @@ def inspection_document(inspection: Inspection) -> Document:
     )
 
 
-def _census(subject: Subject) -> Iterator[Table | Items]:
+def _census(subject: Subject) -> Iterator[Table | Items | Paragraph]:
     counted = census(subject)
     where = "in memory" if subject.loaded else "stored"
     rows = tuple(
@@ -147,10 +153,22 @@ def _census(subject: Subject) -> Iterator[Table | Items]:
     ]
     lines += [f"config says {subject.config_dtype}"] if subject.config_dtype else []
     lines += [f"loaded as {subject.load_dtype}"] if subject.load_dtype and not subject.loaded else []
+    others = {dtype: names for dtype, names in counted["differing"].items() if names}
+    lines += [f"in {dtype}: {listed(names)}" for dtype, names in others.items()]
     if rows:
         yield Table(("dtype", "tensors", "elements", ""), rows)
     if lines:
         yield Items(tuple(lines))
+    if danger := _DANGERS.get(subject.load_dtype or ""):
+        yield Paragraph(f"In danger in {subject.load_dtype}: {danger}")
+
+
+_DANGERS = {
+    "float16": "what goes beyond 65,504 becomes inf, gradients below 6e-08 become 0. Train in bfloat16, or with autocast and a GradScaler.",
+    "bfloat16": "updates of less than 0.2% of a weight are rounded away; with Adam, weights above some 500 learning rates do not move. "
+    "Train float32 weights under autocast.",
+}
+"""What a checkpoint has to fear in a dtype, whatever it holds; what it holds is a finding."""
 
 
 _WORKER = "dtypedoctor.worker.environment"

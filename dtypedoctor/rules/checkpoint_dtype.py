@@ -7,6 +7,7 @@ from dtypedoctor.diagnosis.checkpoint import Subject, plain_dtype
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, Finding, FindingSpec, Rule, Severity
 from dtypedoctor.diagnosis.wording import limit_of, listed, number
 from dtypedoctor.rules import Statement, make_finding
+from dtypedoctor.text import counted
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import (
     MomentsStoredInHalf,
@@ -64,12 +65,12 @@ def _pretrained(what: Pretrained) -> Iterator[Finding]:
         )
     else:
         return
-    counted = (
+    census_in_words = (
         ", ".join(f"{count} elements {dtype}" for dtype, count in census.items())
         for census in (what.stored, what.loaded)
     )
     asked = requested or "nothing (the default decides)"
-    yield _finding(summary, cause, ("Stored: {}. Loaded: {}. Requested: {}.".format(*counted, asked),), loaded)
+    yield _finding(summary, cause, ("Stored: {}. Loaded: {}. Requested: {}.".format(*census_in_words, asked),), loaded)
 
 
 def _state(what: StateLoaded) -> Iterator[Finding]:
@@ -193,11 +194,20 @@ def check_configured(subject: Subject) -> Iterator[Finding]:
                 severity=Severity.INFO,
                 proven_by=None,
             )
-    if (stored, subject.intent.dtype) == (NATIVE_RANGE, "float16"):
+    beyond = {name: large for name, (large, _) in subject.outside_float16.items() if large}
+    if subject.intent.dtype == "float16" and (stored == NATIVE_RANGE or beyond):
+        lost = f"{counted(sum(beyond.values()), 'weight')} beyond float16's range: {listed(list(beyond))}"
+        small = sum(small for _, small in subject.outside_float16.values())
         yield _finding(
-            "A bfloat16 checkpoint is loaded as float16, which has a smaller range.",
-            "Weights and, more often, activations that bfloat16 holds become inf in float16 above 65504.",
-            (f"Stored: {counts}.", "It is to be loaded as float16."),
+            f"{lost}; the checkpoint is {stored}."
+            if beyond
+            else f"A {stored} checkpoint is loaded as float16, which has a smaller range.",
+            f"Weights and, more often, activations that {stored} holds become inf in float16 above 65504.",
+            (
+                f"Stored: {counts}.",
+                "It is to be loaded as float16.",
+                f"Weights below 3e-08, which become 0: {small:,}.",
+            ),
             "float16",
             proven_by=None,
         )
