@@ -419,7 +419,7 @@ class ScalerLog:
 class UnscaleLog:
     """Writes what a gradient scaler finds when it is about to unscale: which parameters, in which dtypes, with or without a gradient.
 
-    That is an :class:`Unscaled` for each optimizer, again whenever one of its fields but the scale changes.
+    That is an :class:`Unscaled` for each optimizer, and again where a look finds one of its fields but the scale changed.
     """
 
     def __init__(self, session: Session, arrivals: Arrivals) -> None:
@@ -429,9 +429,9 @@ class UnscaleLog:
 
     def tell(self, scaler: Any, optimizer: Optimizer) -> None:
         """``scaler`` is about to unscale the gradients of ``optimizer``."""
-        if not scaler.is_enabled():
-            return
         inner = getattr(optimizer, "optimizer", optimizer)
+        if not scaler.is_enabled() or (id(inner) in self._last and not self._position.looks):
+            return
         described = self._describe(inner)
         if self._last.get(id(inner)) == described:
             return

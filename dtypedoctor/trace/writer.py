@@ -70,9 +70,19 @@ def _public(value: dict[str, Any], kind: type[Any]) -> str:
     return to_json(without_process_secrets(value, recent=True)) if recent_literals().are_in(line) else line
 
 
+_NUMBERS = (int, float)
+
+
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
-        return {f.name: _plain(v) for f in fields(value) if not _omitted(v := getattr(value, f.name), f.default)}
+        plain = {}
+        for field in fields(value):
+            held = getattr(value, field.name)
+            if type(held) in _NUMBERS:  # most, in the records of each step
+                plain[field.name] = held
+            elif not _omitted(held, field.default):
+                plain[field.name] = _plain(held)
+        return plain
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return value
