@@ -138,7 +138,8 @@ class Instruments:
         look.moves = checks[StateCheck]
         modules.before_any = [self._enters_modules]
         learn = self.code_places.learn
-        modules.before_root = [self._before_call, learn, *hearing("before_call", look.before_call)]
+        modules.before_root = [self._before_call]
+        modules.before_first = [learn, *hearing("before_call", look.before_call)]
         modules.on_error = [self._note_left]
         modules.on_return = hearing("returned", self._note_returned)
         modules.after_root = [look.after_call, *hearing("after_call"), self._after_call]

@@ -52,11 +52,6 @@ class OfThread(threading.local):
 
     sentinel: Any = None
 
-    def settle(self) -> None:
-        """The position has changed: the sentinel goes where it belongs now."""
-        if self.sentinel is not None:
-            self.sentinel.settle()
-
     def __enter__(self) -> None:
         if self.sentinel is not None:
             self.sentinel.pause()
@@ -239,7 +234,7 @@ class Phases:
             position.last = here
             here.backward_depth = depth + 1
             with self._noting_failure("backward"):
-                self.of_thread.settle()
+                self._settle()
                 result = original(*args, **kwargs)
         finally:
             here.backward_depth = depth  # no property: an interruption at the beginning of its function would leave the pass open for good
@@ -296,13 +291,13 @@ class Phases:
         inner = getattr(optimizer, "optimizer", optimizer)
         before, step = self._steps[id(inner)], self._position.step
         self.in_scaler = True
-        self.of_thread.settle()
+        self._settle()
         try:
             with self._noting_failure("optimizer"):
                 result = original(scaler, optimizer, *args, **kwargs)
         finally:
             self.in_scaler = False
-            self.of_thread.settle()
+            self._settle()
         called = self._steps[id(inner)] > before
         found_inf = found_inf_by(scaler, optimizer) if called else ()
         ended = ScalerStep(scaler=scaler, optimizer=inner, step=step, called=called, found_inf=found_inf)
@@ -402,12 +397,12 @@ class Phases:
 
     def _enter_step(self) -> None:
         self._position.overrides.append("optimizer")
-        self.of_thread.settle()
+        self._settle()
 
     def _leave_step(self) -> None:
         if self._position.overrides[-1:] == ["optimizer"]:
             self._position.overrides.pop()
-        self.of_thread.settle()
+        self._settle()
 
     def _post_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_compiling():
@@ -419,9 +414,18 @@ class Phases:
         self._count(optimizer)
 
     def _tell(self, listeners: list[Any], what: str, *facts: Any) -> None:
-        if listeners:
+        sentinel = self.of_thread.sentinel
+        if sentinel is None or not (sentinel.on or self._position.looks):  # as always between looks
+            self._guard.tell_each(listeners, what, *facts)
+        else:
             with self.of_thread:
                 self._guard.tell_each(listeners, what, *facts)
+
+    def _settle(self) -> None:
+        """The position has changed: the sentinel goes where it belongs now."""
+        sentinel = self.of_thread.sentinel
+        if sentinel is not None and (sentinel.on or self._position.looks):
+            sentinel.settle()
 
     def _count(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
         """Counts a step; with several optimizers (one per network, say) the busiest one gives the step number."""

@@ -193,7 +193,8 @@ class Sentinel(OperatorMode):
         self._read_in = 0
         self._readings_at: dict[Any, int] = {}
         self._pauses = 0
-        self._on = False
+        self.on = False
+        """Whether it is on the stack of modes, as far as anybody has said."""
         self._has_compiled = False
         self._forked_mode: Computing | None = None
         self.quiet: Callable[[], bool] = lambda: False
@@ -251,7 +252,7 @@ class Sentinel(OperatorMode):
     def pause(self) -> None:
         """Until :meth:`resume`, nothing is looked at: the doctor is at work, or an optimizer."""
         self._pauses += 1
-        if self._on or self._lent:
+        if self.on or self._lent:
             self.settle()
 
     def resume(self) -> None:
@@ -264,7 +265,7 @@ class Sentinel(OperatorMode):
         self._backwards += 1
         if self._position.looks and self._position.call:
             self._follow(tensors)
-        if self._position.looks or self._on:
+        if self._position.looks or self.on:
             self.settle()
 
     def modules_begin(self, given: Callable[[], Iterable[Tensor]]) -> None:
@@ -273,7 +274,7 @@ class Sentinel(OperatorMode):
         Args:
             given: gets the tensors that the module is called with.
         """
-        if self._on or self._lent:
+        if self.on or self._lent:
             self.off()
         if self._between:
             self._follow(given())
@@ -347,14 +348,14 @@ class Sentinel(OperatorMode):
 
     def _take_back(self) -> None:
         """What was lent to a node is gone with it, and nobody has said so."""
-        self._on = self._is_there()
+        self.on = self._is_there()
         self._lent = self._position.backward_depth > 0
         self._abroad &= self._lent
 
     def settle(self) -> None:
         """Puts the mode on the stack or takes it off, as the position of the program demands; cheap to call again."""
         is_idle = (
-            not self._on and not self._lent and (self._pauses or not self._position.looks)
+            not self.on and not self._lent and (self._pauses or not self._position.looks)
         )  # as always between looks
         if is_idle or self._thread != get_ident():
             return
@@ -362,7 +363,7 @@ class Sentinel(OperatorMode):
             if self._lent:
                 self._take_back()
             wanted = not self._position.stack and self._may_be_on()
-            if wanted != self._on:
+            if wanted != self.on:
                 self._into_stack() if wanted else self.off()
 
     def compiled_begins(self) -> None:
@@ -401,7 +402,7 @@ class Sentinel(OperatorMode):
         self._last_node = next_sequence_number() - 1
         if number_of_modes() == 0:
             push_mode(self)
-            self._on = True
+            self.on = True
             return
         others = self._others()
         if others is None:
@@ -411,15 +412,15 @@ class Sentinel(OperatorMode):
         push_mode(self)
         for mode in others:
             push_mode(mode)
-        self._on = True
+        self.on = True
 
     def off(self) -> None:
         """Leaves the stack of modes until :meth:`settle` is called."""
         if self._lent and self._thread == get_ident():
             self._take_back()
-        if not self._on or self._thread != get_ident():
+        if not self.on or self._thread != get_ident():
             return
-        self._on = False
+        self.on = False
         if number_of_modes() == 1:
             pop_mode()
             return
@@ -441,7 +442,7 @@ class Sentinel(OperatorMode):
         """Runs ``func`` as it is and looks at what comes out."""
         kwargs = kwargs or {}
         plan = self._plans.get(func) or self._plan(func)
-        if plan.passes or not self._on or self._position.muted or self.quiet():
+        if plan.passes or not self.on or self._position.muted or self.quiet():
             return self.run(func, args, kwargs)
         # Where a node of a GPU calls a module, nothing takes the mode off; where torch records a program, what is measured would become part of it.
         if (self._abroad and self._position.stack) or being_recorded():

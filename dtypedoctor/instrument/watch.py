@@ -106,6 +106,8 @@ class ModuleWatch:
         """By the identity of an outermost module, or one that is called alone, the calls inside of its last one that was looked at: as many are taken
         to be in one that is not."""
         self._inside_from: dict[int, int] = {}
+        self._again: set[int] = set()
+        """Identities of modules that were called outside of looks, with a backward pass to follow."""
         self._undo: list[Callable[[], None]] = []
         self._in_place: set[int] = set()
         """Identities of modules that are compiled in place and were called; one may have gone since, and another have it."""
@@ -126,6 +128,8 @@ class ModuleWatch:
         """Called with an exception when all have heard that it has left an outermost call, before the program can see it."""
         self.before_root: list[CallListener] = []
         """Called with the module before each outermost call, but for one beside that of another thread."""
+        self.before_first: list[CallListener] = []
+        """The same after these, but not before a call outside of looks that is like one before it."""
         self.on_return: list[Callable[[nn.Module, Any, Any, Any], None]] = []
         """Called with the module, its positional and keyword arguments and its result when an outermost call has returned."""
         self.after_root: list[CallListener] = []
@@ -335,7 +339,9 @@ class ModuleWatch:
         """
         here = self._position.of.here or self._position.last
         held = self._places.known.get(id(module))
-        if (
+        if not here.stack and id(module) in self._again and held is not None and self._is_as_before(module, here, held):
+            self._enter_again(module, here, held[1])
+        elif (
             held is None
             or held[0]() is not module
             or not held[1].fqn  # it may be an outermost one
@@ -348,12 +354,47 @@ class ModuleWatch:
             or being_recorded()
         ):
             self._enter_any(module)
-            return
-        place = held[1]
+        else:
+            self._mark(module, here, held[1])
+
+    def _mark(self, module: nn.Module, here: Here, place: Place) -> None:
         here.stack.append(module)
         phase = here.overrides[-1] if here.overrides else "forward"
-        site = place.sites.get(phase) or self.sites.entry(place, phase)
-        self._writer.mark(self._position.step, here.call, site)
+        self._writer.mark(self._position.step, here.call, place.sites.get(phase) or self.sites.entry(place, phase))
+
+    def _is_as_before(self, module: nn.Module, here: Here, known: tuple[Any, Place]) -> bool:
+        """Whether an outermost call outside of looks is, as far as the watch goes, like one before it of the same module."""
+        return not (
+            self._position.looks
+            or self._looks_at_step
+            or self._position.step != self._planned
+            or known[0]() is not module
+            or self._places.version != self._names.version
+            or here.backward_depth
+            or here.overrides
+            or self._lead
+            or self._in_place
+            or self._replay is not None
+            or not is_grad_enabled()
+            or being_recorded()
+        )
+
+    def _enter_again(self, module: nn.Module, here: Here, place: Place) -> None:
+        """Such a call begins: all that the one before it has found out is left out."""
+        here.thread = get_ident()
+        self._writer.begin_call()
+        self._begin_call(self._skipped)
+        if self._budget is not None and not self._budget.is_fixed:
+            self._next_kept = perf_counter() + APART
+        self._lead[_CALL] = here
+        self._passed, self._skipping = module, False
+        self.passed_by += 1
+        with DisableTensorClasses():
+            for listener in (*self.before_any, *self.before_root):
+                listener(module)
+        if not self._alone:
+            self._pass_by_inside(module)
+        self._mark(module, here, place)
 
     def _enter_any(self, module: nn.Module) -> None:
         with DisableTensorClasses():
@@ -424,10 +465,12 @@ class ModuleWatch:
                 self._passed, self._skipping = module, False
                 self.passed_by += 1
             self.recorders.begin_call()
-            for listener in self.before_root:
+            for listener in (*self.before_root, *self.before_first):
                 listener(module)
             if not self._alone:
                 self._pass_by_inside(module)
+            if not self._position.looks and self._position.step > 1 and is_grad_enabled():
+                self._again.add(id(module))
 
     def _pass_by_inside(self, module: nn.Module) -> None:
         """``module`` is being called, and inside of it there is none of which more is asked: between looks nobody hears of those."""
@@ -510,7 +553,7 @@ class ModuleWatch:
 
     def _leave_any(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         with DisableTensorClasses():
-            stack = self._position.stack
+            stack = (self._position.of.here or self._position.last).stack
             is_only_call = len(stack) == 1 and stack[0] is module and not self._in_place
             if is_only_call or not self._is_told_otherwise(module):
                 self._leave_call(module, args, kwargs, output)
@@ -549,7 +592,7 @@ class ModuleWatch:
                 self._leave_root(module, here)
                 if raised and (error := sys.exc_info()[1]) is not None:
                     self.error_has_left(error)
-            elif id(module) in self.alone:
+            elif id(module) in self._alone:
                 self._leave_alone(module, here)
 
     def _leave_alone(self, module: nn.Module, here: Here) -> None:
@@ -585,7 +628,8 @@ class ModuleWatch:
                 self._note_inside(module)
             self._passed = None
         try:
-            self.recorders.end_call(leads=led)
+            if self._position.looks or not (led and is_grad_enabled()):  # else nothing was measured
+                self.recorders.end_call(leads=led)
             if led:
                 for listener in self.after_root:
                     listener(module)

@@ -92,7 +92,7 @@ class ProcessWatch:
         if self._changes is not None:  # before the instruments, which then see what they make of the program
             self._changes.begin()
             instruments.modules.before_root.append(self._changes.offer)
-        instruments.modules.before_root.append(self._describe)
+        instruments.modules.before_first.append(self._describe)
         instruments.modules.error_has_left = hide_own_frames
         instruments.hears_loss = self._hears_loss
         instruments.phases.before_backward.append(self._note_loss)
