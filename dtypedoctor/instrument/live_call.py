@@ -156,7 +156,7 @@ class RandomState:
         generator = sys.modules.get("numpy.random") if host else None  # an attribute of numpy would import it
         return RandomState(
             cpu=torch.default_generator.get_state(),
-            cuda=tuple([one.get_state() for one in devices]),
+            cuda=tuple(map(torch.Generator.get_state, devices)),
             python=random.getstate() if host else None,
             numpy=generator.get_state() if generator is not None else None,
         )
@@ -200,8 +200,11 @@ class AutocastState:
     @staticmethod
     def now() -> "tuple[AutocastState, ...]":
         """What is on; below a dispatch mode autocast always reads as off."""
-        on = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
-        return tuple([AutocastState(device=device, dtype=torch.get_autocast_dtype(device)) for device in on])
+        on: tuple[AutocastState, ...] = ()
+        for device in _DEVICES:
+            if torch.is_autocast_enabled(device):
+                on += (AutocastState(device=device, dtype=torch.get_autocast_dtype(device)),)
+        return on
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from dtypedoctor._torch_private import MemoryRef, Writes, parameters_of, version_now, version_of
+from dtypedoctor._torch_private import MemoryRef, Writes, parameters_of, version_of
 from dtypedoctor.instrument.frames import Line
 from dtypedoctor.instrument.live_call import LiveCall, tensors_of
 from dtypedoctor.instrument.module_tree import mapped, modules_in, parameters_in
@@ -101,12 +101,12 @@ class Versions:
 
     def _now(self) -> list[tuple[int, int]]:
         """Identity and version of each."""
-        modules = [(owner(), name) for owner, name in self._held]
-        parameters = [None if module is None else parameters_of(module).get(name) for module, name in modules]
-        try:
-            return [(id(one), -1 if one is None else version_now(one)) for one in parameters]
-        except RuntimeError:  # one was made in inference mode
-            return [(id(one), -1 if one is None else version_of(one)) for one in parameters]
+        now = []
+        for owner, name in self._held:
+            module = owner()
+            parameter = None if module is None else parameters_of(module).get(name)
+            now.append((id(parameter), -1 if parameter is None else version_of(parameter)))
+        return now
 
     @property
     def have_changed(self) -> bool:

@@ -170,22 +170,22 @@ class Position:
     @property
     def call(self) -> int:
         """Number of the outermost module call being worked on."""
-        return self.here.call
+        return (self.of.here or self.last).call
 
     @property
     def stack(self) -> list[nn.Module]:
         """The module calls that are open."""
-        return self.here.stack
+        return (self.of.here or self.last).stack
 
     @property
     def overrides(self) -> list[str]:
         """Phases set by enclosing wrappers."""
-        return self.here.overrides
+        return (self.of.here or self.last).overrides
 
     @property
     def backward_depth(self) -> int:
         """How many backward passes are running."""
-        return self.here.backward_depth
+        return (self.of.here or self.last).backward_depth
 
     @backward_depth.setter
     def backward_depth(self, depth: int) -> None:

@@ -214,7 +214,9 @@ def out_of_their_sight() -> AbstractContextManager[object]:
     Dynamo leaves alone what runs under a dispatch mode. Once the modes are off, it would compile the doctor's own functions in the
     program's name, where a call is made inside of a region that it runs uncompiled.
     """
-    return _out_of_sight_of_modes() if modes_are_on() else _Uncompiled()
+    if function_mode_is_on() or number_of_modes() > 0 or transformation() is not None:
+        return _out_of_sight_of_modes()
+    return _Uncompiled()
 
 
 @contextmanager
