@@ -315,7 +315,9 @@ class Collectives:
 
     def _issued(self, followed: Followed, args: tuple[Any, ...], results: list[Row]) -> None:
         """Notes the call; in a look it measures the operands and says where the results will be."""
-        place = next(i for i, one in enumerate(args) if isinstance(one, torch.ScriptObject))
+        place = 0
+        while not isinstance(args[place], torch.ScriptObject):
+            place += 1
         group = dist.ProcessGroup.unbox(args[place])
         name = group.group_name
         if name not in self._groups:
@@ -342,12 +344,15 @@ class Collectives:
 
     def _note_call(self, followed: Followed, channel: str, args: tuple[Any, ...]) -> None:
         """Writes what this rank calls, before it can wait for ever, unless it is what was to be expected."""
-        places = [place for place in (followed.operands, followed.results) if place is not None]
-        tensors = next(filter(None, ([*tensors_of(args[place])] for place in places)), [])
+        tensors = tensors_of(args[followed.operands]) if followed.operands is not None else []
+        if not tensors and followed.results is not None:
+            tensors = tensors_of(args[followed.results])
         if not tensors:
             return
         dtype = dtype_name(tensors[0])
-        here = self._channels.setdefault(channel, _Channel(len(self._channels)))
+        here = self._channels.get(channel)
+        if here is None:
+            here = self._channels[channel] = _Channel(len(self._channels))
         if self._position.looks or not here.goes_on(
             followed.name, dtype
         ):  # lines and modules are asked for in looks alone

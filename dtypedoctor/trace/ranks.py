@@ -173,8 +173,10 @@ class Succession(Generic[T]):
 
     def expected(self) -> T | None:
         """The next item; None where nothing is known."""
-        known = (self._after.get(context) for context in self._contexts())
-        return next((item for item in known if item is not None), None)
+        for context in self._contexts():
+            if (item := self._after.get(context)) is not None:
+                return item
+        return None
 
     def came(self, item: T) -> None:
         """The next item is this one."""
