@@ -11,7 +11,7 @@ from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.errors import UsageError
 from dtypedoctor.examination.results import RunSummary
 from dtypedoctor.runner.run import Run, SavedRun, led_by, open_run
-from dtypedoctor.trace.events import Header, Metric, Resources
+from dtypedoctor.trace.events import Header, Killed, Metric, Resources
 from dtypedoctor.trace.ranks import BEFORE, node_directories, rank_directories
 from dtypedoctor.trace.records.execution import LogFilter, ProcessGroup
 
@@ -64,8 +64,10 @@ class Leading:
         if self._spawned not in led.children:  # the script itself, or in this run there is no such process
             return replace(led, others=tuple(led.children.values()))
         others = tuple(child for other, child in led.children.items() if other != self._spawned)
-        lead = led.children[self._spawned]
-        return replace(lead, exit=led.exit, spawned=self._spawned, others=(replace(led, children={}), *others))
+        lead, others = led.children[self._spawned], (replace(led, children={}), *others)
+        killed = {record.process for other in others for record in other.trace.all(Killed)}
+        is_ended = lead.trace.header is not None and lead.trace.header.pid in killed
+        return replace(lead, exit=led.exit, spawned=self._spawned, others=others, ended_by_program=is_ended)
 
 
 def said_of_spawned(findings: tuple[Finding, ...], run: Run) -> tuple[Finding, ...]:

@@ -261,8 +261,10 @@ def _why(run: Run) -> str:
     became = run.trace.last(Became)
     if became is not None:
         return f"the script became another program, which was not measured: exec of {one_line(became.program, 120)}"
+    if run.ended_by_program:
+        return f"the program has ended spawned process {run.spawned}, as a pool does with its workers"
     if run.spawned is not None and not run.died:
-        return f"spawned process {run.spawned} ended without Python's shutdown (`Pool.terminate`, os._exit or exec)"
+        return f"spawned process {run.spawned} ended without Python's shutdown (os._exit or exec)"
     if run.foreign and not run.died:
         return "the script ended without Python's shutdown (os._exit or exec)"
     return "the process ended without writing an end record"
@@ -384,7 +386,7 @@ def _part_recorded(treatment: Treatment) -> str:
 
     # What came after the last record is not known: os._exit leaves so, and exec, and a daemon's parent.
     for run in (before, *before.ranks):
-        if run.trace.end is None:
+        if run.trace.end is None and not run.ended_by_program:
             recorded_itself = run.others and run.trace.last(Became) is not None
             return "" if recorded_itself else f"before {_why(run)}"
     return ""

@@ -82,6 +82,7 @@ class Run:
         ranks: all of them, this one included, in order.
         children: by number the processes that a script has spawned.
         spawned: which of those it is; None where it is the script's own.
+        ended_by_program: whether another process of the script has ended it.
         others: the other processes of the same script, where one of them stands for all.
         deleted: whether the program has deleted the directory in which it was recorded, so that nothing is known of it.
     """
@@ -94,6 +95,7 @@ class Run:
     ranks: "tuple[Run, ...]" = ()
     children: "Mapping[int, Run]" = field(default_factory=dict)
     spawned: int | None = None
+    ended_by_program: bool = False
     others: "tuple[Run, ...]" = ()
     deleted: bool = False
 

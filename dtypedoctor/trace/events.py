@@ -410,6 +410,13 @@ class Became:
     program: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Killed:
+    """The process has ended another one by a signal, as a pool does with workers that it needs no more."""
+
+    process: int
+
+
 @dataclass(slots=True, kw_only=True)
 class Coverage:
     """How many things ran, and how many of them were measured; the one record that is not frozen.
@@ -523,6 +530,7 @@ KINDS: dict[str, type[Any]] = {
     "observation": Observation,
     "not-watched": NotWatched,
     "became": Became,
+    "killed": Killed,
     "coverage": Coverage,
     "resources": Resources,
     "refused": Refused,

@@ -20,7 +20,17 @@ from typing import Any, Protocol
 
 from dtypedoctor import guardian
 from dtypedoctor.interruptions import contained
-from dtypedoctor.trace.events import END_OF_PROGRAM, NOT_HERE, Became, End, NotWatched, Refused, Resources, Stage
+from dtypedoctor.trace.events import (
+    END_OF_PROGRAM,
+    NOT_HERE,
+    Became,
+    End,
+    Killed,
+    NotWatched,
+    Refused,
+    Resources,
+    Stage,
+)
 from dtypedoctor.trace.ranks import JOB, header
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import at_audit, at_fork, audited, getpid, perf_counter
@@ -96,7 +106,10 @@ class Recording:
         """
         self.writer.write(Stage(n=self.writer.next_n(), index=0, name=name, workload="script"))
         at_fork(after_in_child=self.writer.disown)
-        self._elsewhere = Elsewhere(lambda program: self.writer.write(Became(program=program)))
+        self._elsewhere = Elsewhere(
+            becomes=lambda program: self.writer.write(Became(program=program)),
+            kills=lambda process: self.writer.write(Killed(process=process)),
+        )
         self._elsewhere.begin()
 
     def torch_is_there(self, watch: Watch) -> None:
@@ -350,10 +363,15 @@ class Elsewhere:
 
     Args:
         becomes: called with the program that this process is about to become.
+        kills: called with the number of a process that this one ends.
     """
 
-    def __init__(self, becomes: Callable[[str], object] = lambda program: None) -> None:
-        self._becomes = becomes
+    def __init__(
+        self,
+        becomes: Callable[[str], object] = lambda program: None,
+        kills: Callable[[int], object] = lambda process: None,
+    ) -> None:
+        self._becomes, self._kills = becomes, kills
         self._owner = os.getpid()
         self._listening = False
         self._forks = 0
@@ -365,7 +383,7 @@ class Elsewhere:
         """Begins to listen; to be called once."""
         self._listening = True
         at_fork(after_in_parent=self._forked)
-        at_audit(self.heard, "subprocess.Popen", "os.posix_spawn", "os.system", "os.exec", "ctypes.dlopen")
+        at_audit(self.heard, "subprocess.Popen", "os.posix_spawn", "os.system", "os.exec", "os.kill", "ctypes.dlopen")
 
     def end(self) -> None:
         """Stops listening."""
@@ -387,6 +405,8 @@ class Elsewhere:
             self._libraries[os.fsdecode(details[0])] = None
         if event == "os.exec" and os.getpid() == self._owner:
             self._becomes(_with_script(*details[:2]))
+        if event == "os.kill" and os.getpid() == self._owner and details[1] in (signal.SIGTERM, signal.SIGKILL):
+            self._kills(details[0])
 
     @property
     def libraries(self) -> list[str]:

@@ -83,3 +83,31 @@ def test_an_overflow_in_a_spawned_process_is_found_there(tmp_path: Path) -> None
     finding = report["findings"][0]
     assert (done.code, finding["id"], finding["step"], finding["confidence"]) == (10, "float16-overflow", 2, "proven")
     assert "Seen in spawned process 2 of 2." in finding["evidence"]
+
+
+POOL = """
+    import multiprocessing, torch
+    from torch import nn
+
+    def work(number):
+        torch.manual_seed(number)
+        net = nn.Linear(4, 4)
+        with torch.no_grad():
+            return net(torch.ones(1, 4)).sum().item()
+
+    if __name__ == "__main__":
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(1) as pool:
+            print(round(sum(pool.map(work, range(4))), 4))
+"""
+
+
+@pytest.mark.release
+def test_a_process_that_its_program_ends_is_no_unfinished_run(tmp_path: Path) -> None:
+    """A pool ends its workers when it needs them no more; what was measured of them until then is named."""
+    path = tmp_path / "pool.py"
+    path.write_text(textwrap.dedent(POOL))
+    done = dtypedoctor("exec", "--out", "run", path, cwd=tmp_path)
+    report = report_of(tmp_path / "run")
+    assert (done.code, report["status"]) == (0, "healthy"), report["headline"]
+    assert any("the program has ended spawned process 1" in gap for gap in report["coverage"])
