@@ -11,10 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from dtypedoctor.lab.verify.verdicts import (
     CAST,
@@ -22,6 +32,7 @@ from dtypedoctor.lab.verify.verdicts import (
     FUNCTION,
     MERGE,
     NOT_LOADED,
+    NOT_SAVED,
     SHAPE,
     TIES,
     UNMERGE,
@@ -229,6 +240,12 @@ def the_head_that_was_trained_is_not_saved_with_the_adapter(tmp: Path) -> Subjec
         live.get_base_model().lm_head.weight.mul_(1.5)
     live.save_pretrained(tmp / "adapter")
     return tmp / "adapter", live
+
+
+@case(NOT_SAVED)
+def the_model_is_saved_without_its_head(tmp: Path) -> Subject:
+    model = llama()
+    return saved(model.model, tmp / "s"), model
 
 
 # Dtypes
@@ -551,3 +568,55 @@ def an_adapter_of_a_4_bit_model_merged_into_its_dequantized_weights(tmp: Path) -
     saved(live, tmp / "adapter")
     dense = copy.deepcopy(four_bit(base)).dequantize()
     return saved(PeftModel.from_pretrained(dense, tmp / "adapter").merge_and_unload(), tmp / "merged"), live
+
+
+@case()
+def an_adapter_of_a_4_bit_model(tmp: Path) -> Subject:
+    """Its folder names the base, and not how that was quantized."""
+    live = adapted(four_bit(saved(llama(torch.bfloat16), tmp / "base")))
+    return saved(live, tmp / "adapter"), live
+
+
+@case()
+def one_of_two_adapters(tmp: Path) -> Subject:
+    live = adapted(LlamaForCausalLM.from_pretrained(saved(llama(), tmp / "base")))
+    live.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    return saved(live, tmp / "adapter"), live
+
+
+@case()
+def an_adapter_of_a_live_model_that_is_merged(tmp: Path) -> Subject:
+    base, adapter = base_and_adapter(tmp, torch.bfloat16)
+    return adapter, loaded(base, adapter).merge_and_unload()
+
+
+@case()
+def merged_ia3(tmp: Path) -> Subject:
+    """No low rank: what the adapter computes is measured."""
+    torch.manual_seed(0)
+    base = LlamaForCausalLM.from_pretrained(saved(llama(), tmp / "base"))
+    live = get_peft_model(base, IA3Config(target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"]))
+    with torch.no_grad():
+        for name, parameter in live.named_parameters():
+            if "ia3" in name:
+                parameter.uniform_(0.5, 1.5)
+    saved(live, tmp / "adapter")
+    return saved(copy.deepcopy(live).merge_and_unload(), tmp / "merged"), tmp / "adapter"
+
+
+@case()
+def experts_that_the_load_fuses(tmp: Path) -> Subject:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config).eval()
+    return saved(model, tmp / "s"), model
+
+
+@case()
+def an_encoder_and_a_decoder_that_share_a_table(tmp: Path) -> Subject:
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=128, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    model = T5ForConditionalGeneration(config).eval()
+    return saved(model, tmp / "s"), model

@@ -138,7 +138,8 @@ def _mappings(content: Any) -> Iterator[Mapping[str, Any]]:
             yield from _mappings(value)
 
 
-def _load_pretrained(folder: Path, live: nn.Module | None) -> Loaded:
+def _load_pretrained(folder: Path, live: nn.Module | None, **options: Any) -> Loaded:
+    """Loads a model folder, and once more with NaN for all of its values: what is not NaN then no value of the files has filled."""
     require_installed(str(folder), ["transformers"])
     import transformers
 
@@ -155,18 +156,17 @@ def _load_pretrained(folder: Path, live: nn.Module | None) -> Loaded:
             f"{folder}: transformers has no class {names[0]}", "Compare it with a live model of its class."
         )
     here = {"local_files_only": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    model, info = kind.from_pretrained(folder, **here)
+    model, info = kind.from_pretrained(folder, **here, **options)
     stored = stored_in(folder)
-    hollow = {
-        name: torch.full_like(tensor, float("nan")) if tensor.is_floating_point() else tensor
-        for name, tensor in stored.items()
-    }
+    # Kernels that dequantize read memory as it lies, so only dense values may share the memory of one
+    is_dense = not options and "quantization_config" not in described
+    hollow = {name: _hollow(tensor, is_dense) for name, tensor in stored.items()}
     loaded = Loaded(model=model, stored=stored, state=model.state_dict(), unexpected=sorted(info["unexpected_keys"]))
     loaded.mismatched = {name: _shapes(of_file, own) for name, of_file, own in info["mismatched_keys"]}
     loaded.not_loaded = sorted(info["missing_keys"])
     try:
         config = kind.config_class.from_pretrained(folder, local_files_only=True)
-        filled, _ = kind.from_pretrained(None, config=config, state_dict=hollow, **here)
+        filled, _ = kind.from_pretrained(None, config=config, state_dict=hollow, **here, **options)
     except CANNOT_LOAD as error:
         loaded.unknown.append(f"what the load fills: {type(error).__name__}: {str(error)[:200]}")
         return loaded
@@ -174,6 +174,14 @@ def _load_pretrained(folder: Path, live: nn.Module | None) -> Loaded:
     not_nan = {name for name, weight in weights.items() if weight.is_saved and not _is_nan(weight)}
     loaded.not_loaded = sorted(not_nan | (weights.keys() & loaded.not_loaded))
     return loaded
+
+
+def _hollow(tensor: Tensor, is_dense: bool) -> Tensor:
+    """NaN in the tensor's dtype and shape; whole numbers stay."""
+    if not tensor.is_floating_point():
+        return tensor
+    nan = torch.full((), float("nan"), dtype=tensor.dtype).expand(tensor.shape)
+    return nan if is_dense else nan.contiguous()
 
 
 def _shapes(of_file: Iterable[int], own: Iterable[int]) -> str:
@@ -185,7 +193,9 @@ def _is_nan(weight: Weight) -> bool:
     if not weight.packing and not weight.tensor.is_floating_point():
         return True
     try:
-        return bool(weight.dense().isnan().all())
+        values = weight.dense()
+        one_for_all = not any(values.stride())  # as it was handed to the load, which reads no more of it either
+        return bool((values.as_strided((1,), (1,)) if one_for_all else values).isnan().all())
     except NotComparableError:
         return True
 
@@ -195,29 +205,42 @@ def _load_adapter(folder: Path, live: nn.Module | None) -> Loaded:
     import peft
 
     wanted = peft.PeftConfig.from_pretrained(str(folder)).base_model_name_or_path or ""
-    at_hand = [path for path in (Path(wanted), folder / wanted) if wanted and (path / "config.json").is_file()]
-    if at_hand:
-        base = _load_pretrained(at_hand[0], None).model
-    elif isinstance(live, peft.PeftModel):
-        base = copy.deepcopy(live).base_model.unload()
-    elif live is not None:
-        base = copy.deepcopy(live)
+    of_base = _base_folder(folder, wanted)
+    trained: Any = live.get_base_model() if isinstance(live, peft.PeftModel) else None
+    if of_base is not None:
+        # An adapter's config does not say how its base was quantized in the training
+        quantized = getattr(getattr(trained, "config", None), "quantization_config", None)
+        loaded = _load_pretrained(of_base, None, **({"quantization_config": quantized} if quantized else {}))
+    elif trained is not None:
+        twin: Any = copy.deepcopy(live)
+        loaded = Loaded(model=twin.base_model.unload(), stored={}, state={})
     else:
         raise UsageError(
-            f"{folder}: its base model {wanted} is not a folder here", "Write its folder to adapter_config.json."
+            f"{folder}: its base model {wanted} is not here", "Write the base's folder to adapter_config.json."
         )
     name = live.active_adapter if isinstance(live, peft.PeftModel) else "default"
-    model = peft.PeftModel.from_pretrained(base, str(folder), adapter_name=name)
+    model = peft.PeftModel.from_pretrained(loaded.model, str(folder), adapter_name=name)
     results: list[Any] = []
     own = {key: tensor for key, tensor in model.named_parameters() if name in key.split(".")}
     not_loaded = _untouched(own, lambda: results.append(model.load_adapter(str(folder), name)))
-    return Loaded(
-        model=model.eval(),
-        stored=stored_in(folder),
-        state=peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False),
-        not_loaded=not_loaded,
-        unexpected=sorted(results[-1].unexpected_keys),
-    )
+    state = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    loaded.not_loaded += not_loaded
+    loaded.unexpected = sorted(set(results[-1].unexpected_keys) - state.keys())
+    loaded.model, loaded.stored, loaded.state = model.eval(), stored_in(folder), state
+    return loaded
+
+
+def _base_folder(folder: Path, wanted: str) -> Path | None:
+    """Where the base of an adapter lies: a folder, or the cache of the hub; nothing is downloaded."""
+    for path in (Path(wanted), folder / wanted):
+        if wanted and (path / "config.json").is_file():
+            return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(wanted, local_files_only=True))
+    except (OSError, ValueError):
+        return None
 
 
 def _load_state(saved: Path, live: nn.Module) -> Loaded:

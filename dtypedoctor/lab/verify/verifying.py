@@ -69,6 +69,8 @@ def verify_saved(saved: Path | str, of: nn.Module | Path | str, inputs: Any = No
     # An adapter layer is compared as what it computes only where the other model has none
     merged = bool(adapter_layers(reference)) != bool(adapter_layers(loaded.model))
     was, now = weights_of(reference, merged=merged), weights_of(loaded.model, merged=merged)
+    if was.keys().isdisjoint(now):  # the model below the head was saved by itself
+        now = {f"{getattr(reference, 'base_model_prefix', '')}.{name}": weight for name, weight in now.items()}
     _compare_tensors(was, now, loaded, result)
     for name, layer in adapter_layers(reference if adapter_layers(reference) else loaded.model).items():
         try:
@@ -187,8 +189,9 @@ def _compare_functions(was: nn.Module, now: nn.Module, inputs: Any, result: Veri
         return
     first, second = _called(was, inputs), _called(now, inputs)
     said = "outputs for the same inputs are up to {:.3g} apart, of at most {:.3g}"
-    result.notes.append(said.format(*_apart(first, second)))
-    if result.differences:
+    apart, largest = _apart(first, second)
+    result.notes.append(said.format(apart, largest) if largest else "the outputs have other shapes")
+    if result.differences or not apart:
         return
     formats = [{weight.packing for weight in weights_of(model).values()} for model in (was, now)]
     if formats == [{""}, {""}]:

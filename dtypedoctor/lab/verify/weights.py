@@ -190,9 +190,11 @@ def weights_of(model: nn.Module, *, merged: bool = False) -> dict[str, Weight]:
         merged: leave the adapters' own parameters out, and what peft adds to names; their layers' weights know their adapters.
     """
     inner: Any = model
+    # An adapter that is not active is no part of what the model computes, and is saved by itself
+    others = {*inner.peft_config} - {*inner.active_adapters} if hasattr(model, "get_base_model") else set()
     if merged and hasattr(model, "get_base_model"):
         inner = inner.get_base_model()
-    return dict(_weights(inner, "", merged))
+    return {name: weight for name, weight in _weights(inner, "", merged) if others.isdisjoint(name.split("."))}
 
 
 def _weights(module: nn.Module, prefix: str, merged: bool) -> Iterator[tuple[str, Weight]]:
