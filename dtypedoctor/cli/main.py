@@ -47,20 +47,20 @@ def _typed(name: str) -> str:
 app = typer.Typer(
     name="dtypedoctor",
     help="Find, explain and fix mixed-precision failures in PyTorch training, and prove each fix by running again.",
-    epilog="Begin with:  dtypedoctor run gemma4_grpo_fp16",
+    epilog="Begin with:  dtypedoctor exec train.py",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _typed},
 )
 _VERBS = {
-    "dtypedoctor.lab.cli.run": ("run", "bisect"),
     "dtypedoctor.cli.exec": ("exec",),
+    "dtypedoctor.cli.reading": ("report", "explain", "inspect", "env"),
+    "dtypedoctor.lab.cli.run": ("run", "bisect"),
     "dtypedoctor.lab.cli.treat": ("treat",),
     "dtypedoctor.lab.cli.audit": ("audit",),
     "dtypedoctor.lab.cli.verify": ("verify",),
     "dtypedoctor.lab.cli.replay": ("replay",),
-    "dtypedoctor.cli.reading": ("inspect", "report", "explain", "env"),
     "dtypedoctor.lab.cli.reading": ("compare", "scenarios"),
     "dtypedoctor.cli.enabling": ("enable", "disable", "job-report"),
     "dtypedoctor.cli.skill": ("skill",),

@@ -18,11 +18,9 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Adds the verbs."""
-    app.command(name="inspect", epilog="Example:  dtypedoctor inspect ./checkpoint --dtype float16 --scaler")(inspect)
-    app.command(name="report", epilog="Example:  dtypedoctor report runs/gemma4_grpo_fp16-... --format md > ticket.md")(
-        report
-    )
+    app.command(name="report", epilog="Example:  dtypedoctor report runs/first --format md > ticket.md")(report)
     app.command(name="explain", epilog="Example:  dtypedoctor explain float16-overflow")(explain)
+    app.command(name="inspect", epilog="Example:  dtypedoctor inspect ./checkpoint --dtype float16 --scaler")(inspect)
     app.command(name="env", epilog="Example:  dtypedoctor env --format md")(env)
 
 
@@ -178,4 +176,4 @@ def env(
     # it is printed to be pasted elsewhere, so it is redacted at the prompt, too
     show(environment_document(redact(survey())), format)
     if format == TERMINAL:
-        say("\nNext: dtypedoctor run gemma4_grpo_fp16")
+        say("\nNext: dtypedoctor exec train.py")

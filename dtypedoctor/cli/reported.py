@@ -13,6 +13,7 @@ from dtypedoctor.examination.results import NOT_REQUESTED, Outcome, Treatment
 from dtypedoctor.interruptions import say
 from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.replay.capsule import Capsule
+from dtypedoctor.replay.own import is_own
 from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report, write_report
 from dtypedoctor.report.run_facts import PATCH
 from dtypedoctor.report.to_json import Report, Status
@@ -115,7 +116,7 @@ def next_command(treatment: Treatment, directory: Path, shown: Path) -> str:
         return f"dtypedoctor report {shlex.quote(str(shown))} --format md"
     if not isinstance(capsule, Capsule):
         return f"dtypedoctor explain {treatment.findings[0].id}" if treatment.findings else ""
-    option = " --allow-code" if any(capsule.code()) else ""
+    option = " --allow-code" if any(capsule.code()) and not is_own(capsule.directory) else ""
     return f"dtypedoctor replay {shlex.quote(str(shown / capsule.directory.relative_to(directory)))}{option}"
 
 

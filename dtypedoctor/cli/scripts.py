@@ -22,6 +22,8 @@ from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.foreign_files import open_file, parse_json, read_file, write_file
 from dtypedoctor.interruptions import say
 from dtypedoctor.redaction.redact import REQUEST
+from dtypedoctor.replay.capsule import Capsule
+from dtypedoctor.replay.own import mark_as_own
 from dtypedoctor.runner.command import Program
 from dtypedoctor.runner.directories import RecordFolder, make_directory, removed_if_refused
 from dtypedoctor.runner.process import Guardian, outliving, run_script
@@ -161,6 +163,8 @@ def finished(treatment: "Treatment", folder: RecordFolder) -> "tuple[Report, int
     from dtypedoctor.cli.reported import reported
 
     code = treatment.before.exit.code
+    if isinstance(treatment.capsule, Capsule):
+        mark_as_own(treatment.capsule.directory)
     folder.reserve()
     return reported(treatment, folder.private, shown=folder.directory), code if code >= 0 else 128 - code
 

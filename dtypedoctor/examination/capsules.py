@@ -142,6 +142,7 @@ def _finding(run: Run, finding: Finding) -> dict[str, Any]:
         "phase": finding.phase,
         "dtype": finding.dtype,
         "fqn": finding.fqn,
+        "source": finding.source,
         "summary": finding.summary,
         "versions": run.trace.environment.get("versions", {}),
     }

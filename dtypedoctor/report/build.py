@@ -132,6 +132,7 @@ def _replay_facts(treatment: Treatment) -> dict[str, Any] | None:
         "capsule": str(capsule.directory.relative_to(here)) if here is not None and inside else capsule.directory.name,
         "dtype": model["dtype"],
         "op": capsule.finding.get("op"),
+        "source": capsule.finding.get("source"),
         "verdict": same_verdict(capsule, treatment.findings) if model["dtype"] == capsule.dtype else "",
         "inside": treatment.inside,
     }

@@ -42,14 +42,16 @@ _MOST_STEPS = 3
 
 
 def replay_title(report: Report) -> str:
-    """What a replay of a capsule has made again, and whether it fails as the run did."""
+    """What a replay of a capsule has made again, whether it fails as the run did, and what it adds to that."""
     it = report.replay or {}
     name = f"{indexed(it['module'])} ({it['class']})" if it["module"] else f"the whole model ({it['class']})"
     failed = f"; in the run {it['op']} failed" if it["op"] and not it["verdict"] else ""
     device = str(report.environment.get("device", ""))
     where = f" on {device}" if device else ""
-    told = f"replay of the call of {name} from capsule {it['capsule']}, {it['dtype']}{where}{failed}."
-    return one_line(f"{told} {it['verdict']}".rstrip(), 400)
+    line = f", {it['source']} in the run" if it.get("source") else ""
+    told = f"replay of the call of {name}{line}, from capsule {it['capsule']}, {it['dtype']}{where}{failed}."
+    adds = "Added to the run: fixes tried on this call alone, and the parts of it that must stay in float32."
+    return one_line(f"{told} {it['verdict']} {adds}", 600)
 
 
 def status_word(report: Report) -> str:

@@ -93,7 +93,8 @@ def test_a_capsule_replays_without_its_script(tmp_path: Path) -> None:
     finished = dtypedoctor("replay", tmp_path, "--allow-code", "--out", tmp_path / "again", cwd=tmp_path)
     assert finished.code == 10, finished.err
     said = " ".join(finished.out.split())
-    assert "replay of the call of scores (Scores) from capsule capsule, float16 on cpu." in said
+    assert "replay of the call of scores (Scores), script.py:" in said
+    assert " in the run, from capsule capsule, float16 on cpu." in said
     assert "Same verdict as in the run: float16-overflow, aten.mul.Tensor." in said
     assert "On this call, fixed by bfloat16 or keep-float32." in said
     assert "vocab_size" not in said
@@ -358,3 +359,20 @@ def test_a_small_capsule_that_asks_for_much_memory_ends_with_one_sentence(name: 
     assert "error: the call of the capsule needs more memory than a replay may take\n" in finished.err
     assert "--allow-code" in finished.err
     assert not (tmp_path / "again").exists()
+
+
+def test_what_exec_has_kept_is_replayed_without_a_question(tmp_path: Path) -> None:
+    """Its code is the user's own; the report names the line of the program, and the next command needs no option. A copy that was edited is a stranger's."""
+    lines = ["import torch", "class Net(torch.nn.Module):", "    def forward(self, x):", "        return x * x",
+             "print(Net()(torch.full((4,), 300.0).half()).isfinite().all())"]  # fmt: skip
+    (tmp_path / "work.py").write_text("\n".join(lines))
+    home = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    dtypedoctor("exec", "--once", "--out", "run", "work.py", cwd=tmp_path, **home)
+    assert "--allow-code" not in json.loads((tmp_path / "run" / "report.json").read_text())["next_command"]
+    replayed = dtypedoctor("replay", "run", "--out", "again", cwd=tmp_path, **home)
+    assert replayed.code == 10, replayed.err
+    assert "work.py:4 in the run" in " ".join(replayed.out.split())
+    description = tmp_path / "run" / "capsule" / "capsule.json"
+    description.write_text(description.read_text().replace("x * x", "x * x  "))
+    refused = dtypedoctor("replay", "run", "--out", "edited", cwd=tmp_path, **home)
+    assert (refused.code, "--allow-code" in refused.err) == (2, True)

@@ -36,7 +36,8 @@ def test_every_verb_is_listed_and_the_first_thing_to_type_is_named() -> None:
     assert finished.code == 0
     for verb in VERBS:
         assert re.search(rf"^  {verb}\s+\S", finished.out, re.MULTILINE), verb
-    assert "Begin with:  dtypedoctor run gemma4_grpo_fp16" in finished.out
+    assert "Begin with:  dtypedoctor exec train.py" in finished.out
+    assert re.search(r"Commands:\n  exec ", finished.out)
     assert "Commands:" in dtypedoctor().err
 
 

@@ -35,7 +35,7 @@ MANY = 4
 
 def register(app: typer.Typer) -> None:
     """Adds the verbs."""
-    app.command(name="run", epilog="Example:  dtypedoctor run scenarios/gemma4_grpo_fp16.yaml --out runs/first")(run)
+    app.command(name="run", epilog="Example:  dtypedoctor run gemma4_grpo_fp16 --out runs/first")(run)
     app.command(name="bisect", epilog="Example:  dtypedoctor bisect --model builtin:gemma4-tiny --dtype float16")(
         bisect
     )

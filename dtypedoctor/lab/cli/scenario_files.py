@@ -20,6 +20,7 @@ from dtypedoctor.lab.scenarios.loading import is_shipped, load_scenario, require
 from dtypedoctor.lab.scenarios.model import Plugin, Scenario, ScenarioStep, Script
 from dtypedoctor.plugins import BUILTIN, Correction, Model, Workload, known, registered
 from dtypedoctor.replay.capsule import ALLOW_CODE, MODEL, Capsule
+from dtypedoctor.replay.own import is_own
 from dtypedoctor.text import did_you_mean, one_line
 
 _YES = ("y", "yes")
@@ -51,7 +52,7 @@ def allow_directory(directory: Path, *, allowed: bool) -> None:
 def allow_capsule(capsule: Capsule, *, allowed: bool) -> bool:
     """Lets a capsule pass that names only what is known of torch and its libraries, or that is allowed to run code.
 
-    Capsules are made to be sent around, so wherever it lies, its code is not taken for the user's own.
+    Capsules are made to be sent around, so wherever it lies, its code is not taken for the user's own, unless it is marked as such.
 
     Returns:
         Whether it may run code.
@@ -60,8 +61,8 @@ def allow_capsule(capsule: Capsule, *, allowed: bool) -> bool:
         UsageError: it holds code, and nobody has said yes.
     """
     named = [one_line(name, 100) for name in capsule.code()]
-    if not named or allowed:
-        return allowed
+    if not named or allowed or is_own(capsule.directory):
+        return bool(named) or allowed
     what = f"replaying runs code: {', '.join(named[:5])}"
     if not _says_yes(f"{one_line(str(capsule.directory), 400)}: {what}\nRun it? [y/N] "):
         raise UsageError(f"{one_line(str(capsule.directory), 400)}: {what}", ALLOW_CODE)
