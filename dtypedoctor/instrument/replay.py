@@ -183,7 +183,7 @@ def note_replay(writer: TraceWriter, of: int, how: str, results: list[Tensor]) -
 def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments) -> None:
     """Runs an op that refused its operands again with other dtypes, unless it needs the other ranks.
 
-    Where all are in one dtype narrower than float32, ``all-as-float32`` shows whether the op lacks that dtype; ``as-real`` shows the same of complex ones. Whole numbers are cast where there is nothing else, and
+    Where all are in one dtype narrower than float32, ``all-as-float32`` shows whether the op lacks that dtype; ``as-real`` shows the same of complex ones, ``whole-as-int64`` of whole numbers of fewer bits. Whole numbers are cast where there is nothing else, and
     where all others are in one dtype, since most of them are indices; of other equal dtypes there is nothing to try.
     Where they differ:
 
@@ -200,6 +200,8 @@ def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments
         run_again(writer, of, "as-real", func, tree_map(_real_copy, arguments))
     elif not dtypes and is_known and any(map(holds_whole_numbers, leaves)):
         run_again(writer, of, "all-as-float32", func, tree_map(_whole_as_float32, arguments))
+    if is_known and any(map(_is_short, leaves)):
+        run_again(writer, of, "whole-as-int64", func, tree_map(lambda v: v.long() if _is_short(v) else v, arguments))
     if len(dtypes) == 1 and is_operator and any(map(holds_whole_numbers, leaves)):
         _replay_whole(writer, of, func, arguments, dtypes[0])
     if len(dtypes) == 1 and is_narrow(dtypes[0]) and is_known:
@@ -221,6 +223,10 @@ def is_of_torch(func: Any) -> bool:
     """Whether a function is torch's own, which computes from its arguments, or a method of its tensors."""
     func = getattr(func, "__wrapped__", func)  # one of those by which values leave torch
     return str(getattr(func, "__module__", None) or getattr(func, "__objclass__", func).__module__).startswith("torch")
+
+
+def _is_short(value: Any) -> bool:
+    return holds_whole_numbers(value) and value.dtype not in (torch.int64, torch.bool)
 
 
 def _whole_as_float32(value: Any) -> Any:

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.lab.models.build import quantize_linears
@@ -161,6 +162,29 @@ def test_an_operator_that_half_precision_lacks_is_told_from_one_that_fails_in_an
     found = findings(tmp_path, lambda _: Half(does)())
     assert [finding.id for finding in found] == expected
     assert all(finding.proven_by for finding in found if finding.id == "unsupported-dtype")
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8])
+def test_indices_of_few_bits_are_to_be_int64(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The embedding runs with int64 in their place; a cast of anything to a floating-point dtype is not advised."""
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2)).bfloat16()
+    (finding,) = findings(tmp_path, lambda _: model(torch.arange(4).to(dtype)))
+    assert (finding.id, finding.op, bool(finding.proven_by)) == ("unsupported-dtype", "aten.embedding.default", True)
+    instead = spec_of(finding.id).instead
+    assert instead is not None
+    assert "int64" in instead(finding)
+
+
+class Scores(nn.Module):
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return queries @ keys.T
+
+
+def test_nothing_is_said_of_the_weights_of_a_module_that_has_none(tmp_path: Path) -> None:
+    """What the input meets is another input."""
+    (finding, *_) = findings(tmp_path, lambda _: Scores()(torch.ones(2, 4).bfloat16(), torch.ones(3, 4)))
+    assert finding.id == "model-input-dtype"
+    assert "weights" not in f"{finding.summary} {finding.cause}"
 
 
 def test_what_a_program_adds_up_in_another_dtype_is_no_cache(tmp_path: Path) -> None:

@@ -50,6 +50,10 @@ def without_implementation(case: Case) -> Verdict | None:
         dtype = next(tensor.dtype for tensor in case.op.inputs if tensor.dtype.startswith("complex"))
         way, cause, operand = "on real numbers", NO_COMPLEX, None
         proven = f"{op_name(case)} run again on the real and imaginary parts does not raise"
+    if proven is None and case.complaint is None and case.ran("whole-as-int64"):
+        dtype = next(tensor.dtype for tensor in case.op.inputs if tensor.dtype in WHOLE - {"int64", "bool"})
+        way, cause, operand = "with int64", NO_SHORT, None
+        proven = f"{op_name(case)} run again with int64 in the place of {dtype} does not raise"
     if proven is None:
         return None
     return Verdict(
@@ -68,6 +72,7 @@ _NO_HALF = (
     "half precision because the model is, or because autocast has made them so."
 )
 _NO_WHOLE = "Means, deviations, decompositions and most losses are defined for floating-point numbers only, and their operands are whole numbers."
+NO_SHORT = "Indices are int64, in some operators also int32: other whole numbers are taken for masks or data."
 NO_COMPLEX = "Complex numbers have fewer operators than real ones. What treats the real and the imaginary part alike can be computed on `torch.view_as_real(x)`."
 
 
@@ -126,10 +131,11 @@ def _buffer(case: Case, odd: Operand) -> Verdict:
 
 def _input(case: Case, odd: Operand) -> Verdict:
     given = described(odd.origin)
+    ruling = "its weights are" if case.rule == case.model_dtype else "what it is computed with is"
     return Verdict(
         id="model-input-dtype",
         fqn=place(case.op),
-        summary=f"The model gets {odd.dtype} input where its weights are {case.rule}; {_rejecting(case)} raises.",
+        summary=f"The model gets {odd.dtype} input where {ruling} {case.rule}; {_rejecting(case)} raises.",
         cause=(
             f"{given[0].upper()}{given[1:]} reaches {op_name(case)} in that dtype. Nothing between the caller and {short(place(case.op))} casts it."
         ),

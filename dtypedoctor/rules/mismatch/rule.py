@@ -22,6 +22,7 @@ from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.case import Case, Verdict, case_of, finding
 from dtypedoctor.rules.mismatch.operands import (
     NO_COMPLEX,
+    NO_SHORT,
     attention_operands,
     by_origin,
     cache_of_another_dtype,
@@ -58,6 +59,8 @@ def _instead(finding: Finding) -> str:
         return (
             f"Keep complex tensors out of `{finding.op}`: give it `torch.view_as_real(x)`, which shares their memory."
         )
+    if finding.cause == NO_SHORT:
+        return f"Give `{finding.op}` its indices in int64: `ids.long()`."
     expects = _EXPECTS.search(finding.summary)
     if expects is None:
         return ""
@@ -239,7 +242,7 @@ SPECS = (
         family=DTYPE_MISMATCH,
         references=("https://github.com/kadirnar/whisper-plus/issues/58",),
         ablations=("autocast-off", *OF_ANY_FINDING),
-        do_this="Cast the input to the dtype of the model's weights ({other}) before the call.",
+        do_this="Cast the input to {other}, the dtype of what it is computed with, before the call.",
         edits=("cast-operand", "autocast-around"),
     ),
     FindingSpec(

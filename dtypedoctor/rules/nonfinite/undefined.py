@@ -386,9 +386,7 @@ def judge_given(origin: Origin) -> Finding | None:
 
 
 _IN_THE_DATA = "The data holds NaN or inf before the model computes anything"
-_FROM_OUTSIDE = (
-    "No operator of torch has made it: it is data, or comes from code that torch does not see, such as numpy's"
-)
+_FROM_OUTSIDE = "No recorded operator has made it: it is data, or comes from code whose operators are not recorded, such as numpy's or a tensor class's"
 
 
 def _made_by(trace: Trace, made: str) -> str:
