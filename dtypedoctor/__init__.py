@@ -12,15 +12,19 @@ if TYPE_CHECKING:  # typing is not imported here: until the command line has beg
     from dtypedoctor.inprocess.callback import DtypeDoctorCallback
     from dtypedoctor.inprocess.lightning import LightningCallback as LightningCallback
     from dtypedoctor.lab.verify.verifying import verify_saved
+    from dtypedoctor.report.files import diagnose
+    from dtypedoctor.report.to_json import Report
     from dtypedoctor.version import __version__
 
-__all__ = ["DtypeDoctorCallback", "__version__", "apply", "verify_saved", "watch"]
+__all__ = ["DtypeDoctorCallback", "Report", "__version__", "apply", "diagnose", "verify_saved", "watch"]
 
 
 _LAZY = {
     "__version__": "dtypedoctor.version",
     "watch": "dtypedoctor.inprocess",
     "apply": "dtypedoctor.corrections.contract",
+    "diagnose": "dtypedoctor.report.files",
+    "Report": "dtypedoctor.report.to_json",
     "DtypeDoctorCallback": "dtypedoctor.inprocess.callback",
     "verify_saved": "dtypedoctor.lab.verify.verifying",
     "LightningCallback": "dtypedoctor.inprocess.lightning",

@@ -269,7 +269,7 @@ class Applied:
         return f"<{self.fix}: {self.hits} hits, {self.clamped} elements clamped, {self.replaced} replaced>"
 
 
-def apply(model: nn.Module, fix: str) -> Applied:
+def apply(model: nn.Module, fix: str, *, modules: Sequence[str] = ()) -> Applied:
     """Puts a fix into a live model, e.g. what ``dtypedoctor bisect`` has found.
 
     Call it when the model is loaded and on its device, before the optimizer is made: some fixes change the dtype of parameters.
@@ -278,6 +278,7 @@ def apply(model: nn.Module, fix: str) -> Applied:
         model: the model that the program calls.
         fix: ``keep-float32:layers.3.mlp`` (more modules behind commas; ``::self`` behind a name for its own operators alone),
             ``bfloat16`` (float16 weights and inputs become bfloat16), or the id of a correction.
+        modules: dotted names of more modules that it is for, as ``apply(model, "keep-float32", modules=["layers.3.mlp"])``.
 
     Raises:
         UsageError: there is no such fix, no module is named for ``keep-float32``, or ``model`` is no module.
@@ -285,7 +286,8 @@ def apply(model: nn.Module, fix: str) -> Applied:
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"dtypedoctor.apply: {type(model).__name__} is not a torch.nn.Module", "Pass the model first.")
-    name, modules = correction_named(fix)
-    if name == KEEP_FLOAT32 and not modules:
+    name, of_text = correction_named(fix)
+    named = [*of_text, *correction_named(f"{name}:{','.join(modules)}")[1]]
+    if name == KEEP_FLOAT32 and not named:
         raise UsageError("keep-float32: which modules?", 'Name them: apply(model, "keep-float32:layers.3.mlp").')
-    return Applied(fix, put_in(name, model, modules))
+    return Applied(fix, put_in(name, model, named))

@@ -1,6 +1,7 @@
 """Reads the reports and matrices of run directories; where there is no report, makes one from the trace. And the matrix itself, a row per scenario."""
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -384,6 +385,19 @@ def report_of(place: Path) -> Report:
         if not any((part / EVENTS).is_file() for part in (place, place / BEFORE)):
             raise
     return _examined(open_run(place), place)
+
+
+def diagnose(run: str | os.PathLike[str]) -> Report:
+    """Read the report of a finished run, or make one of its trace where nobody has: ``dtypedoctor.diagnose("runs/first").findings``.
+
+    Args:
+        run: the run directory, or a ``report.json``.
+
+    Raises:
+        UsageError: there is no run, or it cannot be read.
+        EmptyTraceError: its trace holds nothing.
+    """
+    return report_of(Path(run))
 
 
 def _examined(saved: SavedRun, place: Path, *more: Path, own_files: bool = False) -> Report:

@@ -4,7 +4,7 @@ described by a JSON Schema. Renderers decide nothing.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from importlib import resources
@@ -13,7 +13,18 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from dtypedoctor import unpatched
-from dtypedoctor.diagnosis.rule import STAYS, Advice, Excerpt, Finding
+from dtypedoctor.diagnosis.registry import spec_of
+from dtypedoctor.diagnosis.rule import (
+    DTYPE_MISMATCH,
+    LOSS_SCALING,
+    NON_FINITE,
+    SILENT,
+    STAYS,
+    Advice,
+    Excerpt,
+    Finding,
+    Severity,
+)
 from dtypedoctor.errors import UsageError
 from dtypedoctor.examination.results import Observer, Outcome, Parity, RunSummary, Trial
 from dtypedoctor.foreign_files import parse_json
@@ -137,11 +148,36 @@ def from_json(text: str) -> Report:
 def report_data(report: Report) -> dict[str, Any]:
     """What ``report.json`` holds."""
     document = {"schema": SCHEMA, **plain(report)}
-    tried = [advice.tried for advice in report.do_this]
-    for position, finding in enumerate(document["findings"]):
-        finding["tried"] = tried[position] if position < len(tried) else None
+    for position, (finding, written) in enumerate(zip(report.findings, document["findings"], strict=True)):
+        advice = report.do_this[position] if position < len(report.do_this) else None
+        written["tried"] = advice.tried if advice is not None and advice.is_shown else None
+        written["effect"] = _effect(finding)
+        written["where"] = _where(finding, report.excerpts if position == 0 else (), advice)
     document["trials"] = [_trial(trial) for trial in report.trials]
     return document
+
+
+_EFFECTS = {
+    DTYPE_MISMATCH.id: "raises",
+    LOSS_SCALING.id: "not-trained",
+    NON_FINITE.id: "inf-or-nan",
+    SILENT.id: "wrong-values",
+}
+
+
+def _effect(finding: Finding) -> str:
+    """What a failure does to the program, for programs: by the family of the finding; ``none`` where it is a note."""
+    return "none" if finding.severity is Severity.INFO else _EFFECTS.get(spec_of(finding.id).family.id, "other")
+
+
+def _where(finding: Finding, excerpts: Sequence[Excerpt], advice: Advice | None) -> dict[str, str | None]:
+    """The program's own line and the library's, as ``file.py:12``; where a finding has no line, that of its edit. None for what is not known."""
+    own = [f"{edit.file}:{edit.line}" for edit in (advice.edits if advice is not None else ())]
+    shown = [f"{excerpt.file}:{excerpt.line}" for excerpt in excerpts]  # the program's, then the library's
+    source = finding.source
+    if source is not None and "/" in source:  # a library's path begins at the top of its package
+        return {"user": next(iter(shown or own), None), "library": source}
+    return {"user": source or next(iter(shown or own), None), "library": shown[1] if len(shown) > 1 else None}
 
 
 def render_data(document: Document) -> str:

@@ -63,3 +63,11 @@ def test_what_cannot_be_applied_is_refused_with_what_can() -> None:
         dtypedoctor.apply(model, "keep-float32")
     with pytest.raises(UsageError, match=r"int is not a torch\.nn\.Module"):
         dtypedoctor.apply(3, "bfloat16")  # type: ignore[arg-type]
+
+
+def test_modules_can_be_named_as_a_list() -> None:
+    """The same as behind the colon of the text."""
+    model, x = overflowing()
+    with dtypedoctor.apply(model, "keep-float32", modules=["1"]) as applied:
+        assert model(x).isfinite().all()
+        assert applied.hits >= 1

@@ -16,7 +16,10 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
         " sorted(dtypedoctor.__all__))"
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
-    assert done.stdout == "[] ['DtypeDoctorCallback', '__version__', 'apply', 'verify_saved', 'watch']\n"
+    assert (
+        done.stdout
+        == "[] ['DtypeDoctorCallback', 'Report', '__version__', 'apply', 'diagnose', 'verify_saved', 'watch']\n"
+    )
 
 
 def test_a_name_that_there_is_not_is_an_ordinary_attribute_error() -> None:

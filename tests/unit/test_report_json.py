@@ -54,7 +54,7 @@ def test_the_schema_describes_every_field() -> None:
     schema = json_schema()
     assert set(schema["properties"]) == {"schema"} | {f.name for f in fields(Report)}
     for name, cls in PARTS.items():
-        besides = {Trial: {"steps_completed", "loss", "grad_norm"}, Finding: {"tried"}}
+        besides = {Trial: {"steps_completed", "loss", "grad_norm"}, Finding: {"tried", "effect", "where"}}
         written = {f.name for f in fields(cls)} | besides.get(cls, set())
         assert set(schema["$defs"][name]["properties"]) == written
 
