@@ -14,8 +14,13 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import say
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dtypedoctor.cli.scripts import Nodes
     from dtypedoctor.report.to_json import Report
     from dtypedoctor.runner.command import Program
+    from dtypedoctor.runner.directories import RecordFolder
+    from dtypedoctor.trace.ranks import Member
 
 WEEK = 604_800
 
@@ -113,65 +118,75 @@ def execute(
 
     target = program_of(script, arguments or [], module=module, text=text)
     announce("Running the text of -c" if text else f"Running {script}", terminal_only=True)
-    from dtypedoctor.cli.scripts import nodes_of, record_script, treated_together
-    from dtypedoctor.runner.directories import RecordFolder, job_directory, new_record
-    from dtypedoctor.trace.ranks import member, member_of_torchrun, rank_directory
+    from dtypedoctor.cli.scripts import nodes_of, record_script
+    from dtypedoctor.trace.ranks import member, member_of_torchrun
 
     _tell_of_misplaced(arguments or [])
-    fixes = _fixes(ablate or [], attempt or [])
     program = Program(
         name=name_of(target),
         **target,
         time_limit=time_limit,
         overhead_budget=_budget(overhead_budget or (f"1/{every_n_steps}" if every_n_steps else "auto")),
         processes=nproc_per_node or 0,
-        fixes=fixes,
+        fixes=_fixes(ablate or [], attempt or []),
     )
     # `srun torchrun …`: Slurm's processes are the machines then
     nodes = nodes_of(program.command or [script, *program.args])
     here = member_of_torchrun() if nodes is not None else member()
+    is_whole = here is None and nodes is None
     if nproc_per_node is not None:
         _require_to_start_ranks(script, is_launcher=bool(program.command), is_rank=here is not None)
     if rerun:
         _require_to_run_again(script, once=once, is_rank=here is not None)
     certify = here is None and (rerun or verify_uninstrumented)  # only its launcher can start a job once more
-    runs_again = certify or rerun or bool(fixes)
+    runs_again = certify or rerun or bool(program.fixes)
     if nodes is not None and runs_again:
         raise UsageError(
             "--rerun, --try, --ablate and --verify-uninstrumented: this job has several machines, and one alone cannot start it again",
             "Leave them out, or start the job on one machine.",
         )
-    _require_to_edit_files(
-        fix, in_place, alone=not (runs_again or once or here is not None or nodes is not None or text or script == "-")
-    )
+    _require_to_edit_files(fix, in_place, alone=is_whole and not (runs_again or once or text or script == "-"))
     if fix:
         return _fix(program, out, in_place=in_place, capsule_limit=capsule_limit << 20)
 
-    def record(folder: RecordFolder) -> "tuple[Report, int]":
-        option = "--rerun" if here is None and nodes is None else "--nproc-per-node N --rerun"
+    def record(folder: "RecordFolder") -> "tuple[Report, int]":
+        limit, option = capsule_limit << 20, "--rerun" if is_whole else "--nproc-per-node N --rerun"
         if not runs_again:
-            again = here is None and nodes is None and not once
-            return record_script(program, folder, capsule_limit=capsule_limit << 20, rerun=option, tries_edits=again)
+            tries = is_whole and not once
+            return record_script(program, folder, capsule_limit=limit, rerun=option, tries_edits=tries)
         from dtypedoctor.lab.cli.fixing import treat_script
 
-        asked = {"certify": certify, "ablations": rerun, "capsule_limit": capsule_limit << 20, "rerun_option": option}
+        asked = {"certify": certify, "ablations": rerun, "capsule_limit": limit, "rerun_option": option}
         return treat_script(program, folder, asked, in_place=rerun_in_place)
 
-    if here is not None:
-        out = rank_directory(out if out is not None else job_directory(program.name), here.rank)
-    if nodes is not None and out is not None:
-        # Recorded in the common folder from the start: what a machine has recorded that is lost must be there.
-        words, directory = [script, *program.args], out
-        report, status = treated_together(out, nodes, words, lambda own: record(RecordFolder(own, own)))
-    else:
-        folder = new_record(out, program.name, program.folder)
-        report, status = record(folder)
-        directory = folder.directory
+    report, status, directory = _recorded(program, [script, *program.args], out, here, nodes, record)
     _show(report, directory, is_first=here is None or here.local_rank == 0, open_page=open_page)
     from dtypedoctor.cli.reported import exit_code
 
     own = propagate_exit or here is not None  # a launcher ends the whole job where one of its processes fails
     return status if own else exit_code(report)
+
+
+def _recorded(
+    program: "Program",
+    words: list[str],
+    out: Path | None,
+    rank: "Member | None",
+    nodes: "Nodes | None",
+    record: "Callable[[RecordFolder], tuple[Report, int]]",
+) -> "tuple[Report, int, Path]":
+    """Has a program recorded where its process, or its machine, stands in a job: the report, the exit status and the directory."""
+    from dtypedoctor.cli.scripts import treated_together
+    from dtypedoctor.runner.directories import RecordFolder, job_directory, new_record
+    from dtypedoctor.trace.ranks import rank_directory
+
+    if rank is not None:
+        out = rank_directory(out if out is not None else job_directory(program.name), rank.rank)
+    if nodes is not None and out is not None:
+        # Recorded in the common folder from the start: what a machine has recorded that is lost must be there.
+        return *treated_together(out, nodes, words, lambda own: record(RecordFolder(own, own))), out
+    folder = new_record(out, program.name, program.folder)
+    return *record(folder), folder.directory
 
 
 OF_EXEC = ("--fix", "--try")

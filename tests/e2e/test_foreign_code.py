@@ -11,7 +11,7 @@ from command import in_this_process
 from patience import read_to_end
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.lab.bisect.probe_runner import Asked, Journal
+from dtypedoctor.lab.bisect.measurements import Asked, Journal
 from dtypedoctor.lab.cli import scenario_files
 from dtypedoctor.lab.cli.bisecting import Options, resumed_case
 from dtypedoctor.lab.cli.scenario_files import load_checked

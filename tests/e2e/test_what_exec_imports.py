@@ -39,7 +39,6 @@ NOT_FOR_A_SCRIPT = {
     "yaml",
     "multiprocessing.forkserver",
     "rich.live",
-    "dtypedoctor.lab.cli.live",
     "dtypedoctor.lab.cli.running",
     "dtypedoctor.lab.cli.bisecting",
     "dtypedoctor.report.files",

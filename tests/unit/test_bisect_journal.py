@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.lab.bisect.probe_runner import JOURNAL, Asked, Journal
+from dtypedoctor.lab.bisect.measurements import JOURNAL, Asked, Journal
 from dtypedoctor.lab.scenarios.loading import case_of
 
 

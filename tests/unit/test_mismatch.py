@@ -9,7 +9,7 @@ from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Confidence
 from dtypedoctor.diagnosis.wording import complaint_of, is_dtype_error
-from dtypedoctor.rules.mismatch.census import Census
+from dtypedoctor.rules.mismatch.dtype_origin import Census
 from dtypedoctor.rules.mismatch.rule import detect_mismatch
 from dtypedoctor.trace.events import Flow, Op, Raised, Replay
 from dtypedoctor.trace.model import Trace

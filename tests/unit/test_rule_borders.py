@@ -16,7 +16,7 @@ from dtypedoctor.diagnosis.wording import named_in
 from dtypedoctor.errors import UsageError
 from dtypedoctor.examination.examine import rerun_advice
 from dtypedoctor.examination.results import NOT_REQUESTED, Outcome, Trial
-from dtypedoctor.rules.mismatch.census import _adapts
+from dtypedoctor.rules.mismatch.dtype_origin import _adapts
 from dtypedoctor.rules.nonfinite.undefined import _what_rounds
 from dtypedoctor.trace.events import ParameterNote, ScalerState
 from dtypedoctor.trace.records.execution import RoundedBefore

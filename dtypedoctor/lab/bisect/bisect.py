@@ -36,7 +36,7 @@ from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Root
 
 if TYPE_CHECKING:
-    from dtypedoctor.lab.bisect.probe_runner import ProbeRunner
+    from dtypedoctor.lab.bisect.measurements import ProbeRunner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from dtypedoctor.lab.trials.reduction import BaselineError, Interrupted, Node, O
 from dtypedoctor.trace.model import Trace
 
 if TYPE_CHECKING:
-    from dtypedoctor.lab.bisect.probe_runner import ProbeRunner
+    from dtypedoctor.lab.bisect.measurements import ProbeRunner
 
 ORIGIN_WEIGHT = 32.0
 """Weight of the module that a trace blames, where 1 is a module that uses its dtype's whole range."""

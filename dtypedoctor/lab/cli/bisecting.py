@@ -17,11 +17,11 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.examination.results import Outcome
 from dtypedoctor.interruptions import say
 from dtypedoctor.lab.bisect.bisect import Progress, bisect
-from dtypedoctor.lab.bisect.probe_runner import JOURNAL, Asked, Journal, ProbeRunner
+from dtypedoctor.lab.bisect.measurements import JOURNAL, Asked, Journal, ProbeRunner
 from dtypedoctor.lab.bisect.questions import Measured
 from dtypedoctor.lab.bisect.results import Answer, Bisection, End, Kind, Symptom, Verdict
 from dtypedoctor.lab.bisect.symptoms import part_in_words
-from dtypedoctor.lab.cli.live import IMPORTS, LiveView
+from dtypedoctor.lab.cli.running import IMPORTS, LiveView
 from dtypedoctor.lab.cli.scenario_files import allow_directory, load_checked, require_at_hand, resume_command
 from dtypedoctor.lab.runner.launch import Launcher, Resident
 from dtypedoctor.lab.scenarios.loading import case_of, override, resolve

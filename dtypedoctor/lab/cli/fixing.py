@@ -38,7 +38,7 @@ from dtypedoctor.examination.examine import (
 from dtypedoctor.examination.processes import Leading
 from dtypedoctor.foreign_files import read_file, write_file
 from dtypedoctor.interruptions import say
-from dtypedoctor.lab.cli.live import label_in_words
+from dtypedoctor.lab.cli.running import label_in_words
 from dtypedoctor.lab.runner.launch import asked_of, run_script_of
 from dtypedoctor.lab.scenarios.loading import dotted, in_words
 from dtypedoctor.lab.scenarios.model import Request, Scenario

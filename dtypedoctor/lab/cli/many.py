@@ -16,7 +16,7 @@ from dtypedoctor.cli.reported import exit_code, kept
 from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.foreign_files import append_file, parse_json, read_file, write_file
 from dtypedoctor.interruptions import say
-from dtypedoctor.lab.cli.live import LiveView
+from dtypedoctor.lab.cli.running import LiveView
 from dtypedoctor.lab.cli.scenario_files import allow_directory
 from dtypedoctor.lab.runner.executors import Ended, Job, Where, machines, run_jobs
 from dtypedoctor.lab.scenarios.model import Scenario

@@ -9,8 +9,7 @@ from dtypedoctor.diagnosis.rule import Finding, Link
 from dtypedoctor.diagnosis.wording import Complaint, complaint_of, how_the_run_ended, place, short, short_parameter
 from dtypedoctor.dtypes import DTYPES, WHOLE
 from dtypedoctor.rules import Statement, make_finding
-from dtypedoctor.rules.mismatch.census import Census
-from dtypedoctor.rules.mismatch.dtype_origin import MERGES, DtypeOrigin, Provenance, Reason
+from dtypedoctor.rules.mismatch.dtype_origin import MERGES, Census, DtypeOrigin, Provenance, Reason
 from dtypedoctor.trace.events import Op, Raised, TensorNote
 from dtypedoctor.trace.model import Trace
 

@@ -24,8 +24,7 @@ from dtypedoctor.diagnosis.wording import (
 from dtypedoctor.dtypes import DTYPES, WHOLE
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, described, op_name, ran_in, set_in_words, settled_by
-from dtypedoctor.rules.mismatch.census import owner_of
-from dtypedoctor.rules.mismatch.dtype_origin import ATTENTION, MERGES, WRITES_AT_INDEX, DtypeOrigin, Reason
+from dtypedoctor.rules.mismatch.dtype_origin import ATTENTION, MERGES, WRITES_AT_INDEX, DtypeOrigin, Reason, owner_of
 from dtypedoctor.trace.events import Observed, Op, Raised
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import ShardCall, ShardUnit

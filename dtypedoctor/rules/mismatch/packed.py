@@ -11,16 +11,17 @@ from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.diagnosis.wording import listed, place, short
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.case import INTEGERS, Case, Operand, Verdict, op_name, settled_by
-from dtypedoctor.rules.mismatch.census import Census, owner_of
 from dtypedoctor.rules.mismatch.dtype_origin import (
     CASTS,
     CONVOLUTIONS,
     PRODUCTS,
     UNCOMPUTED,
     VIEWS,
+    Census,
     DtypeOrigin,
     Provenance,
     Reason,
+    owner_of,
 )
 from dtypedoctor.trace.events import Op
 from dtypedoctor.trace.model import Trace

@@ -9,12 +9,12 @@ from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, place, short
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.case import Case, Verdict, described, op_name, ran_in, who_is_what
-from dtypedoctor.rules.mismatch.census import Census
 from dtypedoctor.rules.mismatch.dtype_origin import (
     CASTS,
     CONVOLUTIONS,
     MERGES,
     PRODUCTS,
+    Census,
     Reason,
 )
 from dtypedoctor.trace.events import Flow
