@@ -60,7 +60,12 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return (yield)
     kept = item.config.getoption("--dtypedoctor-out")
     with tempfile.TemporaryDirectory(prefix="dtypedoctor-") as folder:
-        watched = Watched(_free_directory(Path(kept or folder), item.nodeid), quiet=True)
+        # a directory for a test that does not exist yet; a test may run several times
+        parent = Path(kept or folder)
+        parent.mkdir(parents=True, exist_ok=True)
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", item.nodeid)[-150:].strip("-.")
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        watched = Watched(next(parent / each for each in names if not (parent / each).exists()), quiet=True)
         watched.begin(None)
         raised: list[BaseException] = []
         try:
@@ -94,14 +99,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("dtypedoctor: passed with findings")
         for line in lines:
             terminalreporter.line(line)
-
-
-def _free_directory(parent: Path, test: str) -> Path:
-    """A directory for a test that does not exist yet; a test may run several times."""
-    parent.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", test)[-150:].strip("-.")
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return next(parent / each for each in names if not (parent / each).exists())
 
 
 def _check(report: WatchReport | None, allowed: tuple[str, ...]) -> None:

@@ -106,9 +106,11 @@ def script_text(capture: Mapping[str, Any], claim: Claim, *, configs: bool, carr
     """
     carried = carried or Carried()
     own = bool(capture["calls"] or capture.get("own"))
+    # the text of the user's classes, without an import that the script has anyway
+    lines = "\n".join(line for line in carried.source.splitlines() if line != "import torch").strip()
     parts = {
         "about": _comment((claim.title, *claim.about, f"Made with {claim.made_with}.")),
-        "source": _source(carried.source),
+        "source": f"{lines}\n\n\n" if lines else "",
         "limit": float(claim.limit),
         "grad": bool(capture["grad"] or claim.check == "backward"),
         "random": "random" if carried.random else None,
@@ -198,12 +200,6 @@ def _recipes(recipe: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     for child in recipe["children"].values():
         if child is not None:
             yield from _recipes(child)
-
-
-def _source(text: str) -> str:
-    """The text of the user's classes, without an import that the script has anyway."""
-    lines = "\n".join(line for line in text.splitlines() if line != "import torch").strip()
-    return f"{lines}\n\n\n" if lines else ""
 
 
 def _in_lines(items: list[str]) -> str:

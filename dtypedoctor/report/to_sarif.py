@@ -60,10 +60,11 @@ def _results(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         advice = all_advice[position] if position < len(all_advice) else {}
         excerpts = (report.get("excerpts") or ()) if position == 0 else ()
         name, fqn = _text(finding["id"]), finding.get("fqn") or ""
+        summary = _text(finding["summary"])
         result = {
             "ruleId": name,
             "level": "note" if report.get("expectation_met") is True else _LEVELS[Severity(finding["severity"])],
-            "message": {"text": _message(finding, advice)},
+            "message": {"text": f"{summary} Do this: {_text(advice['text'])}" if advice.get("text") else summary},
             "locations": _locations(fqn, *_line_of(finding, advice, excerpts)),
             "partialFingerprints": {"finding/v1": _text("|".join((name, fqn, finding.get("op") or "")))},
             "properties": {
@@ -74,11 +75,6 @@ def _results(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         }
         fixes = _fixes(advice)
         yield result | ({"fixes": fixes} if fixes else {})
-
-
-def _message(finding: Mapping[str, Any], advice: Mapping[str, Any]) -> str:
-    summary = _text(finding["summary"])
-    return f"{summary} Do this: {_text(advice['text'])}" if advice.get("text") else summary
 
 
 def _line_of(

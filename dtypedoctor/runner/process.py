@@ -176,11 +176,6 @@ def _tell_signals(telling: int, ends: int) -> None:
             os.write(telling, bytes([received.si_signo]))
 
 
-def _is_of_all(received: signal.struct_siginfo, echo: _Echo) -> bool:
-    """Whether the terminal has sent a signal to all processes of the job, or somebody to the whole group."""
-    return received.si_code == _BY_TERMINAL or echo.also_got(received.si_signo)
-
-
 def _wait(
     process: "subprocess.Popen[bytes]", deadline: float, meanwhile: Callable[[], None], *, patient: bool
 ) -> tuple[int, bool]:
@@ -206,7 +201,10 @@ def _wait(
                 if received.si_signo in _ASK_TO_END:
                     asked_to_end = asked_to_end or received.si_signo
                     deadline = deadline if patient else min(deadline, time.monotonic() + SECONDS_TO_END)
-                if received.si_signo != signal.SIGCHLD and not _is_of_all(received, echo):
+                # whether the terminal has sent a signal to all processes of the job, or somebody to the whole group
+                if received.si_signo != signal.SIGCHLD and not (
+                    received.si_code == _BY_TERMINAL or echo.also_got(received.si_signo)
+                ):
                     process.send_signal(received.si_signo)
         while (received := signal.sigtimedwait(_AWAITED, 0)) is not None:  # which came together with its end
             asked_to_end = asked_to_end or received.si_signo * (received.si_signo in _ASK_TO_END)

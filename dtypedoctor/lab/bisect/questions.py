@@ -70,7 +70,15 @@ def plant(called: Iterable[str], weights: Mapping[str, float]) -> Forest:
     for name in sorted(names - {""}, key=_natural):
         children[max(_ancestors(name) & names, key=len)].append(name)
     tree = _node("", children, weights)
-    return Forest(tree=tree, roots=_blocks(tree))
+    # opens the nodes that hold most of the leaves, until none does
+    total = len(tree.leaves())
+    roots = [tree]
+    while (
+        large := next((node for node in roots if node.children and 2 * len(node.leaves()) > total), None)
+    ) is not None:
+        position = roots.index(large)
+        roots[position : position + 1] = large.children
+    return Forest(tree=tree, roots=tuple(roots))
 
 
 def called_modules(failing: Sequence[Trace], reference: Trace) -> set[str]:
@@ -138,18 +146,6 @@ def _node(name: str, children: Mapping[str, Sequence[str]], weights: Mapping[str
         return Node(id=name, weight=weight)
     own = Node(id=name + OWN, weight=weights.get(name + OWN, _LEAST))
     return Node(id=name, children=(own, *(_node(child, children, weights) for child in children[name])))
-
-
-def _blocks(tree: Node) -> tuple[Node, ...]:
-    """Opens the nodes that hold most of the leaves, until none does."""
-    total = len(tree.leaves())
-    roots = [tree]
-    while (
-        large := next((node for node in roots if node.children and 2 * len(node.leaves()) > total), None)
-    ) is not None:
-        position = roots.index(large)
-        roots[position : position + 1] = large.children
-    return tuple(roots)
 
 
 def _ancestors(name: str) -> set[str]:

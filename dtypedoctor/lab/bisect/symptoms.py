@@ -195,14 +195,7 @@ def _symptoms(run: Run, tolerance: Tolerance | None) -> Iterator[Symptom]:
         yield Symptom(
             kind=Kind.DIED, reason=f"only a part of it was recorded: {os.strerror(trace.stopped.errno)}", detail="disk"
         )
-    yield from _bad_numbers(trace)
-    excess = tolerance.excess(trace) if tolerance is not None else None
-    if excess is not None:
-        yield Symptom(kind=Kind.INACCURATE, reason=excess.words, step=excess.step, phase="forward", call=1)
-
-
-def _bad_numbers(trace: Trace) -> Iterator[Symptom]:
-    """Numbers outside of the modules: what the workload reports, and the outputs on the probe batch."""
+    # numbers outside of the modules: what the workload reports, and the outputs on the probe batch
     for metric in analysis_of(trace).nonfinite_metrics:
         reason = f"{', '.join(metric.nonfinite)} not finite in step {metric.step}"
         yield Symptom(kind=Kind.NOT_FINITE, reason=reason, step=metric.step)
@@ -210,6 +203,9 @@ def _bad_numbers(trace: Trace) -> Iterator[Symptom]:
         if None in probe.values:
             reason = f"outputs on the probe batch not finite after step {probe.step}"
             yield Symptom(kind=Kind.NOT_FINITE, reason=reason, step=probe.step)
+    excess = tolerance.excess(trace) if tolerance is not None else None
+    if excess is not None:
+        yield Symptom(kind=Kind.INACCURATE, reason=excess.words, step=excess.step, phase="forward", call=1)
 
 
 def _died(run: Run) -> Symptom:

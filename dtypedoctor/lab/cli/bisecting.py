@@ -106,7 +106,14 @@ def _scenario(options: Options) -> Scenario:
             "pass either SCENARIO or --model", "For example: dtypedoctor bisect --model builtin:gemma4-tiny"
         )
     if options.model is not None:
-        _require_weights(options.model)
+        # a hub id has to be in the cache: each of many runs loads the model anew, and none of them should wait for a network
+        model = options.model
+        if ":" not in model and not os.path.exists(model) and cached(model) is None:
+            meant = f"; did you mean '{BUILTIN}{model}'?" if model in registered(Model) else ""
+            raise UsageError(
+                f"--model: {model} is neither a directory nor a model in the Hugging Face cache{meant}",
+                "Use builtin:NAME, a directory, a downloaded hub id, or package.module:factory.",
+            )
         return case_of(options.model, options.dtype or DTYPE, options.workload)
     if options.workload is not None:
         raise UsageError("--workload needs --model: a scenario has a workload already", "Drop one of the two.")
@@ -118,20 +125,6 @@ def _scenario(options: Options) -> Scenario:
             "Take `distributed` out of it; --device-map auto spreads over all GPUs what one does not hold.",
         )
     return override(loaded, dtype=options.dtype)
-
-
-def _require_weights(model: str) -> None:
-    """A hub id has to be in the cache: each of many runs loads the model anew, and none of them should wait for a network.
-
-    Raises:
-        UsageError: it is not.
-    """
-    if ":" not in model and not os.path.exists(model) and cached(model) is None:
-        meant = f"; did you mean '{BUILTIN}{model}'?" if model in registered(Model) else ""
-        raise UsageError(
-            f"--model: {model} is neither a directory nor a model in the Hugging Face cache{meant}",
-            "Use builtin:NAME, a directory, a downloaded hub id, or package.module:factory.",
-        )
 
 
 def bisect_case(case: Case) -> Report:
@@ -240,7 +233,11 @@ def answer(found: Bisection) -> str:
         case End.UNRESOLVED:
             return f"Unresolved, no module can be named: {note}."
         case End.INTERRUPTED:
-            return _interrupted(found)
+            if not found.culprits:
+                return f"Interrupted before a result{': ' + found.note if found.note else ''}."
+            minimal = found.modules is not None and found.modules.result is not None
+            known = "" if minimal else f" Some of these {counted(len(found.culprits), 'module')} may not be needed."
+            return f"Interrupted. Keeping {_kept(found)} in float32 fixes {found.workload}.{known}"
 
 
 def _found(found: Bisection) -> str:
@@ -291,14 +288,6 @@ def _near_the_end(healthy: Symptom) -> str:
     if healthy.share is None or healthy.share < _NEAR_THE_END or healthy.absmax is None or healthy.fqn is None:
         return ""
     return f" {part_in_words(healthy.fqn)} reaches {number(healthy.absmax)}, {healthy.share:.0%} of its dtype's max."
-
-
-def _interrupted(found: Bisection) -> str:
-    if not found.culprits:
-        return f"Interrupted before a result{': ' + found.note if found.note else ''}."
-    minimal = found.modules is not None and found.modules.result is not None
-    known = "" if minimal else f" Some of these {counted(len(found.culprits), 'module')} may not be needed."
-    return f"Interrupted. Keeping {_kept(found)} in float32 fixes {found.workload}.{known}"
 
 
 def bisection_report(found: Bisection, *, command: str, files: dict[str, str], next_command: str) -> Report:

@@ -323,7 +323,13 @@ def _divergences(found: TraceComparison) -> Iterator[str]:
     if first is not None and first.difference in (Difference.ONLY_A, Difference.ONLY_B):
         yield f"{_place(first)} is called once more in one run than in the other, in {_when(first)}"
     yield from _different_ends(found)
-    yield from _different_numbers(found)
+    # metrics and log-probabilities that differ, with the steps in which they do
+    for metric in found.metrics:
+        if metric.beyond:
+            yield f"{metric.name} differs in {_steps(metric.beyond)}"
+    apart = [probe.step for probe in found.logprobs if probe.error > found.tolerance_at(probe.step) or probe.unmatched]
+    if apart:
+        yield f"the log-probabilities on the probe batch differ after {_steps(tuple(apart))}"
     if found.tolerance == 0 and found.parameters_equal is False:
         yield "the trained parameters are not bitwise equal"
 
@@ -348,16 +354,6 @@ def _different_ends(found: TraceComparison) -> Iterator[str]:
             f"training takes {counted(len(apart), 'parameter')} to another distance from the start, {module_name(worst.fqn)} to "
             f"{number(worst.a.distance)} in A and {number(worst.b.distance)} in B"
         )
-
-
-def _different_numbers(found: TraceComparison) -> Iterator[str]:
-    """Metrics and log-probabilities that differ, with the steps in which they do."""
-    for metric in found.metrics:
-        if metric.beyond:
-            yield f"{metric.name} differs in {_steps(metric.beyond)}"
-    apart = [probe.step for probe in found.logprobs if probe.error > found.tolerance_at(probe.step) or probe.unmatched]
-    if apart:
-        yield f"the log-probabilities on the probe batch differ after {_steps(tuple(apart))}"
 
 
 def _steps(steps: tuple[int, ...]) -> str:

@@ -106,7 +106,11 @@ def install_quant_state_dtype(model: nn.Module, modules: Sequence[str]) -> Insta
 
     ``hits`` is the number of quantization states that were changed.
     """
-    dtype = _activation_dtype(model)
+    find = getattr(model, "get_input_embeddings", None)
+    weight = getattr(find() if find else None, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        raise TargetMismatchError(f"{type(model).__name__} has no input embedding to take the activations' dtype from")
+    dtype = weight.dtype
     states = _quant_states(model)
     before = {name: state.dtype for name, state in states.items() if state.dtype != dtype}
     if not before:
@@ -130,14 +134,6 @@ def install_quant_state_dtype(model: nn.Module, modules: Sequence[str]) -> Insta
         undo=undo,
         counters=counters,
     )
-
-
-def _activation_dtype(model: nn.Module) -> torch.dtype:
-    find = getattr(model, "get_input_embeddings", None)
-    weight = getattr(find() if find else None, "weight", None)
-    if not isinstance(weight, torch.Tensor):
-        raise TargetMismatchError(f"{type(model).__name__} has no input embedding to take the activations' dtype from")
-    return weight.dtype
 
 
 def _quant_states(model: nn.Module) -> dict[str, Any]:

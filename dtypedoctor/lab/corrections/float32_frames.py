@@ -187,7 +187,11 @@ class Float32Frame(TorchFunctionMode):
         if self.suspended or (name in _UNTOUCHED or qualified_name(func).split("::")[0] not in ("aten", "prims")):
             return func(*args, **kwargs)
         if name == "__get__":
-            return _attribute(func, args)
+            # a property of a tensor: ``dtype`` is the nominal one, and views such as ``T`` and ``data`` keep it
+            if getattr(getattr(func, "__self__", None), "__name__", "") == "dtype":
+                return nominal(args[0])
+            found = func(*args)
+            return _described(found, nominal(args[0])) if isinstance(found, Tensor) else found
         if name in _CASTS and isinstance(next(iter(args), None), Tensor):
             return _cast(func, name, args, kwargs)
         if name in _SAME_VALUES:
@@ -211,14 +215,6 @@ def _is_in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
     if name in _IN_PLACE_OPERATORS or kwargs.get("out") is not None or kwargs.get("inplace"):
         return True
     return name.endswith("_") and not name.endswith("__")
-
-
-def _attribute(func: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """A property of a tensor: ``dtype`` is the nominal one, and views such as ``T`` and ``data`` keep it."""
-    if getattr(getattr(func, "__self__", None), "__name__", "") == "dtype":
-        return nominal(args[0])
-    found = func(*args)
-    return _described(found, nominal(args[0])) if isinstance(found, Tensor) else found
 
 
 def _computed(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -138,7 +138,13 @@ def streaming(context: "Context") -> Iterator[None]:
     (:class:`dtypedoctor.plugins.Model`). For each kind of launch a :class:`StreamLaunches` is written.
     """
     choosers = context.holder.built.stream_choosers if context.holder.built is not None else ()
-    why_not = _why_streams_are_not_watched(context)
+    # why launches are not listened to; empty if they are
+    if context.device.type != "cuda":
+        why_not = "there is no CUDA device here"
+    elif context.stage.compile is not None:
+        why_not = "the model is compiled, and a listener would be compiled with it"
+    else:
+        why_not = ""
     if why_not and (choosers or context.stage.side_stream):
         context.instruments.writer.write(NotWatched(what="CUDA streams", why=why_not))
     if context.device.type != "cuda":
@@ -161,15 +167,6 @@ def streaming(context: "Context") -> Iterator[None]:
 def _stream_watch(chooser: str) -> StreamWatch:
     module, _, function = chooser.partition(":")
     return StreamWatch(import_module(module), function)
-
-
-def _why_streams_are_not_watched(context: "Context") -> str:
-    """Why launches are not listened to; empty if they are."""
-    if context.device.type != "cuda":
-        return "there is no CUDA device here"
-    if context.stage.compile is not None:
-        return "the model is compiled, and a listener would be compiled with it"
-    return ""
 
 
 def _write_launches(context: "Context", watch: StreamWatch) -> None:

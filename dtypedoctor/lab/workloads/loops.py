@@ -33,7 +33,12 @@ def run_forward(context: Context) -> None:
             values = {"loss": loss.item()}
             if settings.backward:
                 loss.backward()
-                values["grad_norm"] = _take_gradient_norm(context)
+                # the norm over all gradients, which are removed afterwards
+                parameters = [p for p in context.built.model.parameters() if p.grad is not None]
+                norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+                for parameter in parameters:
+                    parameter.grad = None
+                values["grad_norm"] = value_of(norm)
         values["step_time"] = time.perf_counter() - began
         context.steps_completed = step
         context.metric(step, values)
@@ -41,15 +46,6 @@ def run_forward(context: Context) -> None:
         if context.look_steps != 0 or settings.steps > 1:
             with context.region():
                 context.probe(step)
-
-
-def _take_gradient_norm(context: Context) -> float:
-    """The norm over all gradients, which are removed afterwards."""
-    parameters = [p for p in context.built.model.parameters() if p.grad is not None]
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-    for parameter in parameters:
-        parameter.grad = None
-    return value_of(norm)
 
 
 def run_train(context: Context) -> None:

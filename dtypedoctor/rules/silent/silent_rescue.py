@@ -102,17 +102,6 @@ def _spread(graph: OpGraph, op: Op) -> Finding | None:
     if not 0 < infinities < replaced:
         return None
     sources = [source.source for source in (*found.asked, *found.computed) if source.source]
-    return _of_a_group(op, replaced, infinities, sources, found.nan_makers)
-
-
-def _infinities_behind(found: Ancestry) -> int:
-    """How many infinite elements were made, or came in, before anything was NaN."""
-    made = [tensor for op in (*found.asked, *found.computed) for tensor in op.outputs]
-    tensors = {tensor.id: tensor for tensor in (*made, *(given for _, given in found.given))}
-    return sum(tensor.num_posinf + tensor.num_neginf for tensor in tensors.values())
-
-
-def _of_a_group(op: Op, replaced: int, infinities: int, sources: list[str], makers: tuple[Op, ...]) -> Finding:
     lost = replaced - infinities
     count = "1 infinity" if infinities == 1 else f"{infinities:,} infinities"
     begin = f" made at {listed(list(dict.fromkeys(sources)))}" if sources else " in the input"
@@ -126,9 +115,16 @@ def _of_a_group(op: Op, replaced: int, infinities: int, sources: list[str], make
             f"{op.source} puts numbers in their place. No error is raised, and nothing is learned from these values. Give such elements "
             "a finite value, or leave them out before the mean."
         ),
-        evidence=tuple(f"{maker.op} at {maker.source} makes NaN of infinities." for maker in makers[:3]),
+        evidence=tuple(f"{maker.op} at {maker.source} makes NaN of infinities." for maker in found.nan_makers[:3]),
     )
     return make_finding(statement, phase=op.phase, step=op.step, op=op.op, source=op.source, dtype=op.outputs[0].dtype)
+
+
+def _infinities_behind(found: Ancestry) -> int:
+    """How many infinite elements were made, or came in, before anything was NaN."""
+    made = [tensor for op in (*found.asked, *found.computed) for tensor in op.outputs]
+    tensors = {tensor.id: tensor for tensor in (*made, *(given for _, given in found.given))}
+    return sum(tensor.num_posinf + tensor.num_neginf for tensor in tensors.values())
 
 
 RULES = (
