@@ -10,12 +10,11 @@ from enum import StrEnum
 from functools import cached_property
 from operator import attrgetter
 
-from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis import diagnose, spec_of
 from dtypedoctor.diagnosis.distributed import OF_ANOTHER_RANK
 from dtypedoctor.diagnosis.incidents import MEASURED, Incident, incidents, rejects_value
 from dtypedoctor.diagnosis.nonfinite_origin import unexplained
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of
-from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.wording import (
     complaint_of,

@@ -8,7 +8,7 @@ Each table stands between two comments. A test says when one is stale.
 from collections.abc import Iterator
 from pathlib import Path
 
-from dtypedoctor.diagnosis.registry import by_family
+from dtypedoctor.diagnosis import by_family
 from dtypedoctor.diagnosis.rule import FindingSpec
 from dtypedoctor.examination.fixes import Reach, reaches
 

@@ -8,7 +8,7 @@ A test says when it is stale.
 import re
 from pathlib import Path
 
-from dtypedoctor.diagnosis.registry import by_family
+from dtypedoctor.diagnosis import by_family
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PLACE = DOCS / "llms.txt"

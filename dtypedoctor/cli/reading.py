@@ -139,7 +139,7 @@ def explain(
     ] = None,
 ) -> None:
     """Print the page about a finding (symptoms, cause, evidence, fixes), or what a fix changes and where it can be put in."""
-    from dtypedoctor.diagnosis.registry import by_family, finding_ids, readable_page
+    from dtypedoctor.diagnosis import by_family, finding_ids, readable_page
     from dtypedoctor.examination.fixes import edits_of, reach_of_modules, reaches
     from dtypedoctor.report.fixes import about, patch_of
 

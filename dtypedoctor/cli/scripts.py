@@ -173,7 +173,7 @@ def _import_the_rest() -> None:
     """Imports what reads a trace and shows a report, rules included; the second time there is nothing to do."""
     for name in ("cli.reported", "examination.examine", "report.to_terminal"):
         import_module(f"dtypedoctor.{name}")
-    import_module("dtypedoctor.diagnosis.registry").rules()
+    import_module("dtypedoctor.diagnosis").rules()
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
+from dtypedoctor.diagnosis import rules
 from dtypedoctor.diagnosis.incidents import Incident, incidents
-from dtypedoctor.diagnosis.registry import rules
 from dtypedoctor.diagnosis.rule import Confidence, Finding, most_severe_first
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.trace.events import Observed, Raised, Sample, Site

@@ -17,8 +17,7 @@ from itertools import pairwise
 from math import prod
 from pathlib import Path
 
-from dtypedoctor.diagnosis import dtype_edits, value_edits
-from dtypedoctor.diagnosis.registry import page, spec_of
+from dtypedoctor.diagnosis import dtype_edits, page, spec_of, value_edits
 from dtypedoctor.diagnosis.rule import Advice, Edit, Excerpt, Finding, FindingSpec, Severity
 from dtypedoctor.diagnosis.scene import Change, Changes, Scene, Source, masked_line, may_be_shown
 from dtypedoctor.diagnosis.value_edits import fitting

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from dtypedoctor.analysis import analysis_of, ending_of, said_of_caught, with_caught
-from dtypedoctor.diagnosis import preflight
+from dtypedoctor.diagnosis import preflight, spec_of
 from dtypedoctor.diagnosis.checkpoint import Intent, is_checkpoint, read_checkpoint
 from dtypedoctor.diagnosis.distributed import across_ranks
 from dtypedoctor.diagnosis.edits import ON_THE_OPERATOR, TRIED_AS, advise
 from dtypedoctor.diagnosis.nonfinite_origin import is_unsettled
-from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import SILENT, Advice, Confidence, Edit, Excerpt, Finding, Severity
 from dtypedoctor.diagnosis.wording import class_of_named, named_in
 from dtypedoctor.errors import UsageError

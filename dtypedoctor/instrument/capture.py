@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from dtypedoctor._torch_private import buffers_of, children_of, class_before_sharding, marks_of_sharding, parameters_of
 from dtypedoctor.instrument.frames import importable
 from dtypedoctor.instrument.live_call import tensors_of
-from dtypedoctor.instrument.module_tree import has_state, named_modules
-from dtypedoctor.instrument.sharded import is_sharded, parameter_not_here
+from dtypedoctor.instrument.module_tree import has_state, is_sharded, named_modules, parameter_not_here
 from dtypedoctor.unpatched import to_json
 
 if TYPE_CHECKING:

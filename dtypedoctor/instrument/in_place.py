@@ -33,7 +33,18 @@ from dtypedoctor.instrument.failing_statement import show_operands
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.frames import line_of, source_of
 from dtypedoctor.instrument.live_call import LiveCall, as_leaf, inputs_in, tensors_of
-from dtypedoctor.instrument.module_tree import ByModule, mapped, modules_in, named_tensors, owner_of, parameters_in
+from dtypedoctor.instrument.module_tree import (
+    ByModule,
+    calls_alone,
+    is_of_several,
+    is_sharded,
+    mapped,
+    modules_in,
+    named_tensors,
+    owner_of,
+    parameter_not_here,
+    parameters_in,
+)
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import bytes_of, why_opaque
 from dtypedoctor.instrument.optimizer_replay import OptimizerReplays
@@ -54,7 +65,6 @@ from dtypedoctor.instrument.repeated_call import (
     type_and_message,
 )
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.sharded import calls_alone, is_of_several, is_sharded, parameter_not_here
 from dtypedoctor.instrument.statistics import is_finite, out_of_their_sight
 from dtypedoctor.instrument.untouched import CannotReplayError, at_moment
 from dtypedoctor.instrument.whereabouts import call_arguments

@@ -16,10 +16,16 @@ from torch import Tensor, nn
 from dtypedoctor._torch_private import MemoryRef, Writes, parameters_of, version_of
 from dtypedoctor.instrument.frames import Line
 from dtypedoctor.instrument.live_call import LiveCall, tensors_of
-from dtypedoctor.instrument.module_tree import mapped, modules_in, parameters_in
+from dtypedoctor.instrument.module_tree import (
+    Given,
+    mapped,
+    modules_in,
+    parameter_not_here,
+    parameters_in,
+    unit_set_aside,
+)
 from dtypedoctor.instrument.operators import bytes_of
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.sharded import Given, parameter_not_here, unit_set_aside
 from dtypedoctor.instrument.silent.underflow import SCALE, when_scaled
 from dtypedoctor.instrument.statistics import Extent, is_finite, measurable, measure, out_of_their_sight, real_of
 from dtypedoctor.instrument.untouched import Again, CannotReplayError, KeptMemory, at_moment, make_again

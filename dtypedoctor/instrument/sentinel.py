@@ -8,7 +8,7 @@ with, takes it off. The nodes of a GPU run in threads of autograd's own, in whic
 
 What it costs is bounded by counts: everything is measured up to an allowance that each module call adds to; beyond it an eighth of the
 operators, in turns, and of backward passes each eighth is seen. What is computed on a GPU is measured at once in some steps, at each line
-a few times (:mod:`readings`); else each eighth result is measured behind the device, which tells where a program first stops being finite.
+a few times (:mod:`budget`); else each eighth result is measured behind the device, which tells where a program first stops being finite.
 """
 
 import sys
@@ -41,6 +41,7 @@ from dtypedoctor._torch_private import (
     sequence_number,
 )
 from dtypedoctor.instrument.bad_values import FINITE, BadValues, Ends, Ran, ends_of
+from dtypedoctor.instrument.budget import FIRST_STEPS, is_read_in
 from dtypedoctor.instrument.float32_program import Float32Program, Step
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.operators import (
@@ -52,7 +53,6 @@ from dtypedoctor.instrument.operators import (
     tensors_of,
     written,
 )
-from dtypedoctor.instrument.readings import FIRST_STEPS, is_read_in
 from dtypedoctor.instrument.recorders import BEHIND
 from dtypedoctor.instrument.session import Here, Session
 from dtypedoctor.instrument.statistics import HALF, measurable, real_of

@@ -32,9 +32,9 @@ from dtypedoctor._torch_private import (
     region_is_on,
     set_grad_enabled,
 )
+from dtypedoctor.instrument.budget import Readings
 from dtypedoctor.instrument.frames import Line, line_of, local_of
 from dtypedoctor.instrument.naming import Names, short_name
-from dtypedoctor.instrument.readings import Readings
 from dtypedoctor.interruptions import contained, is_interruption
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import FAILED_THERE, Coverage, NotWatched, Observed

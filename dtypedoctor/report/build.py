@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from dtypedoctor.analysis import analysis_of, ending_of, noted
+from dtypedoctor.diagnosis import spec_of
 from dtypedoctor.diagnosis.distributed import coverage_of
 from dtypedoctor.diagnosis.incidents import same_call
-from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.wording import class_of, named_in, own_frame, shown_line, with_spoken_operators
 from dtypedoctor.dtypes import headroom

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
-from dtypedoctor.diagnosis.registry import readable_page, spec_of
+from dtypedoctor.diagnosis import readable_page, spec_of
 from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.errors import DoctorError
 from dtypedoctor.plugins import Format

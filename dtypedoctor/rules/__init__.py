@@ -6,8 +6,8 @@ A rule states what it has found in a :class:`Statement`; the rest of a finding f
 
 from dataclasses import dataclass
 
+from dtypedoctor.diagnosis import corrections_of_library, spec_of
 from dtypedoctor.diagnosis.nonfinite_origin import Origin
-from dtypedoctor.diagnosis.registry import corrections_of_library, spec_of
 from dtypedoctor.diagnosis.rule import (
     COMPILE_AND_LOAD,
     DTYPE_MISMATCH,

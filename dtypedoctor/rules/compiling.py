@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.registry import corrections_of_library, spec_of
+from dtypedoctor.diagnosis import corrections_of_library, spec_of
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, Finding, FindingSpec, Rule, Severity
 from dtypedoctor.diagnosis.wording import rejection_in
 from dtypedoctor.plugins import Correction, registered

@@ -14,7 +14,7 @@ from command import in_this_process, python
 from documented import ROOT, Command, documented_commands, marked_examples
 
 from dtypedoctor.cli.main import with_verb
-from dtypedoctor.diagnosis.registry import finding_ids
+from dtypedoctor.diagnosis import finding_ids
 from dtypedoctor.examination.fixes import remedies
 from dtypedoctor.lab.scenarios.loading import available
 from dtypedoctor.report.files import read_report, render_matrix_json, row_of

@@ -19,7 +19,7 @@ from forked_script import Ended, run_forked
 from nursery import preload
 from patience import PATIENCE
 
-from dtypedoctor.diagnosis.registry import finding_ids, spec_of
+from dtypedoctor.diagnosis import finding_ids, spec_of
 
 FOLDER = Path(__file__).parents[2] / "docs" / "findings"
 

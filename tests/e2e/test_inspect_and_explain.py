@@ -14,7 +14,7 @@ from command import in_this_process
 from patience import PATIENCE, read_to_end
 from safetensors.torch import save_file
 
-from dtypedoctor.diagnosis.registry import finding_ids
+from dtypedoctor.diagnosis import finding_ids
 
 
 def checkpoint(folder: Path, dtype: torch.dtype, config_dtype: str) -> Path:

@@ -24,7 +24,7 @@ from op_witness import Account, Witnessed, watching
 from script_corpus import BORN, FAMILIES, Case, cases, matches_fqn
 from vouched import is_vouched_for, vouch, vouched
 
-from dtypedoctor.diagnosis.registry import finding_ids
+from dtypedoctor.diagnosis import finding_ids
 
 ALL = cases()
 TO_RUN = [pytest.param(case, marks=pytest.mark.release) if is_vouched_for(case) else case for case in ALL]

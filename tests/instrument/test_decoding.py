@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from watched import watched
 
-from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.registry import spec_of
+from dtypedoctor.diagnosis import diagnose, spec_of
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.trace.model import Trace
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtypedoctor.diagnosis.registry import rules
+from dtypedoctor.diagnosis import rules
 from dtypedoctor.diagnosis.rule import Finding, Rule
 from dtypedoctor.lab.runner.launch import Launcher
 from dtypedoctor.lab.scenarios.model import Request, Scenario

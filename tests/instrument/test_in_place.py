@@ -31,9 +31,9 @@ from dtypedoctor.instrument import repeated_call, session
 from dtypedoctor.instrument.in_place import OF_ALL_CAPSULES, _Waiting
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.live_call import LiveCall
+from dtypedoctor.instrument.module_tree import calls_alone
 from dtypedoctor.instrument.operators import is_unfinished
 from dtypedoctor.instrument.repeated_call import CopiesOfParameters, KeptCall, ParameterCopies
-from dtypedoctor.instrument.sharded import calls_alone
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES, NotWatched, Op
 from dtypedoctor.trace.model import Trace

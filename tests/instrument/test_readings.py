@@ -13,9 +13,9 @@ from torch import nn
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.instrument import readings, sentinel
+from dtypedoctor.instrument import budget, sentinel
+from dtypedoctor.instrument.budget import AT_HAND, FIRST_STEPS, Readings
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.instrument.readings import AT_HAND, FIRST_STEPS, Readings
 from dtypedoctor.trace.events import NotWatched, Op
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -28,8 +28,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     """The device that programs compute on."""
     if request.param == "cuda":
         return torch.device("cuda")
-    monkeypatch.setattr(readings, "AT_HAND", frozenset())
-    monkeypatch.setattr(readings, "WAITED_FOR", AT_HAND)
+    monkeypatch.setattr(budget, "AT_HAND", frozenset())
+    monkeypatch.setattr(budget, "WAITED_FOR", AT_HAND)
     monkeypatch.setattr(sentinel, "BEHIND", AT_HAND)
     return torch.device("cpu")
 
@@ -94,8 +94,8 @@ def test_in_one_step_and_in_a_whole_run_so_much_is_read_and_no_more(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop at one line takes a few of the readings only."""
-    monkeypatch.setattr(readings, "EACH_STEP", 40)
-    monkeypatch.setattr(readings, "OVERALL", 100)
+    monkeypatch.setattr(budget, "EACH_STEP", 40)
+    monkeypatch.setattr(budget, "OVERALL", 100)
     made: list[int] = []
 
     def work(instruments: Instruments) -> None:
@@ -135,8 +135,8 @@ def test_a_rank_of_a_job_is_not_read_from(
     monkeypatch.undo()
     monkeypatch.setattr(Readings, "_may_wait", staticmethod(lambda: False))
     if device.type == "cpu":
-        monkeypatch.setattr(readings, "AT_HAND", frozenset())
-        monkeypatch.setattr(readings, "WAITED_FOR", AT_HAND)
+        monkeypatch.setattr(budget, "AT_HAND", frozenset())
+        monkeypatch.setattr(budget, "WAITED_FOR", AT_HAND)
         monkeypatch.setattr(sentinel, "BEHIND", AT_HAND)
     trace = watched(tmp_path, lambda _: trains(device, 1))
     assert [note.what for note in trace.all(NotWatched)] == [sentinel._NOT_FOLLOWED[0]]

@@ -8,8 +8,7 @@ from nonfinite_examples import overflow
 from report_builders import facts_of, plain_text
 from traces import TraceBuilder
 
-from dtypedoctor.diagnosis import TIE_BREAKERS, with_tie_breakers
-from dtypedoctor.diagnosis.registry import finding_ids, spec_of
+from dtypedoctor.diagnosis import TIE_BREAKERS, finding_ids, spec_of, with_tie_breakers
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.examination.fixes import ABLATIONS, remedies
 from dtypedoctor.examination.results import Bearing, Diagnostic, Outcome, Trial, not_tried

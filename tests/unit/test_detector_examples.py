@@ -10,8 +10,7 @@ from scaling_examples import scaled_use, unscaling
 from silent_examples import correction, indices, overshoots, rounded_sum, unpatched, updates
 from traces import TraceBuilder
 
-from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.registry import finding_ids
+from dtypedoctor.diagnosis import diagnose, finding_ids
 
 Built = Callable[[], TraceBuilder]
 BY_HAND: dict[str, tuple[Built, Built]] = {

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from traces import TraceBuilder, tensor
 
+from dtypedoctor.diagnosis import finding_ids, spec_of
 from dtypedoctor.diagnosis.edits import MAKERS, _filled, edits_for
-from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Link, Severity
 from dtypedoctor.diagnosis.scene import Scene, masked_line, safe_line
 from dtypedoctor.trace.events import Raised

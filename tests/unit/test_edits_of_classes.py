@@ -11,8 +11,8 @@ import pytest
 from test_edits import first_edits
 from traces import TraceBuilder, tensor
 
+from dtypedoctor.diagnosis import spec_of
 from dtypedoctor.diagnosis.edits import edits_for
-from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Link, Severity
 from dtypedoctor.diagnosis.scene import Scene
 from dtypedoctor.report.run_facts import diff_of

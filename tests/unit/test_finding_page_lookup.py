@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dtypedoctor.diagnosis.registry import folder, page
+from dtypedoctor.diagnosis import folder, page
 from dtypedoctor.errors import DoctorError, ExitCode, UsageError
 
 REPOSITORY = Path(__file__).parents[2]

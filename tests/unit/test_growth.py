@@ -4,8 +4,7 @@ import pytest
 from nonfinite_examples import diverging, replayed
 from traces import TraceBuilder, tensor
 
-from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.registry import spec_of
+from dtypedoctor.diagnosis import diagnose, spec_of
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.rules.nonfinite.undefined import growth_before
 

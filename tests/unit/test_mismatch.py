@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 from refusals import BIASED, HALF, IN_PLACE, PRODUCT, Story
 
-from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.registry import spec_of
+from dtypedoctor.diagnosis import diagnose, spec_of
 from dtypedoctor.diagnosis.rule import Confidence
 from dtypedoctor.diagnosis.wording import complaint_of, is_dtype_error
 from dtypedoctor.rules.mismatch.dtype_origin import Census

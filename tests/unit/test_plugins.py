@@ -225,7 +225,7 @@ def test_an_unknown_name_says_that_plugins_are_off(tmp_path: Path) -> None:
         "from pathlib import Path\n"
         "from dtypedoctor.lab.cli.scenario_files import load_checked\n"
         "from dtypedoctor.errors import UsageError\n"
-        "from dtypedoctor.diagnosis.registry import page\n"
+        "from dtypedoctor.diagnosis import page\n"
         "from dtypedoctor.report.formats import format_named\n"
         f"scenario = lambda finding: load_checked(Path({str(scenario)!r}), allow_code=True)\n"
         "for asked in (page, format_named, scenario):\n"

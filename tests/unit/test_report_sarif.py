@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from report_builders import everything, healthy, hostile, mismatch, overflow
 
 from dtypedoctor import __version__
-from dtypedoctor.diagnosis.registry import spec_of
+from dtypedoctor.diagnosis import spec_of
 from dtypedoctor.diagnosis.rule import Excerpt, Severity
 from dtypedoctor.report.files import matrix_document, row_of
 from dtypedoctor.report.run_document import run_document

@@ -7,8 +7,7 @@ import pytest
 from nonfinite_examples import overflow
 from scenario_files import HEALTHY, written
 
-from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.registry import canonical, finding_ids, in_order, page, rules, spec_of, typed_ids
+from dtypedoctor.diagnosis import canonical, diagnose, finding_ids, in_order, page, rules, spec_of, typed_ids
 from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
 from dtypedoctor.examination.fixes import remedies
 from dtypedoctor.lab.cli.scenario_files import load_checked

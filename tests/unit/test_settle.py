@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.registry import finding_ids, spec_of
+from dtypedoctor.diagnosis import finding_ids, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.examination.fixes import remedies
 from dtypedoctor.examination.results import Outcome, RunSummary, Trial

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from dtypedoctor.diagnosis.registry import finding_ids
+from dtypedoctor.diagnosis import finding_ids
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity, most_severe_first
 from dtypedoctor.rules import Statement, make_finding
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from dtypedoctor._torch_private import as_the_program
 from dtypedoctor.dtypes import HALF
+from dtypedoctor.instrument.budget import is_checked
 from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.frames import Line, is_users
 from dtypedoctor.instrument.module_tree import named_modules, own_parameters
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.readings import is_checked
 from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.silent.twins import (
     beside,

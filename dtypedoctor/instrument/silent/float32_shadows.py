@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dtypedoctor._torch_private import schema_of, without_autocast
+from dtypedoctor.instrument.budget import Readings
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import (
     Arguments,
@@ -25,7 +26,6 @@ from dtypedoctor.instrument.operators import (
     tensors_of,
     written,
 )
-from dtypedoctor.instrument.readings import Readings
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.statistics import HALF, Extent, is_spread, measurable, measure

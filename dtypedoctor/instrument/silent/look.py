@@ -28,6 +28,7 @@ from dtypedoctor._torch_private import (
     without_autocast,
     without_modes,
 )
+from dtypedoctor.instrument.budget import is_in_window
 from dtypedoctor.instrument.module_tree import modules_in
 from dtypedoctor.instrument.operators import (
     Arguments,
@@ -43,7 +44,6 @@ from dtypedoctor.instrument.operators import (
     why_opaque,
     written,
 )
-from dtypedoctor.instrument.readings import is_in_window
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import is_spread
 

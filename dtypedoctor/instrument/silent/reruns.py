@@ -14,10 +14,9 @@ from torch.nn.modules import module as hooks
 from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import EntersCompiled, as_the_program
-from dtypedoctor.instrument.module_tree import ByModule, named_modules
+from dtypedoctor.instrument.module_tree import ByModule, is_of_several, named_modules
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import tensors_of
-from dtypedoctor.instrument.sharded import is_of_several
 from dtypedoctor.instrument.silent.logprobs import LogprobCheck
 from dtypedoctor.instrument.silent.look import may_look
 from dtypedoctor.instrument.silent.observer import Observer

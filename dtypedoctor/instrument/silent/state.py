@@ -33,11 +33,11 @@ from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import DisableTorchFunction, memory_key, schema_of, without_autocast
 from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.instrument.budget import WINDOW, is_checked, is_in_window
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.gradients import leaves_of
 from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.operators import Arguments, Uncollected, in_wider, tensors_of, uncollected, written
-from dtypedoctor.instrument.readings import WINDOW, is_checked, is_in_window
 from dtypedoctor.instrument.silent.observer import Observer, parameters_of
 from dtypedoctor.instrument.silent.shadows import Shadows, digits_lost, has_wide_form
 from dtypedoctor.instrument.statistics import HALF, measurable

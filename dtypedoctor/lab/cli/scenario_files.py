@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from dtypedoctor.diagnosis.registry import typed_ids
+from dtypedoctor.diagnosis import typed_ids
 from dtypedoctor.errors import UsageError, require_installed
 from dtypedoctor.examination.fixes import remedies
 from dtypedoctor.interruptions import say

@@ -7,7 +7,7 @@ from math import exp, expm1, fsum, sqrt
 from statistics import median
 
 from dtypedoctor.analysis import analysis_of, ending_of
-from dtypedoctor.diagnosis.registry import canonical, spec_of
+from dtypedoctor.diagnosis import canonical, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.wording import failing_line
 from dtypedoctor.examination.processes import COMPARED, summarise

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtypedoctor.analysis import analysis_of, ending_of
+from dtypedoctor.diagnosis import spec_of
 from dtypedoctor.diagnosis.checkpoint import Intent, Subject, noted
-from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import SILENT, Finding
 from dtypedoctor.errors import DoctorError, UsageError, WorkerDiedError
 from dtypedoctor.examination.capsules import caught_in
