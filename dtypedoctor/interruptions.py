@@ -131,18 +131,13 @@ def say(text: str, *, end: str = "\n") -> None:
 
 def _breaks_in(frame: FrameType, interrupted: FrameType) -> bool:
     """Whether ``frame`` is a signal handler ``(number, frame)`` or a trace function ``(frame, event, value)`` of ``interrupted``."""
-    values = _arguments(frame)
-    for before, value, after in zip([None, *values], values, [*values[1:], None], strict=False):
-        if value is interrupted and (isinstance(before, int) or (isinstance(after, str) and after in _TRACE_EVENTS)):
-            return True
-    return False
-
-
-def _arguments(frame: FrameType) -> list[object]:
-    """What a Python function was called with, as far as its variables still hold it."""
+    # what a Python function was called with, as far as its variables still hold it
     code, variables = frame.f_code, frame.f_locals
     named = code.co_argcount + code.co_kwonlyargcount
     values = [variables.get(name) for name in code.co_varnames[:named]]
     if code.co_flags & _VARARGS:
         values += variables.get(code.co_varnames[named]) or ()
-    return values
+    for before, value, after in zip([None, *values], values, [*values[1:], None], strict=False):
+        if value is interrupted and (isinstance(before, int) or (isinstance(after, str) and after in _TRACE_EVENTS)):
+            return True
+    return False

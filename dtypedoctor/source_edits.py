@@ -116,7 +116,13 @@ def install(edit: Edit, module: ModuleType, hit: Hit | None = None) -> tuple[str
     Raises:
         TargetMismatchError: the code is not what the edit was written for; nothing has changed.
     """
-    function = _live_function(edit, module)
+    found: object = module
+    for part in edit.function.split("."):
+        found = getattr(found, part, None)
+    function = inspect.unwrap(found) if callable(found) else found
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        raise TargetMismatchError(f"{edit.module} has no function {edit.function}")
     state = _corrected.get(function) or _Corrected(original=function.__code__, edits={})
     file = inspect.getsourcefile(module) or ""
     shown = _shown(file)
@@ -184,17 +190,6 @@ def release_of(library: str, file: Path) -> str:
         for metadata in folder.glob(f"{library}-*.dist-info"):
             return metadata.name.removesuffix(".dist-info").rpartition("-")[2]
     return ""
-
-
-def _live_function(edit: Edit, module: ModuleType) -> FunctionType:
-    found: object = module
-    for part in edit.function.split("."):
-        found = getattr(found, part, None)
-    function = inspect.unwrap(found) if callable(found) else found
-    function = getattr(function, "__func__", function)
-    if not isinstance(function, FunctionType):
-        raise TargetMismatchError(f"{edit.module} has no function {edit.function}")
-    return function
 
 
 def _definitions(tree: ast.AST, within: str = "") -> Iterator[_Definition]:

@@ -143,7 +143,10 @@ def _text(spec: FindingSpec, scene: Scene, of_edit: str) -> str:
 def _filled(text: str, scene: Scene) -> str:
     """``text`` with the names and dtypes of the finding."""
     finding = scene.finding
-    module = _module_in_words(finding)
+    if finding.fqn is None and finding.phase == "backward":
+        module = "the backward pass"
+    else:
+        module = finding.module.partition(" (")[0] or short(finding.fqn)
     values = {
         "module": module,
         "alike": _all_alike(scene) or module,
@@ -161,12 +164,6 @@ def _filled(text: str, scene: Scene) -> str:
         values["model"], values["before_optimizer"] = _optimizer_of(scene)
     filled = text.format(**values)
     return filled.replace("`the operator`", "the operator")
-
-
-def _module_in_words(finding: Finding) -> str:
-    if finding.fqn is None and finding.phase == "backward":
-        return "the backward pass"
-    return finding.module.partition(" (")[0] or short(finding.fqn)
 
 
 def _parameters_of(scene: Scene) -> list[ParameterNote]:

@@ -176,9 +176,13 @@ def read_trace(directory: Path) -> Trace:
     mark, cursor = read_mark(page), None
     if mark is not None:
         cursor = Cursor(n=mark.n, step=mark.step, call=mark.call, site=sites.get(mark.site))
+    samples = loader.samples
+    if folded is not None and folded.spans:
+        samples = [sample for sample in samples if not folded.holds((sample.step, sample.call))]
+    samples.sort(key=attrgetter("n"))
     return Trace(
         records=records,
-        samples=tuple(_described(_unfolded(loader.samples, folded), sites, damage)),
+        samples=tuple(_described(samples, sites, damage)),
         sites=sites,
         damage=(*damage, *_recording_stopped(page)),
         stopped=read_stopped(page),
@@ -239,13 +243,6 @@ def _read_folded(data: bytes, damage: list[str]) -> Folded | None:
         pass
     damage.append(f"the totals of folded steps cannot be read ({FOLDED})")
     return None
-
-
-def _unfolded(samples: list[Sample], folded: Folded | None) -> list[Sample]:
-    if folded is not None and folded.spans:
-        samples = [sample for sample in samples if not folded.holds((sample.step, sample.call))]
-    samples.sort(key=attrgetter("n"))
-    return samples
 
 
 def _described(samples: list[Sample], sites: dict[int, Site], damage: list[str]) -> list[Sample]:

@@ -244,7 +244,9 @@ class _Treatment:
 
         @wraps(original)
         def begin(process: object, args: Any, *rest: Any, **options: Any) -> None:
-            words = _words(args)
+            # a command as text; an iterator, which can be read once, is left for the program
+            named = args if isinstance(args, (list, tuple)) else [args]
+            words = [os.fsdecode(word) for word in named if isinstance(word, (str, bytes, os.PathLike))]
             if words and os.path.basename(words[0]).startswith(_PYTHONS):
                 self._note(started=words)
             original(process, args, *rest, **options)
@@ -264,12 +266,6 @@ class _Treatment:
         with suppress(OSError):
             return [from_json(line) for line in self._notes.read_bytes().splitlines()]
         return []
-
-
-def _words(args: object) -> list[str]:
-    """A command as text; an iterator, which can be read once, is left for the program."""
-    words = args if isinstance(args, (list, tuple)) else [args]
-    return [os.fsdecode(word) for word in words if isinstance(word, (str, bytes, os.PathLike))]
 
 
 def _not_treated(notes: Sequence[Mapping[str, Any]]) -> list[str]:
