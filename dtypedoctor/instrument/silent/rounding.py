@@ -1,7 +1,7 @@
 """Numbers that rounding has spoilt: activations cast to integers, tables of rotary embeddings."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -209,20 +209,22 @@ class RotaryTables(Observer):
         self._looked = True
         if not self._waiting:
             return
-        operands = [t for t in seen.operands if measurable(t)]
+        operands = list(filter(measurable, seen.operands))
         self._read.update(map(_memory, operands))
-        tables = {table.memory for table in self._waiting}
-        of = [self._copies[m][1] if (m := _memory(t)) in self._copies else m for t in operands]
-        read = next((memory for memory in of if memory in tables), None)
+        of = list(map(self._copied_from, operands))
+        read = next(filter({table.memory for table in self._waiting}.__contains__, of), None)
         if read is None:
             return
         name = schema_of(seen.func).name.removeprefix("aten::")
         if name in _COPIES:
-            self._copies.update((_memory(t), (t, read)) for t in seen.results if measurable(t))
+            self._copies.update((_memory(copy), (copy, read)) for copy in filter(measurable, seen.results))
         elif name in _MULTIPLY:
-            others = [t for t, memory in zip(operands, of, strict=True) if memory != read and t.numel()]
-            largest = [float(t.detach().abs().max()) for t in others]
-            self._used[read] = max([self._used.get(read, 0.0), *largest])
+            self._used[read] = max(self._used.get(read, 0.0), _largest_but(read, zip(of, operands, strict=True)))
+
+    def _copied_from(self, tensor: Tensor) -> int:
+        """The memory that a tensor is a copy of; its own where it is none."""
+        memory = _memory(tensor)
+        return self._copies[memory][1] if memory in self._copies else memory
 
     def _buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
         """Name, buffer and owner of everything in ``module`` that may be a table by its shape."""
@@ -294,6 +296,12 @@ def _off(values: list[float]) -> tuple[float, float]:
     if relative > TOLERANCE:
         return 2.0**-9, max(values) * 2.0**-9
     return relative, max(abs(v - e) for v, e in zip(values, exact, strict=True))
+
+
+def _largest_but(memory: int, tensors: Iterable[tuple[int, Tensor]]) -> float:
+    """The largest number in tensors that are not of ``memory``."""
+    others = (tensor.detach() for other, tensor in tensors if other != memory and tensor.numel())
+    return max((float(other.abs().max()) for other in others), default=0.0)
 
 
 def _memory(tensor: Tensor) -> int:
