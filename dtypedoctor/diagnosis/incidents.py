@@ -204,16 +204,22 @@ def _selected_away(graph: OpGraph) -> dict[int, bool]:
     ends = {one.what.id for one in seen if one.what.what != "returned"}
     calls: dict[int, bool] = {}
     for returned in (one for one in seen if one.what.what == "returned"):
-        followed, waiting = set(), [returned.what.id]
-        while waiting:
-            number = waiting.pop()
-            followed.add(number)
-            for user in graph.users_of(number):
-                if any(note.id == number for note in getting_through(user)):
-                    waiting += [note.id for note in nonfinite(user.outputs) if note.id not in followed]
         is_used = bool(graph.users_of(returned.what.id))
-        calls[returned.call] = calls.get(returned.call, True) and is_used and ends.isdisjoint(followed)
+        is_left = is_used and ends.isdisjoint(_followed(graph, returned.what.id))
+        calls[returned.call] = calls.get(returned.call, True) and is_left
     return calls
+
+
+def _followed(graph: OpGraph, begin: int) -> set[int]:
+    """The numbers of the values that are not finite because that of ``begin`` is not, itself among them."""
+    followed, waiting = set[int](), [begin]
+    while waiting:
+        number = waiting.pop()
+        followed.add(number)
+        for user in graph.users_of(number):
+            if number in {note.id for note in getting_through(user)}:
+                waiting += [note.id for note in nonfinite(user.outputs) if note.id not in followed]
+    return followed
 
 
 GRADIENTS = frozenset({"grad_output", "grad", "accumulated"})

@@ -141,14 +141,20 @@ def _walk(value: Any, clean: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return value if isinstance(value, Enum) else clean(value)
     if is_dataclass(value) and not isinstance(value, type):
-        kept = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
-        own = {f.name: f.default for f in fields(value) if f.metadata.get("stays")}
-        return replace(value, **{name: _walk(item, clean) for name, item in (kept | own).items()})
+        return replace(value, **dict(_fields(value, clean)))
     if isinstance(value, Mapping):
         return dict(_entries(value, clean))
     if isinstance(value, (list, tuple)) and not {int, float}.issuperset(map(type, value)):
         return type(value)(_sequence(value, clean))
     return value
+
+
+def _fields(value: Any, clean: Callable[[str], str]) -> Iterator[tuple[str, Any]]:
+    for described in fields(value):
+        if described.metadata.get("stays"):
+            yield described.name, _walk(described.default, clean)
+        elif described.init:
+            yield described.name, _walk(getattr(value, described.name), clean)
 
 
 def _entries(items: Mapping[Any, Any], clean: Callable[[str], str]) -> Iterator[tuple[Any, Any]]:
