@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import isfinite
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -416,7 +417,7 @@ class Instruments:
         root = id(module)
         if root not in self._computes_in_half:
             self._computes_in_half[root] = any(parameter.dtype in HALF for parameter in parameters_in(module))
-        results = [tensor for _, tensor in tensors_in(output)]
+        results = list(map(itemgetter(1), tensors_in(output)))
         if self._computes_in_half[root] or self._regions.any or any(t.dtype in HALF for t in results):
             self._program.begins_with(results)
         if self.modules.recorders.news.suspicious and self._of_thread.sentinel is not None:

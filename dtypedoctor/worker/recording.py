@@ -396,17 +396,18 @@ class Elsewhere:
         """Notes an audit event."""
         if not self._listening:
             return
-        if event in ("subprocess.Popen", "os.posix_spawn") and not _is_by_inductor():
-            name = _base(details[0])
-            (self._pythons if _may_work(name, details[1]) else self._programs)[name] = None
-        if event == "os.system":
-            self._programs["a shell"] = None
-        if event == "ctypes.dlopen" and details[0] is not None:
-            self._libraries[os.fsdecode(details[0])] = None
-        if event == "os.exec" and os.getpid() == self._owner:
-            self._becomes(_with_script(*details[:2]))
-        if event == "os.kill" and os.getpid() == self._owner and details[1] in (signal.SIGTERM, signal.SIGKILL):
-            self._kills(details[0])
+        match event:
+            case "subprocess.Popen" | "os.posix_spawn" if not _is_by_inductor():
+                name = _base(details[0])
+                (self._pythons if _may_work(name, details[1]) else self._programs)[name] = None
+            case "os.system":
+                self._programs["a shell"] = None
+            case "ctypes.dlopen" if details[0] is not None:
+                self._libraries[os.fsdecode(details[0])] = None
+            case "os.exec" if os.getpid() == self._owner:
+                self._becomes(_with_script(*details[:2]))
+            case "os.kill" if os.getpid() == self._owner and details[1] in (signal.SIGTERM, signal.SIGKILL):
+                self._kills(details[0])
 
     @property
     def libraries(self) -> list[str]:
