@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from watched import watched
 
-from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.registry import spec_of
+from dtypedoctor.diagnosis import diagnose, spec_of
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.lab.models.build import quantize_linears
