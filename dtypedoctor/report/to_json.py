@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from dtypedoctor import unpatched
-from dtypedoctor.diagnosis.registry import spec_of
+from dtypedoctor.diagnosis import spec_of
 from dtypedoctor.diagnosis.rule import (
     DTYPE_MISMATCH,
     LOSS_SCALING,
