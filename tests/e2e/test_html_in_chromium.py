@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from command import dtypedoctor
 from recorded import run_directory
+
+pytest.importorskip("selenium", reason="needs the extra dtypedoctor[release]")
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service

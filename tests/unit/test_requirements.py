@@ -23,7 +23,7 @@ def test_installing_the_package_never_downgrades_what_is_there(line: str) -> Non
     assert [bound.operator for bound in Requirement(line).specifier] == [">="]
 
 
-@pytest.mark.parametrize("extra", ["", "hf", "ray", "slurm", "dev"])
+@pytest.mark.parametrize("extra", ["", "hf", "ray", "slurm", "dev", "release"])
 def test_each_requirement_is_pinned_to_a_version_that_it_allows(extra: str) -> None:
     """`-c constraints.txt` leaves nothing direct to the day of the installation, and contradicts no requirement."""
     lines = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
