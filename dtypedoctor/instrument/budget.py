@@ -23,14 +23,17 @@ from dtypedoctor.unpatched import perf_counter, thread_time
 
 FIRST = 3
 """Steps that are always looked at, and calls of each kind."""
-CREDIT = 2.0
-"""Seconds of the program's own thread, from its first call on, in which everything is looked at: a short program is seen whole."""
+CREDIT, IN_HALF = 2.0, 8.0
+"""Seconds of the program's own thread, from its first call on, in which everything is looked at: a short program is seen whole. With half precision
+they are more, since what rounding does to a sum or an average shows after many steps only."""
 ON_GPU, ON_CPU = 0.01, 0.05
 """Shares of the time that looks may take by default."""
 KNOWN = 16
 """Steps whose seconds are known, of those that were looked at and of the others."""
 ENOUGH = 3
 """Of the others, how many must be known before what a look costs is."""
+IN_A_ROW = 4
+"""Steps that are looked at one after the other when the time for a look has come: state has to be seen in several rounds to know that it stands still."""
 AFTER_SIGN, SIGNS = 8, 4
 """Steps that are looked at after a sign of trouble, and how often that is done."""
 
@@ -99,6 +102,8 @@ class Budget:
         self._busy_from = -1.0
         self._since: float | None = None
         """When the credit was spent."""
+        self.is_in_half: Callable[[], bool] = bool
+        """Whether half precision has been seen at work."""
         self.spent = 0.0
         """Seconds that looks have taken since."""
         self._signs = SIGNS
@@ -145,15 +150,19 @@ class Budget:
 
     def _is_looked_at(self, kind: _Kind, now: float) -> bool:
         if self._since is None:
-            if self._busy() - self._busy_from < self._credit:
+            longest = self._credit * IN_HALF / CREDIT if self.is_in_half() else self._credit
+            if self._busy() - self._busy_from < longest:
                 return True
             self._since = now
         kind.more = max(0, kind.more - 1)
         if kind.more:
             return True
         if kind.due == inf and len(kind.seconds[False]) >= ENOUGH:
-            kind.due = self._since + (self.spent + kind.cost) / self.share
-        return now >= kind.due
+            kind.due = self._since + (self.spent + IN_A_ROW * kind.cost) / self.share
+        if now < kind.due:
+            return False
+        kind.more = IN_A_ROW
+        return True
 
     def sign(self, step: int, what: str) -> None:
         """Something is not as it was in ``step``: the next ones are looked at."""

@@ -78,6 +78,8 @@ class Instruments:
     ) -> None:
         self._budget = budget if watch else None
         self.session = session = Session(writer)
+        if self._budget is not None:
+            self._budget.is_in_half = lambda: session.is_in_half
         self.writer = writer
         self.position, self.names, self.guard = session.position, session.names, session.guard
         self.coverage = session.coverage
@@ -419,6 +421,7 @@ class Instruments:
             self._computes_in_half[root] = any(parameter.dtype in HALF for parameter in parameters_in(module))
         results = list(map(itemgetter(1), tensors_in(output)))
         if self._computes_in_half[root] or self._regions.any or any(t.dtype in HALF for t in results):
+            self.session.is_in_half = True
             self._program.begins_with(results)
         if self.modules.recorders.news.suspicious and self._of_thread.sentinel is not None:
             for tensor in results:

@@ -575,6 +575,7 @@ class Session:
         guard: keeps the instruments' own errors from the program.
         coverage: how much of what ran was measured.
         readings: says which tensors outside of modules are read at once.
+        is_in_half: whether half precision has been seen at work.
     """
 
     def __init__(self, writer: "TraceWriter") -> None:
@@ -585,6 +586,7 @@ class Session:
         self.guard = Guard(writer, self.position)
         self.coverage = Coverage()
         self.readings = Readings(lambda: self.position.step)
+        self.is_in_half = False
         self._once: dict[str, set[Any]] = {}
         self.seen_once: Callable[[Any, str | None], None] = lambda record, fqn: None
         """Called with each record of :meth:`once`, and the module that it is about."""

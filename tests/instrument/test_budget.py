@@ -11,7 +11,7 @@ from torch import nn
 from watched import watched
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.instrument.budget import AFTER_SIGN, ENOUGH, FIRST, SIGNS, Budget, budget_of
+from dtypedoctor.instrument.budget import AFTER_SIGN, CREDIT, ENOUGH, FIRST, IN_A_ROW, IN_HALF, SIGNS, Budget, budget_of
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.live_call import RandomState
 from dtypedoctor.trace.events import NotWatched
@@ -98,6 +98,34 @@ def test_a_short_program_is_seen_whole() -> None:
     found, _ = looked_at(60, 1.0, credit=40.0)
     assert found[:20] == [True] * 20
     assert found[20 : 20 + ENOUGH] == [False] * ENOUGH
+
+
+def test_looks_that_are_paid_for_come_in_rows() -> None:
+    """State stands still only where the same state was seen in several steps, one after the other."""
+    found, _ = looked_at(2_000, 1.0)
+    rows = "".join("x" if looks else " " for looks in found[FIRST:]).split()
+    assert len(rows) > 10
+    assert {len(row) for row in rows[:-1]} == {IN_A_ROW}
+
+
+@pytest.mark.parametrize(("dtype", "whole"), [(torch.float32, CREDIT), (torch.bfloat16, IN_HALF)])
+def test_a_program_in_half_precision_is_seen_whole_for_longer(tmp_path: Path, dtype: torch.dtype, whole: float) -> None:
+    """Also where no module is called: what decides is that an operator has met half precision."""
+    clock = Clock()
+    budget = Budget(share=1e-9, clock=clock, busy=clock)
+
+    def add_up(_: Instruments) -> None:
+        total, weight = torch.zeros(8, dtype=dtype), torch.zeros(1, requires_grad=True)
+        optimizer = torch.optim.SGD([weight])
+        for _ in range(2 * int(IN_HALF)):
+            total += 1
+            weight.sum().backward()
+            before = budget.looked[True]
+            optimizer.step()
+            clock.now += 1.0 + (budget.looked[True] - before)
+
+    watched(tmp_path, add_up, budget=budget)
+    assert budget.looked[True] == pytest.approx(max(FIRST, whole / 2), abs=1)
 
 
 def test_calls_without_steps_have_a_schedule_of_their_own(tmp_path: Path) -> None:

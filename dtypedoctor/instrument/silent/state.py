@@ -492,6 +492,7 @@ class StateCheck(Observer):
 
     def _takes_part(self, kwargs: dict[str, Any], tensors: list[Tensor], changed: list[Tensor]) -> bool:
         half = any(tensor.dtype in HALF for tensor in tensors) or kwargs.get("dtype") in HALF
+        self.session.is_in_half |= half
         if not half and (not self._values or self._values.keys().isdisjoint(map(_key, tensors))):
             return False
         position, target = self.position, changed[0] if changed else tensors[0]
