@@ -29,7 +29,6 @@ from dtypedoctor._torch_private import (
     parameters_of,
     transformation,
 )
-from dtypedoctor.instrument.failing_statement import show_operands
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.frames import line_of, source_of
 from dtypedoctor.instrument.live_call import LiveCall, as_leaf, inputs_in, tensors_of
@@ -47,7 +46,7 @@ from dtypedoctor.instrument.module_tree import (
 )
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import bytes_of, why_opaque
-from dtypedoctor.instrument.optimizer_replay import OptimizerReplays
+from dtypedoctor.instrument.optimizer_replay import OptimizerReplays, show_operands
 from dtypedoctor.instrument.optrace import OpTrace
 from dtypedoctor.instrument.packed_weights import packed_dtypes
 from dtypedoctor.instrument.phases import Phases, ScalerStep
