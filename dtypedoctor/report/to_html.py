@@ -6,6 +6,7 @@ from elsewhere becomes markup. Then the page.
 
 import base64
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -103,7 +104,7 @@ def render_html(document: Document) -> str:
     labels = (*status, *document.labels)
     pills = [join((el("span", label.text, class_=looks.get(label.look, "pill plain")), " ")) for label in labels]
     about = el("span", one_line(document.about, 600), class_="dim")
-    title = el("h1", one_line(document.headline, 600)) if document.headline else el("h1", one_line(document.name))
+    title = el("h1", _with_code(one_line(document.headline or document.name, 600)))
     sections = [draw.section(first, el("header", el("p", *pills, about), title)), *map(draw.section, others)]
     page = (
         "<!doctype html>\n",
@@ -172,10 +173,8 @@ class _Blocks:
                 return el("ol" if block.chain else "ul", *items, class_="chain" if block.chain else None)
             case Code():
                 copy = el("button", "Copy", type="button", class_="copy")
-                code = _diff(block.text) if block.language == "diff" else text(block.text)
-                scrolls = "asis" if block.language == "text" else None  # a caret stands below what it marks
-                pre = el("pre", el("code", code), class_=scrolls, tabindex="0" if scrolls else None)
-                return el("div", pre, copy, class_="copyable")
+                draw = {"diff": _diff, "text": _marked}.get(block.language, text)
+                return el("div", el("pre", el("code", draw(block.text))), copy, class_="copyable")
             case Fold():
                 return el("details", el("summary", self._line(block.title)), self.blocks(block.blocks))
             case Beside():
@@ -215,6 +214,24 @@ def _diff(lines: str) -> Html:
     """A unified diff, what goes and what comes in colors of their own."""
     looks = {"-": "goes", "+": "comes"}
     drawn = (el("span", line, class_=looks.get(line[:1])) for line in lines.split("\n"))
+    return Html("\n".join(drawn))
+
+
+_CARETS = re.compile(r"( *\| )( *)(\^+)")
+
+
+def _marked(lines: str) -> Html:
+    """Lines of source in which what carets stand below is marked, in the place of the carets: long lines wrap on a narrow screen."""
+    drawn: list[Html] = []
+    before = ""
+    for line in lines.split("\n"):
+        carets = _CARETS.fullmatch(line)
+        if carets is not None and drawn:
+            begin, end = carets.start(3), carets.end(3)
+            drawn[-1] = join((before[:begin], el("mark", before[begin:end]), before[end:]))
+        else:
+            drawn.append(text(line))
+        before = line
     return Html("\n".join(drawn))
 
 

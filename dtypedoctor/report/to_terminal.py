@@ -45,7 +45,16 @@ _INDENT, _GAP, _TALLEST = 2, 2, 4
 
 
 def print_document(document: Document, console: Console) -> None:
-    """Prints ``document``, as wide as the console is, without color where the console has none."""
+    """Prints ``document``, as wide as the console is, without color where the console has none; in a log no line ends in spaces."""
+    if console.is_terminal:
+        _draw(document, console)
+        return
+    with console.capture() as drawn:
+        _draw(document, console)
+    console.file.write("\n".join(line.rstrip() for line in drawn.get().split("\n")))
+
+
+def _draw(document: Document, console: Console) -> None:
     page = _Page(console)
     if document.headline:
         style = {True: "bold green", False: "bold red", None: "bold"}[document.good]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_builders import everything, healthy, hostile, mismatch, overflow
 
+from dtypedoctor.diagnosis.rule import Excerpt
 from dtypedoctor.report.run_document import public_run, run_document
 from dtypedoctor.report.to_html import el, render_html
 from dtypedoctor.report.to_json import Report
@@ -110,3 +111,12 @@ def test_any_text_is_only_text(value: str) -> None:
     page = Page(el("p", value, title=value))
     assert [tag for tag, _ in page.elements] == ["p"]
     assert set(page.elements[0][1]) == {"title"}
+
+
+def test_an_excerpt_marks_what_failed_and_wraps() -> None:
+    """No line of carets, which would stand below something else once a long line wraps; what is marked is the text of the line, escaped."""
+    excerpt = Excerpt(file="train.py", line=16, function="forward", text="    return a < b", begin=11, end=16)
+    page = render_html(run_document(replace(overflow(), excerpts=(excerpt,), headline="`mul` reaches 2e5.")))
+    assert "16 |     return <mark>a &lt; b</mark>" in page
+    assert "^^^" not in page
+    assert "<h1><code>mul</code> reaches 2e5.</h1>" in page

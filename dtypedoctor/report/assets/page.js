@@ -22,7 +22,7 @@ function breakLongWords() {
   const long = [];
   while (texts.nextNode()) {
     const { currentNode: text } = texts;
-    if ((/\S{20}/.test(text.data) || WHOLE.test(text.data)) && !text.parentElement.closest(".asis, svg")) long.push(text);
+    if ((/\S{20}/.test(text.data) || WHOLE.test(text.data)) && !text.parentElement.closest("svg")) long.push(text);
   }
   for (const text of long) text.replaceWith(...breakable(text.data));
 }
