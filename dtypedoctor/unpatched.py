@@ -110,7 +110,9 @@ _listening: dict[str, "list[tuple[ref[object], _Method]]"] = {
     "audit": [],
 }
 _heard: tuple[str, ...] = ()
-"""How the names of the audit events begin that anybody has asked for. Importing torch makes 17,000 others."""
+"""How the names of the audit events begin that anybody has asked for."""
+_is_heard: Any = {}
+"""Whether an event is one of these, by its name. Importing torch makes 17,000 others, and each hash of a parameter one."""
 
 
 def at_fork(
@@ -132,14 +134,19 @@ def at_audit(method: Callable[[str, tuple[Any, ...]], object], *events: str) -> 
     """
     global _heard
     _heard = tuple({*_heard, *events})
+    _is_heard.clear()
     _add_audit_hook()
     _listen("audit", method)
 
 
 def audited(event: str, details: tuple[Any, ...]) -> None:
     """The audit hook of this process; what a method raises goes on to the program."""
-    heard = _heard
-    if heard and event.startswith(heard):  # None once the interpreter takes modules apart
+    if _is_heard is None:  # the interpreter takes modules apart
+        return
+    is_heard = _is_heard.get(event)
+    if is_heard is None:
+        is_heard = _is_heard[event] = event.startswith(_heard)
+    if is_heard:
         for method in _living("audit"):
             method(event, details)
 

@@ -75,11 +75,12 @@ def is_users(module: str) -> bool:
 def users_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame that is neither torch's nor the doctor's; None where there is none."""
     while frame is not None:
-        module, code = frame.f_globals.get("__name__", ""), frame.f_code
+        module = frame.f_globals.get("__name__", "")
         # :func:`is_users` without the call: asked for each frame of torch's and ours above the program's
-        if module != "torch" and not module.startswith(_NOT_THE_USERS) and code.co_name not in _PASSING_ON:
-            file = code.co_filename
-            if _OF_GRAPHS[0] not in file and _OF_GRAPHS[1] not in file:
+        if module != "torch" and not module.startswith(_NOT_THE_USERS):
+            code = frame.f_code
+            is_of_graph = any(part in code.co_filename for part in _OF_GRAPHS)
+            if code.co_name not in _PASSING_ON and not is_of_graph:
                 return frame
         frame = frame.f_back
     return None

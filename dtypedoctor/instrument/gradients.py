@@ -49,8 +49,8 @@ class _Kept:
     steps: int = 0
     whole: int = 0
     """Steps after which parameters were measured."""
-    backward: bool = False
-    """Whether a backward pass has ended since the last step."""
+    passes: int = 0
+    """Backward passes that had ended by its last step."""
     when: When | None = None
     """Coordinates of the parameters after the last step."""
     measured: set[int] = field(default_factory=set)
@@ -83,6 +83,8 @@ class OptimizerSamples:
         self._names, self._coverage = session.names, session.coverage
         self._sample = sample
         self._kept: WeakKeyDictionary[Optimizer, _Kept] = WeakKeyDictionary()
+        self._passes = 0
+        """Backward passes that have ended."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Measures the gradients, and before the first step the parameters as they were before any training."""
@@ -138,20 +140,19 @@ class OptimizerSamples:
         """The gradients of all optimizers that no step has taken."""
         found: list[Rooted] = []
         for optimizer, kept in self._kept.items():
-            if kept.backward:
+            if kept.passes < self._passes:
                 of_now = self._of(optimizer)
                 found += _gradients([*of_now.named, *of_now.unread])[0]
         return found
 
     def backward_is_over(self) -> None:
         """A backward pass has ended, and left gradients."""
-        for kept in self._kept.values():
-            kept.backward = True
+        self._passes += 1
 
     def skipped(self, optimizer: Optimizer) -> None:
         """A loss scaler has found the gradients unfit and does not let the optimizer take them."""
         if optimizer in self._kept:
-            self._kept[optimizer].backward = False
+            self._kept[optimizer].passes = self._passes
 
     def after_step(self, optimizer: Optimizer, *, looks: bool = True) -> None:
         """Measures those parameters whose turn it is; after the first step all, between ``looks`` none."""
@@ -160,7 +161,7 @@ class OptimizerSamples:
         kept.when = When(self._writer.next_n(len(kept.named)), position.step, position.call)
         kept.measured.clear()
         kept.versions = _versions(kept.named)
-        kept.backward = False
+        kept.passes = self._passes
         kept.steps += 1
         if not looks:
             return
@@ -213,7 +214,7 @@ class OptimizerSamples:
         shape = [len(group["params"]) for group in optimizer.param_groups]
         kept = self._kept.get(optimizer)
         if kept is None or kept.shape != shape or kept.version != self._names.version:
-            fresh = _Kept(shape, self._names.version, *self._named(optimizer))
+            fresh = _Kept(shape, self._names.version, *self._named(optimizer), passes=self._passes)
             if kept is not None:
                 fresh.steps, fresh.whole, fresh.told = kept.steps, kept.whole, kept.told
             kept = self._kept[optimizer] = fresh

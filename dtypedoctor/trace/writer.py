@@ -202,7 +202,10 @@ class TraceWriter:
         Raises:
             ValueError: a number is NaN or inf.
         """
-        self._append([f'{{"e":"metric","n":{n},"step":{step},"values":{to_json(values)}}}'], (step, 0))
+        if not all(map(isfinite, values.values())):
+            raise ValueError(f"not finite: {values}")
+        numbers = ",".join([f'"{name}":{float(value)!r}' for name, value in values.items()])
+        self._append([f'{{"e":"metric","n":{n},"step":{step},"values":{{{numbers}}}}}'], (step, 0))
 
     def write_runs(self, step: int, call: int, runs: Sequence[tuple[int, Sequence[SampleRow]]]) -> None:
         """Appends a line of samples for each of several runs of sequence numbers, all of them by one system call.
