@@ -79,7 +79,7 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
         # :func:`is_users` without the call: asked for each frame of torch's and ours above the program's
         if module != "torch" and not module.startswith(_NOT_THE_USERS):
             code = frame.f_code
-            is_of_graph = any(part in code.co_filename for part in _OF_GRAPHS)
+            is_of_graph = _OF_GRAPHS[0] in code.co_filename or _OF_GRAPHS[1] in code.co_filename
             if code.co_name not in _PASSING_ON and not is_of_graph:
                 return frame
         frame = frame.f_back

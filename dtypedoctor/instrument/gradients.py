@@ -310,23 +310,24 @@ class LeafGradients:
         self._coverage, self._names = session.coverage, session.names
         self._known: tuple[int, dict[int, tuple[int, str]]] = (-1, {})
         self._leaves: list[Tensor] = []
-        self._claimed = False
+        self.claimed = False
+        """Whether an optimizer takes the gradients."""
         self._last = (0, 0)
 
     def before(self, tensors: list[Tensor]) -> None:
         """A backward pass begins at ``tensors``."""
-        self._leaves = [] if self._claimed else leaves_of(tensors)
+        self._leaves = [] if self.claimed else leaves_of(tensors)
 
     def inside(self, tensors: list[Tensor]) -> None:
         """A backward pass of a checkpoint begins inside of this one: its parameters are not in the outer graph."""
-        if not self._claimed:
+        if not self.claimed:
             held = {id(leaf) for leaf in self._leaves}
             self._leaves += [leaf for leaf in leaves_of(tensors) if type(leaf) is Parameter and id(leaf) not in held]
 
     def claim(self) -> None:
         """An optimizer takes the gradients, which are counted and measured with its step, and so will all later ones."""
-        if not self._claimed:
-            self._claimed = True
+        if not self.claimed:
+            self.claimed = True
             self._coverage.gradients -= self._last[0]
             self._coverage.gradients_measured -= self._last[1]
 

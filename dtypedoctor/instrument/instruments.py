@@ -307,7 +307,8 @@ class Instruments:
             self.collectives.settle(backward_is_over=True)
             self._measure_gradients(self._leaves.after())
             self._samples.backward_is_over()
-            self.modules.recorders.flush()
+            if self.position.looks or not self._leaves.claimed:  # else before the optimizer's step
+                self.modules.recorders.flush()
             self._look_closer()
 
     def _before_step(self, optimizer: Optimizer) -> None:
