@@ -364,20 +364,21 @@ class ModuleWatch:
 
     def _is_as_before(self, module: nn.Module, here: Here, known: tuple[Any, Place]) -> bool:
         """Whether an outermost call outside of looks is, as far as the watch goes, like one before it of the same module."""
-        return not (
-            self._position.looks
-            or self._looks_at_step
-            or self._position.step != self._planned
-            or known[0]() is not module
-            or self._places.version != self._names.version
-            or here.backward_depth
-            or here.overrides
-            or self._lead
-            or self._in_place
-            or self._replay is not None
-            or not is_grad_enabled()
-            or being_recorded()
+        something_else = (
+            self._position.looks,
+            self._looks_at_step,
+            self._position.step != self._planned,
+            known[0]() is not module,
+            self._places.version != self._names.version,
+            here.backward_depth,
+            here.overrides,
+            self._lead,
+            self._in_place,
+            self._replay is not None,
+            not is_grad_enabled(),
+            being_recorded(),
         )
+        return not any(something_else)
 
     def _enter_again(self, module: nn.Module, here: Here, place: Place) -> None:
         """Such a call begins: all that the one before it has found out is left out."""
@@ -598,13 +599,12 @@ class ModuleWatch:
     def _leave_alone(self, module: nn.Module, here: Here) -> None:
         if self._leader is not here:
             return
-        if self._passed is None:
-            self._note_inside(module)
+        self._note_inside(module)
         for listener in self.alone_left:
             listener(module)
 
     def _note_inside(self, module: nn.Module) -> None:
-        if (begin := self._inside_from.get(id(module))) is not None:
+        if self._passed is None and (begin := self._inside_from.get(id(module))) is not None:
             self._inside[id(module)] = self._coverage.module_calls - begin
 
     def _leave_replayed(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -624,11 +624,10 @@ class ModuleWatch:
     def _leave_root(self, module: nn.Module, here: Here) -> None:
         led = self._lead.get(_CALL) is here
         if led:
-            if self._passed is None:
-                self._note_inside(module)
+            self._note_inside(module)
             self._passed = None
         try:
-            if self._position.looks or not (led and is_grad_enabled()):  # else nothing was measured
+            if self._position.looks or not is_grad_enabled():  # else nothing was measured
                 self.recorders.end_call(leads=led)
             if led:
                 for listener in self.after_root:
