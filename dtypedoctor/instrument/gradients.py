@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import norms_of, scale_where_it_lies, version_now, version_of
+from dtypedoctor._torch_private import is_capturing, norms_of, scale_where_it_lies, version_now, version_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.phases import ScalerStep
 from dtypedoctor.instrument.places import When
@@ -102,7 +102,7 @@ class OptimizerSamples:
 
     def glance(self, optimizer: Optimizer) -> None:
         """Asks of all gradients by one operator whether they are finite, and measures those that are not."""
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and is_capturing():
             return
         kept = self._of(optimizer)
         gradients = [named[2].grad for named in kept.named]

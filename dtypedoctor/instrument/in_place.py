@@ -810,7 +810,7 @@ class HeldInputs:
         ids = [(n, t) for n, t in live.inputs() if t.is_cuda and t.dtype in (torch.int64, torch.int32)]
         # units of FSDP2 get positions, and would push out the token ids
         is_unit = bool(self._calls) and self._calls[-1][0] == call
-        if ids and not is_unit and bytes_of(tensor for _, tensor in ids) <= HELD_BYTES:
+        if ids and not is_unit and bytes_of([tensor for _, tensor in ids]) <= HELD_BYTES:
             self._queue(call, live.module, ids)
 
     def _queue(self, call: int, module: nn.Module, ids: list[tuple[str, Tensor]]) -> None:

@@ -15,6 +15,7 @@ from dtypedoctor._torch_private import (
     DisableTorchFunction,
     function_mode_is_on,
     has_no_memory,
+    is_capturing,
     is_wrapped,
     local_shard,
     number_of_modes,
@@ -78,7 +79,7 @@ def measurable(value: Any) -> bool:
         return False
     if value.is_meta or has_no_memory(value):
         return False
-    return not (value.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not (value.is_cuda and is_capturing())
 
 
 _WHOLE = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
