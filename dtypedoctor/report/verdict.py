@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
@@ -44,6 +44,7 @@ from dtypedoctor.trace.events import (
 )
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import NonfiniteReached, OptimizerSteps
+from dtypedoctor.trace.records.silent import IdleSteps
 
 _COUNTED_AS = {"output": "module_calls", "grad": "gradients", "loss": "losses"}
 """What stands for the counts in a trace without them: it is older, or the process left without ending it."""
@@ -395,7 +396,8 @@ def _part_recorded(treatment: Treatment) -> str:
 def _healthy(treatment: Treatment, measured: Measured, noted: Finding | None) -> str:
     trace = treatment.before.trace
     also = f" Note: {noted.summary}" if noted is not None else ""
-    still = _standstill(trace)
+    odd = list(filter(None, (_standstill(trace), _idle(trace), _jump(trace))))
+    still = f", but {' and '.join(odd)}" if odd else ""
     verdict = (
         f"Nothing found{' that is wrong' if also else ''}: {_done(treatment)}, {_finiteness(measured, noted)}{still}."
     )
@@ -416,6 +418,11 @@ def _unseen(trace: Trace) -> Iterator[str]:
             yield "optimizer steps inside of compiled functions"
 
 
+_LOSSES = 5
+"""With how many before it a loss is compared."""
+_JUMP = 1000.0
+
+
 def _standstill(trace: Trace) -> str:
     """From when on every gradient that was measured is exactly 0: nothing is learned, for whatever reason."""
     largest: dict[int, float] = {}
@@ -425,7 +432,31 @@ def _standstill(trace: Trace) -> str:
     learned = max((step for step, size in largest.items() if size), default=0)
     if not (still := [step for step in largest if step > learned]):
         return ""
-    return f", but every gradient is exactly 0{f' from {trace.moment(min(still))} on' if learned else ''}"
+    return f"every gradient is exactly 0{f' from {trace.moment(min(still))} on' if learned else ''}"
+
+
+def _idle(trace: Trace) -> str:
+    """From when on an optimizer's steps change nothing; one step or two of a warm-up or at the end are ordinary."""
+    last = {record.what.number: record for record in trace.observed(IdleSteps)}
+    for record in last.values():
+        if record.what.is_idle and trace.steps_done - record.step >= 2:
+            what = record.what
+            return f"{what.optimizer} has changed no parameter from {trace.moment(record.step)} on, where looked at: {what.reason}"
+    return ""
+
+
+def _jump(trace: Trace) -> str:
+    """The first loss that is larger than all before it, and a thousand times as large as the last ones: several losses may take turns."""
+    largest, last = 0.0, deque[float](maxlen=_LOSSES)
+    for sample, site in trace.measured():
+        if site.kind != "loss" or not sample.finite:
+            continue
+        before = max(last, default=0.0)
+        if len(last) == _LOSSES and sample.absmax > largest and sample.absmax >= _JUMP * before > 0:
+            return f"the loss jumps to {sample.absmax:.3g} in {trace.moment(sample.step)}, from at most {before:.3g}"
+        largest = max(largest, sample.absmax)
+        last.append(sample.absmax)
+    return ""
 
 
 def _stop(stopped: Sequence[Stopped]) -> str:

@@ -211,6 +211,27 @@ def test_a_run_that_has_no_gradient_any_more_says_since_when(gradients: tuple[fl
     assert bool(said) is ("exactly 0" in report.headline)
 
 
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ((2.0, 1.0, 0.5, 0.4, 0.3, 5000.0), "the loss jumps to 5e+03 in step 6, from at most 2."),
+        ((9.0, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 8.0), ""),
+        ((1.0, 4000.0, 1.0, 4000.0, 1.0, 4000.0, 1.0, 4000.0), ""),
+        ((0.0, 0.0, 0.0, 0.0, 0.0, 5.0), ""),
+        ((1.0, 5000.0), ""),
+    ],
+)
+def test_a_loss_that_jumps_is_in_the_headline(losses: tuple[float, ...], said: str) -> None:
+    """Not where it was as large before, nor where losses of several sizes take turns, nor in a warm-up."""
+    trace = TraceBuilder().sample("head", 1.0)
+    for step, size in enumerate(losses, 1):
+        trace.sample(None, size, kind="loss", step=step)
+    report = report_on(trace.build())
+    assert report.status is Status.HEALTHY
+    assert said in report.headline, report.headline
+    assert bool(said) is ("jumps" in report.headline)
+
+
 def test_a_mask_is_said_to_reach_nothing() -> None:
     """Infinities that get nowhere leave a run healthy, and the headline names them instead of saying finite."""
     trace = (

@@ -693,3 +693,22 @@ class Updates:
     parameters: Mapping[str, StalledParameter]
     compared: int = 0
     finite: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdleSteps:
+    """An optimizer begins or ends to step without a change of its parameters.
+
+    Attributes:
+        optimizer: its class.
+        number: which of the program's optimizers it is.
+        is_idle: whether it begins.
+        reason: why nothing changes, in words.
+    """
+
+    KIND: ClassVar[str] = "idle-steps"
+
+    optimizer: str
+    number: int
+    is_idle: bool
+    reason: str
