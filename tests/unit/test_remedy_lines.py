@@ -86,7 +86,7 @@ def test_a_fix_that_works_on_the_call_of_a_capsule_is_fixed_here() -> None:
     text = render_markdown(run_document(report))
     assert {line.outcome for line in remedy_lines(report)} == {"fixed on this call", "not tried"}
     assert "dtypedoctor exec --try FIX SCRIPT" in text
-    assert "replay of the call of layers.0.mlp (Gemma4TextMLP) from capsule runs/first/capsule, float16" in text
+    assert "replay of the call of layers.0.mlp (Gemma4TextMLP), from capsule runs/first/capsule, float16" in text
     assert REPLAY["verdict"] in text
     assert "on this call, fixed by" in {fact.label for fact in ranked_facts(report)}
     assert "on this call" not in render_markdown(run_document(overflow()))
@@ -96,7 +96,7 @@ def test_a_fix_that_works_on_the_call_of_a_capsule_is_fixed_here() -> None:
 def test_a_replay_in_another_dtype_says_what_failed_in_the_run() -> None:
     """There is no verdict to compare."""
     about = run_document(replace(overflow(), replay={**REPLAY, "module": "", "dtype": "float32", "verdict": ""})).about
-    assert "the whole model (Gemma4TextMLP) from capsule runs/first/capsule, float32" in about
+    assert "the whole model (Gemma4TextMLP), from capsule runs/first/capsule, float32" in about
     assert "; in the run aten.mul.Tensor failed." in about
 
 
