@@ -28,10 +28,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
     def kept(link: re.Match[str]) -> str:
         target = link[3].partition("#")[0]
-        inside = (ROOT / "docs" / path).parent / target
-        outside = (
-            not target.startswith(("http", "mailto:")) and target and not inside.resolve().is_relative_to(ROOT / "docs")
+        inside = ((ROOT / "docs" / path).parent / target).resolve()
+        is_shown = inside.is_relative_to(ROOT / "docs") and not any(
+            part.startswith(".")
+            for part in inside.relative_to(ROOT / "docs").parts  # which a site leaves out
         )
-        return link[2] if outside else link[0]
+        return link[0] if not target or target.startswith(("http", "mailto:")) or is_shown else link[2]
 
     return _LINK.sub(kept, markdown)
