@@ -417,6 +417,17 @@ def quantized_from_the_weights_before_the_training(tmp: Path) -> Subject:
     return saved(four_bit(before), tmp / "s"), trained(llama(), rate=1.0, steps=8)
 
 
+@case(VALUES)
+def quantized_rows_are_shorter_than_a_block(tmp: Path) -> Subject:
+    """Nothing is seeded: bitsandbytes 0.50.2 dequantizes such rows wrongly on a CPU."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    base = saved(LlamaForCausalLM(config), tmp / "base")
+    return saved(four_bit(base), tmp / "s"), base
+
+
 # Healthy
 
 

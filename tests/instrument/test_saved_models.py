@@ -23,7 +23,7 @@ def test_a_saved_model_gets_the_verdict_that_it_was_made_for(case: Case, tmp_pat
 def test_the_corpus_has_as_many_healthy_models_as_the_page_says() -> None:
     faults = sum(bool(case.kind) for case in CASES)
     page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text(encoding="utf-8")
-    assert f"Of {faults} seeded faults" in page
+    assert f"Of {faults} faults" in page
     assert f"{len(CASES) - faults} healthy models" in page
 
 

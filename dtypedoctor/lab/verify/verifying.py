@@ -129,7 +129,9 @@ def _compare_tensors(was: dict[str, Weight], now: dict[str, Weight], loaded: Loa
             result.add(compared)
         except NotComparableError as error:
             result.unknown.append(f"{name}: {error}")
-    before, after = ({frozenset(names & was.keys() & now.keys()) for names in ties_of(one)} for one in (was, now))
+    before, after = (
+        {frozenset(names & was.keys() & now.keys()) for names in ties_of(weights)} for weights in (was, now)
+    )
     for names in before ^ after:
         if len(names) > 1:
             whose = "trained" if names in before else "saved"
