@@ -233,14 +233,12 @@ def search(graph: OpGraph, incident: Incident) -> Search:
         followed = [op for op in reversed(ends) if op is not None]
         found = (_origin(graph, op, incident) for op in followed)
         origin = next((origin for origin in found if origin is not None), None)
-    if (
-        origin is None
-        and incident.kind == "loss"
-        and operators_were_seen(graph.trace)
-        and not _came_from_modules(graph, incident)
-    ):
-        # What a loss got that no operator had made, outside of modules or in the last call
-        origin = _earliest(_origins_outside(graph, incident))
+    if origin is None and incident.kind == "loss":
+        # What a loss got that no operator had made, outside of modules or in the last call, where no module had returned anything like it
+        measured = graph.trace.measured()
+        returned = any(s.n < incident.n and not s.finite and site.kind == "output" for s, site in measured)
+        if not returned and operators_were_seen(graph.trace):
+            origin = _earliest(_origins_outside(graph, incident))
     harmless = bool(followed) and origin is None and incident.kind != "grad"  # nothing masks what an optimizer is given
     return Search(covered=True, origin=origin, harmless=harmless)
 
@@ -250,17 +248,7 @@ def _seen_outside(graph: OpGraph, incident: Incident) -> Origin | None:
     if incident.reached is not None:
         last = behind(graph, incident.reached.seen)
         return _origin(graph, last, incident) if last is not None else None
-    origins = list(_origins_outside(graph, incident))
-    made = _earliest(origin for origin in origins if origin.given is None)
-    # Data that only the backward pass computes with: what a `where` leaves out of a loss comes back as 0 * NaN
-    is_of_data = made is None and incident.kind in GRADIENTS and not _came_from_modules(graph, incident)
-    return _earliest(origins) if is_of_data else made
-
-
-def _came_from_modules(graph: OpGraph, incident: Incident) -> bool:
-    """Whether a module had returned something that is not finite before."""
-    measured = graph.trace.measured()
-    return any(s.n < incident.n and not s.finite and site.kind == "output" for s, site in measured)
+    return _earliest(origin for origin in _origins_outside(graph, incident) if origin.given is None)
 
 
 def _origins_outside(graph: OpGraph, incident: Incident) -> Iterator[Origin]:
@@ -319,8 +307,7 @@ def _written(graph: OpGraph, found: Ancestry, maker: Op | None, incident: Incide
     if {site.kind for site in trace.sites.values()}.isdisjoint(_TRAINED):
         spoils = any(s.num_nan and site.kind == "output" and not site.fqn for s, site in trace.measured())
     else:
-        bad = (site.kind for sample, site in trace.measured() if not sample.finite)
-        spoils = incident.kind in GRADIENTS or any(kind in _TRAINED for kind in bad)
+        spoils = any(site.kind in _TRAINED and not sample.finite for sample, site in trace.measured())
     return wrote[0] if wrote and spoils else None
 
 

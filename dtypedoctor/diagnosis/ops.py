@@ -63,12 +63,9 @@ class OpGraph:
     def assigns_number(self, op: Op) -> bool:
         """Whether ``op`` writes a number of the code that is not finite, as ``x[0] = inf`` does: torch makes a tensor of it first."""
         given = nonfinite(getting_through(op))
-        return bool(given) and all(not t.shape and self._is_number(op, t) for t in given)
-
-    def _is_number(self, op: Op, tensor: TensorNote) -> bool:
-        if op.sentinel:  # which records no operator that makes a tensor of a number
-            return writes(op) and self.producer(tensor) is None
-        return any(overload_free(user.op) == "lift_fresh" for user in self.consumers(tensor))
+        return bool(given) and all(
+            not t.shape and any(overload_free(user.op) == "lift_fresh" for user in self.consumers(t)) for t in given
+        )
 
     @cached_property
     def _replays(self) -> dict[tuple[int, str], Replay]:

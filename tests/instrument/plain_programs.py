@@ -43,13 +43,6 @@ def half_that_is_tested_as_a_number() -> None:
         print("no sum")
 
 
-def a_missing_label_that_the_loss_leaves_out() -> None:
-    w, labels = torch.ones(3, requires_grad=True), torch.tensor([1.0, 2.0, 3.0])
-    labels[1] = float("nan")  # makes: fill_ copy_ index_put_
-    loss = torch.where(labels.isnan(), 0.0, (2 * w - labels) ** 2).mean()
-    loss.backward()
-
-
 def newton_at_an_inflection() -> None:
     x = torch.tensor(0.0, requires_grad=True)
     for _ in range(3):
@@ -308,7 +301,6 @@ FAULTY: tuple[Callable[[], None], ...] = (
     entropy_of_a_sure_event,
     distance_of_equal_points,
     where_in_backward,
-    a_missing_label_that_the_loss_leaves_out,
     half_that_is_tested,
     half_that_is_tested_as_a_number,
     newton_at_an_inflection,
