@@ -96,10 +96,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--programs", type=Path, default=PROGRAMS, help="the archive")
     parser.add_argument("--names", default=".*", help="regular expression: run and score only programs of such names")
     parser.add_argument("--totals", action="store_true", help="do not print the outcome of single programs")
     asked = parser.parse_args()
-    with TemporaryDirectory() as folder, tarfile.open(PROGRAMS) as archive:
+    with TemporaryDirectory() as folder, tarfile.open(asked.programs) as archive:
         programs = Path(folder, "programs")
         archive.extractall(programs, filter="data")
         out = asked.out.resolve()
