@@ -1,4 +1,4 @@
-"""Whose capsule it is: `exec` marks those that it makes, so that whoever made one replays its code without being asked.
+"""Whose capsule it is: `exec` marks those that it makes, so that `replay` runs the code of these without asking.
 
 The mark is a code of authentication of ``capsule.json`` under a random key that never leaves the user's home directory. A capsule from
 somebody else, one that was edited, and one made by the report on somebody else's record have none that fits.
@@ -10,7 +10,6 @@ import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
-from tempfile import mkstemp
 
 from dtypedoctor.foreign_files import read_file, write_file
 from dtypedoctor.replay.capsule import CAPSULE
@@ -38,21 +37,6 @@ def _mark_of(directory: Path, key: bytes) -> str:
     return hmac.new(key, read_file(directory / CAPSULE), hashlib.sha256).hexdigest()
 
 
-def _write_whole(place: Path, key: bytes) -> None:
-    """Write a file that others see whole or not at all, unless it is there: processes that begin at once all find the same key in it.
-
-    Raises:
-        OSError: it is there, or cannot be written.
-    """
-    descriptor, unnamed = mkstemp(dir=place.parent)  # readable by this user alone
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(key)
-        os.link(unnamed, place)
-    finally:
-        os.unlink(unnamed)
-
-
 def _key(*, make: bool) -> bytes:
     """The key of this user.
 
@@ -63,7 +47,7 @@ def _key(*, make: bool) -> bytes:
     if make:
         place.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
-            _write_whole(place, secrets.token_bytes(_BYTES))
+            write_file(place, secrets.token_bytes(_BYTES), mode=0o600, replace=False)
     status = place.stat(follow_symlinks=False)
     if status.st_uid != os.getuid() or status.st_mode & 0o077 or status.st_size != _BYTES:
         raise PermissionError(f"{place} is not this user's alone")
