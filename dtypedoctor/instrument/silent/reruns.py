@@ -92,6 +92,11 @@ class CacheCheck(Observer):
         else:
             self._compare(module, known)
 
+    def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """An outermost call has returned; where it is a layer itself, its hook would come after :meth:`after_call`."""
+        if id(module) in self._changed and not kwargs:
+            self._layer_returned(module, args, output)
+
     def after_call(self, module: nn.Module) -> None:
         """The outermost call has ended, in whatever way."""
         if self._hook is not None:
