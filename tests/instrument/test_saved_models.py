@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from saved_corpus import CASES, QUERY, Case, llama, saved, small_net
 from torch import nn
 
@@ -64,8 +65,10 @@ def test_the_live_model_and_its_generators_stay_as_they_were(tmp_path: Path) -> 
     before = {name: tensor.clone() for name, tensor in live.state_dict().items()}
     torch.manual_seed(3)
     random.seed(3)
-    state = torch.get_rng_state()
+    state, verbosity = torch.get_rng_state(), transformers.logging.get_verbosity()
     verify_saved(folder, live)
+    assert transformers.logging.get_verbosity() == verbosity
+    assert transformers.utils.logging.is_progress_bar_enabled()
     assert all(torch.equal(tensor, before[name]) for name, tensor in live.state_dict().items())
     assert all(module.training for module in live.modules())
     assert torch.equal(torch.get_rng_state(), state)

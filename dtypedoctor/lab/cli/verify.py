@@ -1,6 +1,7 @@
 """``dtypedoctor verify``: is the saved model the trained one?"""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -71,7 +72,9 @@ def _verified(saved: str, of: str) -> "Verification":
         request = json.dumps({"saved": saved, "of": of, "result": str(answer)})
         # -P: a torch.py in the working directory must not be taken for the real one. What a script prints is no part of the report
         command = [sys.executable, "-P", "-m", "dtypedoctor.lab.verify.verifying", request]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), check=False)
+        # What transformers warns of is what is measured
+        quiet = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), env=quiet, check=False)
         try:
             data: dict[str, Any] = parse_json(read_file(answer))
         except (OSError, ValueError) as error:

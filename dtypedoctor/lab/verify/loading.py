@@ -143,9 +143,6 @@ def _load_pretrained(folder: Path, live: nn.Module | None, **options: Any) -> Lo
     require_installed(str(folder), ["transformers"])
     import transformers
 
-    quiet: Any = transformers.utils.logging
-    quiet.set_verbosity_error()
-    quiet.disable_progress_bar()
     described = parse_json(read_file(folder / "config.json", follow=True))
     names = described.get("architectures") or [type(live).__name__]
     # A class of the user's own is only known from the live model; code that lies in the folder is not run
