@@ -8,7 +8,7 @@ from traces import TraceBuilder, tensor
 
 from dtypedoctor.analysis import analysis_of
 from dtypedoctor.diagnosis.rule import Confidence, Finding
-from dtypedoctor.diagnosis.wording import named_in
+from dtypedoctor.diagnosis.wording import named_in, with_spoken_operators
 from dtypedoctor.trace.events import Coverage, Raised
 
 
@@ -115,3 +115,16 @@ def test_generated_code_is_compiled_code_and_not_outside_of_all_modules(source: 
     assert "in compiled code" in overflow(source).summary
     assert overflow(source).module == "compiled code"
     assert "`mul` at train.py:3 is where" in overflow("train.py:3").summary
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("aten.mul.Tensor overflows", "`mul` overflows"),
+        ("function.layer_norm and module.Linear are given float32", "`layer_norm` and `Linear` are given float32"),
+        ("in `module.down` (float16), of module.layers.0.mlp", "in `module.down` (float16), of module.layers.0.mlp"),
+    ],
+)
+def test_operators_are_named_shortly_and_modules_of_a_wrapped_model_in_full(text: str, said: str) -> None:
+    """DDP calls the model that it wraps `module`, which is how the names of failing calls of modules begin, too."""
+    assert with_spoken_operators(text) == said
