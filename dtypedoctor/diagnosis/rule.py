@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 STAYS = "stays"
-"""In the metadata of a dataclass's field: what it holds stays with whoever ran the program."""
+"""In the metadata of a dataclass's field: what it holds is for the user alone."""
 
 
 class Severity(StrEnum):
@@ -153,7 +153,7 @@ class Excerpt:
         text: the line.
         begin, end: the columns (characters, from 0) of what was being done there; 0 and 0 where they are not known.
         skipped: how many frames lie between the excerpt before this one and this one.
-        own: the line as it is, for the terminal of whoever ran the program; it is written into no file, and redaction drops it.
+        own: the line as it is, for the user's own terminal; it is written into no file, and redaction drops it.
     """
 
     file: str

@@ -396,7 +396,7 @@ def _run_again(statement: _Statement, error: BaseException, session: Session, op
 
     def forget_another(again: Again) -> None:
         if again.error is None or type_and_message(again.error) != type_and_message(error):
-            session.writer.forget_held()  # another failure shows nothing of this one
+            session.writer.forget_held()  # the operators of another failure do not belong to this one
 
     number = session.writer.next_n(RESERVED)
     again = make_again(

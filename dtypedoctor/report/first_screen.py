@@ -91,7 +91,7 @@ def print_first_screen(report: Report, console: Console, directory: str, files: 
     if not files:
         print_document(run_document(report), console)
         return
-    if console.is_terminal:  # of whoever ran the program; a log may be read by others
+    if console.is_terminal:  # the user's own; a log may be read by others
         report = replace(report, excerpts=tuple(replace(one, text=one.own or one.text) for one in report.excerpts))
     at = f"Full report: {directory}/{files[0]}" + (f" ({', '.join(files[1:])})" if len(files) > 1 else "")
     patch = quote(f"{directory}/{PATCH}")
