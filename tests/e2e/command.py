@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,11 @@ class Finished:
     code: int
     out: str
     err: str
+
+    @property
+    def said(self) -> str:
+        """What was printed, however its lines were broken: at words, and at the hyphens of ids."""
+        return " ".join(re.sub(r"(?<=\w-)\n\s*", "", self.out).split())
 
 
 def dtypedoctor(

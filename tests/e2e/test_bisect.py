@@ -218,7 +218,7 @@ def test_what_no_bisection_can_look_for_counts_all_the_same(bisect: Callable[...
     given = ("--dtype", "bfloat16", "--workload", "train", "--out", "run")
     finished = bisect("--model", "bisect_factories:stalling", *given)
     assert finished.code == 10, finished.out
-    assert "Bisection cannot search for what else is found: update-stall" in " ".join(finished.out.split())
+    assert "Bisection cannot search for what else is found: update-stall" in finished.said
     assert report_of(tmp_path / "run")["bisection"]["end"] == "healthy"
 
 

@@ -92,7 +92,7 @@ def test_a_capsule_replays_without_its_script(tmp_path: Path) -> None:
     assert "--allow-code" in refused.err
     finished = dtypedoctor("replay", tmp_path, "--allow-code", "--out", tmp_path / "again", cwd=tmp_path)
     assert finished.code == 10, finished.err
-    said = " ".join(finished.out.split())
+    said = finished.said
     assert "replay of the call of scores (Scores), script.py:" in said
     assert " in the run, from capsule capsule, float16 on cpu." in said
     assert "Same verdict as in the run: float16-overflow, aten.mul.Tensor." in said
@@ -143,7 +143,7 @@ def test_a_replay_names_the_parts_that_must_run_in_float32(tmp_path: Path) -> No
     assert (inside["parts"], inside["one_minimal"], inside["candidates"]) == (["1::self"], True, 4)
     (trial,) = (trial for trial in report["trials"] if trial["remedy"] == "keep-float32")
     assert trial["outcome"] == "fixed"
-    said = " ".join(finished.out.split())
+    said = finished.said
     assert "Smallest set of parts that must run in float32: model[1]'s own operators (no smaller set passes;" in said
 
 
@@ -371,7 +371,7 @@ def test_what_exec_has_kept_is_replayed_without_a_question(tmp_path: Path) -> No
     assert "--allow-code" not in json.loads((tmp_path / "run" / "report.json").read_text())["next_command"]
     replayed = dtypedoctor("replay", "run", "--out", "again", cwd=tmp_path, **home)
     assert replayed.code == 10, replayed.err
-    assert "work.py:4 in the run" in " ".join(replayed.out.split())
+    assert "work.py:4 in the run" in replayed.said
     description = tmp_path / "run" / "capsule" / "capsule.json"
     description.write_text(description.read_text().replace("x * x", "x * x  "))
     refused = dtypedoctor("replay", "run", "--out", "edited", cwd=tmp_path, **home)

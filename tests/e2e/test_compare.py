@@ -78,7 +78,7 @@ def test_a_run_with_a_damaged_parameter_is_told_apart(runs: Path, tmp_path: Path
     (tmp_path / "copy" / "events.jsonl").write_text("\n".join(lines) + "\n")
     finished = compare(runs, "sdpa", str(tmp_path / "copy"))
     assert finished.code == 10
-    headline = " ".join(finished.out.split())
+    headline = finished.said
     assert headline.startswith("DIVERGED: layers.1.mlp.down_proj is the first to differ, in step 1 (forward)")
 
 

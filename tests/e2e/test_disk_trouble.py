@@ -273,7 +273,7 @@ def test_a_trace_without_a_report_is_reported(tmp_path: Path) -> None:
     left_alone(tmp_path / "run" / "before").close()
     finished = in_this_process("report", tmp_path / "run", "--format", "md")
     assert finished.code == 0, finished.err
-    assert f"The worker {NO_END}; the last module entered was model.head" in " ".join(finished.out.split())
+    assert f"The worker {NO_END}; the last module entered was model.head" in finished.said
 
 
 def test_a_damaged_trace_without_a_report_says_what_is_lost(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_the_help_of_every_verb_says_what_it_does_and_ends_with_an_example(verb:
     command = COMMAND.commands[verb]  # type: ignore[attr-defined]
     example = re.fullmatch(r"Example:  dtypedoctor (.+?)(?: > \S+)?", command.epilog)
     assert example is not None, command.epilog
-    assert " ".join(command.epilog.split()) in " ".join(finished.out.split())
+    assert " ".join(command.epilog.split()) in finished.said
     words = shlex.split(example[1])
     assert words[0] == verb
     command.make_context(verb, words[1:])

@@ -178,7 +178,7 @@ def test_one_run_of_a_script_on_a_gpu_names_the_operator(
     for name in kept:
         replayed = dtypedoctor("replay", tmp_path / "run" / name, "--allow-code", "--device", "cpu", cwd=tmp_path)
         print(replayed.out)
-        assert f"Same verdict as in the run: {finding}, {op}" in " ".join(replayed.out.split()), replayed.out
+        assert f"Same verdict as in the run: {finding}, {op}" in replayed.said, replayed.out
 
 
 def test_the_token_ids_before_a_device_side_assert_are_kept(tmp_path: Path) -> None:
