@@ -25,7 +25,7 @@ FIRST = 3
 """Steps that are always looked at, and calls of each kind."""
 CREDIT, IN_HALF = 2.0, 8.0
 """Seconds of the program's own thread, from its first call on, in which everything is looked at: a short program is seen whole. With half precision
-they are more, since what rounding does to a sum or an average shows after many steps only."""
+they are more, since what rounding does to a sum or an average shows after many steps only; not on a GPU, where a look costs ten steps and more."""
 ON_GPU, ON_CPU = 0.01, 0.05
 """Shares of the time that looks may take by default."""
 KNOWN = 16
@@ -150,7 +150,8 @@ class Budget:
 
     def _is_looked_at(self, kind: _Kind, now: float) -> bool:
         if self._since is None:
-            longest = self._credit * IN_HALF / CREDIT if self.is_in_half() else self._credit
+            is_longer = self.is_in_half() and not torch.cuda.is_initialized()
+            longest = self._credit * IN_HALF / CREDIT if is_longer else self._credit
             if self._busy() - self._busy_from < longest:
                 return True
             self._since = now
