@@ -769,6 +769,12 @@ def keys_inside(*operators: Any) -> Any:
     return functools.reduce(sub, casts, HIDDEN_KEYS)
 
 
+def tell_dispatcher_of_modes() -> None:
+    """Makes the dispatcher of this thread ask for modes where some are on, and not where none is."""
+    for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):
+        torch._C._dispatch_tls_set_dispatch_key_included(key, number_of_modes() > 0)
+
+
 def with_keys(keys: Any) -> AbstractContextManager[Any]:
     """Inside a mode, lets the dispatcher do what ``keys`` stand for, where it would do so for the program without the mode."""
     if _entry is None:

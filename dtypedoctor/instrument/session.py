@@ -31,6 +31,7 @@ from dtypedoctor._torch_private import (
     record_operators,
     region_is_on,
     set_grad_enabled,
+    tell_dispatcher_of_modes,
 )
 from dtypedoctor.instrument.budget import Readings
 from dtypedoctor.instrument.frames import Line, line_of, local_of
@@ -379,10 +380,10 @@ class AutocastLog:
             autocast.__enter__ = enter  # type: ignore[method-assign]
             autocast.__exit__ = leave  # type: ignore[method-assign]
 
-        self._undo.append(undo)
+        self._undo += [undo, _keep_modes_after_inference()]
 
     def stop(self) -> None:
-        """Puts the context manager back as it was."""
+        """Puts the context managers back as they were."""
         while self._undo:
             self._undo.pop()()
 
@@ -433,6 +434,25 @@ class AutocastLog:
     def open_regions(self) -> tuple[AutocastRegion, ...]:
         """Every region that is open, outermost first."""
         return tuple(self.of.regions)
+
+
+def _keep_modes_after_inference() -> Callable[[], None]:
+    """Lets a mode that is put on or taken off inside of inference mode be so afterwards, too; returns what ends that.
+
+    Inference mode leaves the dispatcher as it has found it, so that it would ask for a mode that is gone, which raises, or not for one that has come.
+    """
+    leave = torch.inference_mode.__exit__
+
+    def __exit__(region: torch.inference_mode, *raised: Any) -> None:  # noqa: N807
+        leave(region, *raised)
+        if not is_compiling():
+            tell_dispatcher_of_modes()
+
+    def undo() -> None:
+        torch.inference_mode.__exit__ = leave  # type: ignore[method-assign]
+
+    torch.inference_mode.__exit__ = __exit__  # type: ignore[method-assign]
+    return undo
 
 
 def _already_open() -> list[AutocastRegion]:

@@ -1,6 +1,7 @@
 """A watch with a budget: what is measured in which step, when everything is measured again, and what is said about the rest. Never in real time."""
 
 import random
+from contextlib import suppress
 from pathlib import Path
 from time import sleep
 
@@ -149,6 +150,30 @@ def test_calls_without_steps_have_a_schedule_of_their_own(tmp_path: Path) -> Non
         outer = [s.call for s in trace.samples if trace.sites[s.site].root == root and trace.sites[s.site].fqn == ""]
         assert len(inner) == FIRST
         assert len(outer) > FIRST  # what a call returns is all that shows what goes wrong in it
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_looks_that_end_or_begin_in_inference_mode_leave_the_dispatcher_as_it_should_be(
+    tmp_path: Path, raises: bool
+) -> None:
+    """torch puts its dispatcher back where inference mode ends, so that the next operator without tensors would ask for a mode that has gone."""
+    net, seen = Stack(), []
+
+    def infer(instruments: Instruments) -> None:
+        for _ in range(20):
+            with suppress(RuntimeError), torch.inference_mode():
+                for _ in range(3):
+                    net(torch.ones(2, 4))
+                    sleep(0.005)
+                if raises:
+                    net(torch.ones(2, 5))
+            before = instruments.session.coverage.operators
+            assert torch.arange(3).tolist() == [0, 1, 2]
+            seen.append((instruments.sentinel.on, instruments.session.coverage.operators > before))
+
+    watched(tmp_path, infer, budget=Budget(share=0.3, credit=0.0))
+    assert {on for on, _ in seen} == {False, True}
+    assert all(on == counted for on, counted in seen)
 
 
 @pytest.mark.parametrize("raises", [False, True])
