@@ -96,6 +96,19 @@ def test_a_decode_path_that_keeps_a_copy_of_the_adapters_is_found_once_they_are_
     assert found.source in spec_of("logprob-gap").instead(found)
 
 
+def test_no_tokens_are_decoded_again_after_the_last_step_that_is_looked_at(tmp_path: Path) -> None:
+    """A run that tries a fix for another failure does not pay for calls that would show what that fix is not about."""
+    calls: list[int] = []
+    for place, look_steps in ((tmp_path / "all", None), (tmp_path / "first", 1)):
+        place.mkdir()
+        model, counted = llama(fresh=True), []
+        model.register_forward_hook(lambda *_, counted=counted: counted.append(1))
+        watched(place, grpo(model), look_steps=look_steps)
+        calls.append(len(counted))
+    assert calls[1] < calls[0]
+    assert gaps(watched(tmp_path, grpo(llama(fresh=False)), look_steps=1)) == []
+
+
 def test_stale_copies_that_decoding_does_not_take_are_not_the_reason(tmp_path: Path) -> None:
     """The finding names no module and no line, and is not proven."""
     model = llama(fresh=False)

@@ -10,7 +10,7 @@ from torch import Tensor
 from dtypedoctor.errors import UsageError
 from dtypedoctor.lab.tickets import nf4_ctypes
 from dtypedoctor.lab.tickets.nf4_compiled import Nf4CompiledConfig, build_nf4_compiled, install_stream_per_call
-from dtypedoctor.lab.worker.stage import StreamWatch
+from dtypedoctor.lab.worker.stage import watching_streams
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -108,27 +108,26 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def test_the_watch_tells_stale_launches_from_others(streams: dict[str, int]) -> None:
     """Each use with both handles, and the function is put back."""
     original = nf4_ctypes.launch_stream
-    with StreamWatch(nf4_ctypes, "launch_stream") as watch:
+    with watching_streams(nf4_ctypes, "launch_stream") as launches:
         nf4_ctypes.launch_stream(torch.device("cuda:0"))
         streams["cuda:0"] = 12
         nf4_ctypes.launch_stream(torch.device("cuda:0"))
         nf4_ctypes.launch_stream(torch.device("cuda:0"))
     assert nf4_ctypes.launch_stream is original
-    seen = [(use.device, use.used, use.current, use.count, use.stale) for use in watch.uses()]
-    assert seen == [("cuda:0", 11, 12, 2, True), ("cuda:0", 11, 11, 1, False)]
+    assert launches == {("cuda:0", 11, 12): 2, ("cuda:0", 11, 11): 1}
 
 
 def test_the_stream_correction_leaves_nothing_stale(streams: dict[str, int]) -> None:
     """It counts each launch that it directed."""
     installed = install_stream_per_call(build_nf4_compiled(Nf4CompiledConfig()), ())
     try:
-        with StreamWatch(nf4_ctypes, "launch_stream") as watch:
+        with watching_streams(nf4_ctypes, "launch_stream") as launches:
             for handle in (11, 12, 13):
                 streams["cuda:0"] = handle
                 nf4_ctypes.launch_stream(torch.device("cuda:0"))
     finally:
         installed.undo()
-    assert [use.stale for use in watch.uses()] == [False] * 3
+    assert launches == {("cuda:0", handle, handle): 1 for handle in (11, 12, 13)}
     assert installed.counters.hits == 3
 
 
@@ -152,6 +151,6 @@ def test_on_cuda_a_second_stream_is_stale_until_corrected(monkeypatch: pytest.Mo
     monkeypatch.setattr(nf4_ctypes, "_process_stream", None)
     weight, state = packed(device="cuda")
     nf4_ctypes.dequantize(weight, state)
-    with StreamWatch(nf4_ctypes, "launch_stream") as watch, torch.cuda.stream(torch.cuda.Stream()):
+    with watching_streams(nf4_ctypes, "launch_stream") as launches, torch.cuda.stream(torch.cuda.Stream()):
         nf4_ctypes.dequantize(weight, state)
-    assert [use.stale for use in watch.uses()] == [True]
+    assert [used != current for _, used, current in launches] == [True]

@@ -21,12 +21,13 @@ MMAP_THRESHOLD = -3
 
 def watched(
     directory: Path, work: Callable[[Instruments], Any], *, traced: bool = False, watch: bool = True,
-    every: int = 1, budget: Budget | None = None,
+    every: int = 1, budget: Budget | None = None, look_steps: int | None = None,
 ) -> Trace:  # fmt: skip
     """The trace of ``work``, with the op trace if it is to be ``traced``; an exception that it raises is recorded as the worker would."""
     writer = TraceWriter(directory)
     writer.write(Header(watched=watch))
-    instruments = Instruments(writer, watch=watch, budget=budget if every == 1 else Budget(every=every))
+    budget = budget if every == 1 else Budget(every=every)
+    instruments = Instruments(writer, watch=watch, budget=budget, look_steps=look_steps)
     instruments.start()
     outcome = "completed"
     try:

@@ -24,7 +24,7 @@ class Checks:
     Args:
         session: where the observations go.
         originals: what half-precision tensors were before they were cast; shared with the op trace.
-        look_steps: up to which training step the operators of some calls are looked at; None: in all.
+        look_steps: up to which training step the operators of some calls are looked at, and tokens decoded again; None: in all.
 
     Attributes:
         whereabouts: says where the operator that is running stands.
@@ -33,6 +33,7 @@ class Checks:
 
     def __init__(self, session: Session, originals: Originals, *, look_steps: int | None = None) -> None:
         self.session, self.originals = session, originals
+        self.look_steps = float("inf") if look_steps is None else look_steps
         self.whereabouts = Whereabouts(session)
         self.in_scaler: Callable[[], bool] = lambda: False
         self._is_on = False
@@ -51,7 +52,7 @@ class Checks:
         for plugin in left_out():
             if plugin.what.startswith("dtypedoctor.checks "):
                 session.guard.tell(plugin.what, plugin.why)
-        self.look = RoutineLook(self.hearing("saw"), self.hearing("look_ended"), session, steps=look_steps)
+        self.look = RoutineLook(self.hearing("saw"), self.hearing("look_ended"), session, steps=self.look_steps)
 
     def __getitem__(self, cls: type[Of]) -> Of:
         """The observer of this class."""

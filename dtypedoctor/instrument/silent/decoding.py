@@ -70,7 +70,7 @@ class DecodingCheck(Observer):
         if self._over or self._step == self.position.step or not args or not isinstance(args[0], nn.Module):
             return
         self._step, self._steps = self.position.step, self._steps + 1
-        if is_checked(self._steps):
+        if is_checked(self._steps) and self._step <= self.checks.look_steps:
             self._generator = ref(args[0])
             self._region = self.session.autocast.dtype(main_parameter(args[0]).device.type)
 

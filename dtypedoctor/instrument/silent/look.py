@@ -115,7 +115,7 @@ class RoutineLook:
         saw: who is shown them.
         ended: called when a call that was looked at is over.
         session: tells the moment, and keeps the observers' errors from the program.
-        steps: only calls up to this training step are looked at; None: of all steps.
+        steps: only calls up to this training step are looked at.
 
     Attributes:
         moves: is shown each operator before and after it runs.
@@ -127,8 +127,7 @@ class RoutineLook:
         saw: Sequence[Callable[[Seen], None]],
         ended: Sequence[Callable[[], None]],
         session: Session,
-        *,
-        steps: int | None = None,
+        steps: float = float("inf"),
     ) -> None:
         self._saw, self._ended = saw, ended
         self._steps = steps
@@ -172,7 +171,7 @@ class RoutineLook:
         """An outermost call begins."""
         self.after_call()  # of one that was left without a word
         position = self._session.position
-        if position.backward_depth or (self._steps is not None and position.step > self._steps):
+        if position.backward_depth or position.step > self._steps:
             return
         key = (id(module), position.phase)
         self._calls[key] += 1

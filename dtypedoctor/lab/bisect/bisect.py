@@ -29,7 +29,7 @@ from dtypedoctor.lab.bisect.symptoms import part_in_words, symptom_of
 from dtypedoctor.lab.scenarios.model import Request, Scenario, Script
 from dtypedoctor.lab.trials.judge import Baselines, judge
 from dtypedoctor.lab.trials.reduction import BaselineError, Interrupted, Node, Options, Outcome, reduce
-from dtypedoctor.lab.trials.treatment import LaterRuns, Plan, treat
+from dtypedoctor.lab.trials.treatment import LaterRuns, Plan, look_steps, treat
 from dtypedoctor.plugins import Remedy
 from dtypedoctor.replay.capsule import MODEL, read_capsule
 from dtypedoctor.runner.run import Run
@@ -187,8 +187,9 @@ class _Bisecting:
     def _try(self, found: Bisection, label: str, changed: Scenario, setup: ReferenceSetup) -> tuple[Trial, bool]:
         """The whole scenario, changed: the trial, and whether it is healthy."""
         self._progress.stage(f"running {describe(self._scenario)} with {label}")
-        run = self._runner.run(Request(scenario=changed), f"remedy-{label}")
-        baselines = Baselines(before=found.treatment.before_summary, findings=found.treatment.findings)
+        findings = found.treatment.findings
+        run = self._runner.run(Request(scenario=changed, look_steps=look_steps(findings)), f"remedy-{label}")
+        baselines = Baselines(before=found.treatment.before_summary, findings=findings)
         known = remedies()
         remedy = Remedy(
             id=label,

@@ -263,7 +263,7 @@ def _baselines(
     """What the trials are compared with: the run, and if it is to be the healthy reference and a twin in float32; and the run of the reference."""
     healthy, exact = None, None
     if compare and (reference := healthy_reference(scenario)) is not None:
-        healthy = later("reference", Request(scenario=reference, look_steps=_look_steps(findings)))
+        healthy = later("reference", Request(scenario=reference, look_steps=look_steps(findings)))
     if compare and (twin := float32_twin(scenario)) is not None:
         run = later("float32-twin", Request(scenario=twin))
         exact = run.trace if run is not None else None
@@ -280,7 +280,7 @@ def _baselines(
     return baselines, healthy
 
 
-def _look_steps(findings: Sequence[Finding]) -> int | None:
+def look_steps(findings: Sequence[Finding]) -> int | None:
     """Up to which step later runs look for what stays finite: as long as the first where that is what failed, else in their first step."""
     return None if any(spec_of(finding.id).family is SILENT for finding in findings) else 1
 
@@ -292,7 +292,7 @@ def _try(remedy: Remedy, scenario: Scenario, run: LaterRuns, baselines: Baseline
     if reason:
         return not_tried(remedy, reason, condition=condition)
     repeats = "before" if is_script(changed) else None
-    request = Request(scenario=changed, repeats=repeats, look_steps=_look_steps(baselines.findings))
+    request = Request(scenario=changed, repeats=repeats, look_steps=look_steps(baselines.findings))
     tried = run.attempt(run_of_fix(remedy.id), request)
     if isinstance(tried, str):  # what can be run untreated may still not be possible with the remedy
         return not_tried(remedy, tried, condition=condition)

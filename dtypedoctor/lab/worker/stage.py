@@ -4,13 +4,11 @@ import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib import import_module
 from itertools import count
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
@@ -36,77 +34,30 @@ if TYPE_CHECKING:
 Chooser = Callable[[torch.device], ctypes.c_void_p]
 
 
-def current_handle(device: torch.device) -> int:
-    """Handle of the CUDA stream that is current on ``device``; 0 is the default stream."""
-    return torch.cuda.current_stream(device).cuda_stream
+@contextmanager
+def watching_streams(owner: Any, name: str) -> Iterator[Counter[tuple[str, int, int]]]:
+    """Counts launches while a function ``(device) -> stream handle`` of a module chooses their streams; callers must look it up at each call.
 
+    Work launched on another stream than the one that is current is not ordered with what the current stream does before and after it, and a stream
+    of another device belongs to memory that the kernel does not write to (public description: https://github.com/thad0ctor/axolotl/pull/25).
+    Neither raises where it happens.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamUse:
-    """Launches that were alike.
-
-    Attributes:
-        device: the device whose memory was worked on.
-        used: handle of the stream that was launched on.
-        current: handle of the stream that was current on ``device``.
-        count: number of launches.
+    Yields:
+        Launches by device, the handle that was chosen and that of the current stream; 0 is the default stream.
     """
+    original: Chooser = getattr(owner, name)
+    launches: Counter[tuple[str, int, int]] = Counter()
 
-    device: str
-    used: int
-    current: int
-    count: int
+    def watched(device: torch.device) -> ctypes.c_void_p:
+        chosen = original(device)
+        launches[str(device), chosen.value or 0, torch.cuda.current_stream(device).cuda_stream] += 1
+        return chosen
 
-    @property
-    def stale(self) -> bool:
-        """Whether the launch went to another stream than the current one."""
-        return self.used != self.current
-
-
-class StreamWatch:
-    """Listens to a function ``(device) -> stream handle`` of a module while it is entered.
-
-    The stream that a kernel launcher chooses is compared with the one that is current at that moment.
-    Work launched on another stream is not ordered with what the current stream does before and after it, and a stream of
-    another device belongs to memory that the kernel does not write to (public description:
-    https://github.com/thad0ctor/axolotl/pull/25). Neither raises where it happens.
-
-    Args:
-        owner: the module that holds the function.
-        name: its name there; callers must look it up at each call.
-        current: tells the current stream's handle.
-    """
-
-    def __init__(self, owner: Any, name: str, current: Callable[[torch.device], int] = current_handle) -> None:
-        self._owner = owner
-        self._name = name
-        self._current = current
-        self._original: Chooser | None = None
-        self._seen: Counter[tuple[str, int, int]] = Counter()
-
-    def __enter__(self) -> Self:
-        original: Chooser = getattr(self._owner, self._name)
-        self._original = original
-
-        def watched(device: torch.device) -> ctypes.c_void_p:
-            chosen = original(device)
-            self._seen[str(device), chosen.value or 0, self._current(device)] += 1
-            return chosen
-
-        setattr(self._owner, self._name, watched)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        setattr(self._owner, self._name, self._original)
-
-    def uses(self) -> tuple[StreamUse, ...]:
-        """What was launched where, most frequent first."""
-        return tuple(
-            StreamUse(device=device, used=used, current=current, count=count)
-            for (device, used, current), count in self._seen.most_common()
-        )
+    setattr(owner, name, watched)
+    try:
+        yield launches
+    finally:
+        setattr(owner, name, original)
 
 
 @contextmanager
@@ -151,8 +102,10 @@ def streaming(context: "Context") -> Iterator[None]:
         yield
         return
     listened_to = choosers if not why_not and context.instruments.watching else ()
+    watches = []
     with ExitStack() as listening:
-        watches = [listening.enter_context(_stream_watch(chooser)) for chooser in listened_to]
+        for module, _, function in (chooser.partition(":") for chooser in listened_to):
+            watches.append(listening.enter_context(watching_streams(import_module(module), function)))
         if context.stage.side_stream:
             torch.cuda.synchronize(context.device)  # what the default stream has prepared must be there
             with torch.cuda.stream(torch.cuda.Stream(context.device)):
@@ -160,18 +113,9 @@ def streaming(context: "Context") -> Iterator[None]:
             torch.cuda.synchronize(context.device)
         else:
             yield
-    for watch in watches:
-        _write_launches(context, watch)
-
-
-def _stream_watch(chooser: str) -> StreamWatch:
-    module, _, function = chooser.partition(":")
-    return StreamWatch(import_module(module), function)
-
-
-def _write_launches(context: "Context", watch: StreamWatch) -> None:
-    for use in watch.uses():
-        context.instruments.session.emit(StreamLaunches(**asdict(use), stale=use.stale))
+    for (device, used, current), number in (kind for launches in watches for kind in launches.most_common()):
+        launch = StreamLaunches(device=device, used=used, current=current, count=number, stale=used != current)
+        context.instruments.session.emit(launch)
 
 
 @contextmanager
