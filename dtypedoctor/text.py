@@ -1,9 +1,12 @@
 """Names, messages and numbers made fit to show: nothing invisible, nothing that reorders, nothing endless."""
 
+import linecache
 import math
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from dtypedoctor.dtypes import DTYPES
 
@@ -214,3 +217,36 @@ def limit(dtype: str) -> float | None:
     """The largest finite value of ``dtype``, or None if it is not a floating-point dtype."""
     known = DTYPES.get(dtype)
     return known.max if known else None
+
+
+_CELL = "cell In["
+"""A line of a notebook is named by its cell, in the kernel's own process only: the file that a cell is compiled under is a temporary name."""
+
+
+def cell_of(path: str) -> str:
+    """``cell In[3]`` for the file name under which IPython compiled that cell; empty for any other file."""
+    if "ipykernel_" not in path and not path.startswith("<ipython-input-"):
+        return ""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    named = shell.compile.format_code_name(path) if shell is not None else None
+    return f"cell {named[1]}" if named is not None else ""
+
+
+def cell_source(name: str) -> str | None:
+    """The text of a cell, given by its name or by the file name it was compiled under; None for what is no cell."""
+    label = name if name.startswith(_CELL) else cell_of(name)
+    path = _paths_of_cells().get(label)
+    return "".join(linecache.getlines(path)) if path is not None else None
+
+
+def cells() -> list[str]:
+    """The names of all cells that have run, the latest first."""
+    return sorted(_paths_of_cells(), key=lambda name: (len(name), name), reverse=True)
+
+
+def _paths_of_cells() -> dict[str, str]:
+    """The file name under which each cell was compiled, by the cell's name."""
+    named = {cell_of(path): path for path in list(linecache.cache)}
+    named.pop("", None)
+    return named

@@ -1,4 +1,5 @@
-"""``dtypedoctor enable`` and ``disable``: recording by a variable of the environment, ``DTYPEDOCTOR=1``, with no command in front of a program.
+"""What is installed once: ``dtypedoctor skill``, what a coding agent has to know to use the program, and ``enable`` and ``disable``: recording by a
+variable of the environment, ``DTYPEDOCTOR=1``, with no command in front of a program.
 
 A ``.pth`` file in this environment's site-packages has every Python process of it look at that variable. What such a process then does is in
 ``worker/hooked.py``, which is referenced by its path; the first process of a job calls ``job-report`` when it ends.
@@ -7,6 +8,7 @@ A ``.pth`` file in this environment's site-packages has every Python process of 
 import shlex
 import sys
 import sysconfig
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +22,7 @@ from dtypedoctor.trace.ranks import JOB_FILE, SWITCH
 if TYPE_CHECKING:
     from dtypedoctor.runner.command import Program
 
+
 _HOOK = Path(__file__).resolve().parents[1] / "worker" / "hooked.py"
 _NAME = "dtypedoctor-hook.pth"
 _MARK = "# Made by `dtypedoctor enable`; `dtypedoctor disable` removes it.\n"
@@ -32,6 +35,7 @@ except Exception:
 
 def register(app: typer.Typer) -> None:
     """Adds the verbs."""
+    app.command(name="skill", epilog="Example:  dtypedoctor skill --install .claude/skills")(skill)
     app.command(name="enable", epilog="Example:  dtypedoctor enable")(enable)
     app.command(name="disable", epilog="Example:  dtypedoctor disable")(disable)
     app.command(name="job-report", epilog="Example:  dtypedoctor job-report runs/train-...")(job_report)
@@ -176,3 +180,48 @@ def _program(words: list[str]) -> "Program":
     if script in ("-m", "-c"):
         target = {"module" if script == "-m" else "code": arguments[0], "args": arguments[1:]}
     return Program(name=name_of(target), time_limit=OF_A_SCENARIO, **target)
+
+
+_SKILL = "dtypedoctor"
+_IN_A_PROJECT = Path(".claude", "skills")
+
+
+def skill(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            help="With --install: folder of skills; without, the project's .claude/skills, else yours.", metavar="DIR"
+        ),
+    ] = None,
+    install: Annotated[bool, typer.Option("--install", help="Write DIR/dtypedoctor/SKILL.md.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that differs.")] = False,
+) -> None:
+    """Print what a coding agent has to know to use dtypedoctor, or install it as a skill."""
+    text = resources.files("dtypedoctor").joinpath("skills", _SKILL, "SKILL.md").read_text("utf-8")
+    if not install:
+        if folder is not None or force:
+            raise UsageError("skill: nothing is written without --install", "Add --install.")
+        print(text, end="")
+        return
+    place = (folder or _usual_folder()) / _SKILL / "SKILL.md"
+    try:
+        _write(place, text, force=force)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{place}: cannot be written ({reason(error)})", "Give another folder.") from error
+    say(f"installed: {place}")
+
+
+def _usual_folder() -> Path:
+    """Where Claude Code looks: in the project that the working directory is in, if it has settings of its own, else at home."""
+    here = Path.cwd()
+    projects = [folder for folder in (here, *here.parents) if (folder / ".claude").is_dir() and folder != Path.home()]
+    return (projects[0] if projects else Path.home()) / _IN_A_PROJECT
+
+
+def _write(place: Path, text: str, *, force: bool) -> None:
+    """Write the file, unless somebody else's, edited or of another version, would be lost."""
+    if not force and place.exists() and place.read_text("utf-8") != text:
+        hint = "Give --force to replace it."
+        raise UsageError(f"{place}: differs from the skill of this version of dtypedoctor", hint)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(text, "utf-8")

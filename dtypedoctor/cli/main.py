@@ -62,8 +62,7 @@ _VERBS = {
     "dtypedoctor.lab.cli.verify": ("verify",),
     "dtypedoctor.lab.cli.replay": ("replay",),
     "dtypedoctor.lab.cli.reading": ("compare", "scenarios"),
-    "dtypedoctor.cli.enabling": ("enable", "disable", "job-report"),
-    "dtypedoctor.cli.skill": ("skill",),
+    "dtypedoctor.cli.enabling": ("enable", "disable", "job-report", "skill"),
 }
 """The verbs of each module, which is imported for its own verbs, and for help."""
 

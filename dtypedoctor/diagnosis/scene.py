@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from dtypedoctor.cells import cell_of, cell_source, cells
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.foreign_files import read_file
 from dtypedoctor.redaction.secrets import names_a_secret, without_secrets
+from dtypedoctor.text import cell_of, cell_source, cells
 from dtypedoctor.trace.events import Op, ParameterNote, Raised, TensorNote
 from dtypedoctor.trace.model import Trace
 

@@ -228,7 +228,8 @@ class Batches:
                     row.lost = True
                 else:
                     sent.append(row)
-            self._send(sent)
+            for first in range(0, len(sent), self._rows.limit):
+                self._send_some(sent[first : first + self._rows.limit])
             for row in batch:
                 row.tensor = None
         self._let_gated_in()
@@ -243,10 +244,6 @@ class Batches:
                 row.tensor = None
             else:
                 self._open.setdefault(row.stream, []).append(row)
-
-    def _send(self, batch: list[Row]) -> None:
-        for first in range(0, len(batch), self._rows.limit):
-            self._send_some(batch[first : first + self._rows.limit])
 
     def _send_some(self, batch: list[Row]) -> None:
         try:

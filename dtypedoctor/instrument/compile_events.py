@@ -173,29 +173,25 @@ def _counted() -> dict[str, int]:
 def _grouped(lines: list[str]) -> tuple[GraphBreak, ...]:
     groups: dict[tuple[str, str, str], GraphBreak] = {}
     for found in filter(None, map(_BREAK.search, lines)):
-        one = _parsed_break(found)
+        reason, _, stack = found["reason"].partition("User code traceback:")
+        explained = _EXPLAINED.search(reason)
+        context = _CONTEXT.search(reason)
+        frames = [
+            f"{frame['file']}:{frame['line']} {frame['function']}"
+            for frame in _FRAME.finditer(stack)
+            if not _is_not_the_programs(frame["file"])
+        ]
+        one = GraphBreak(
+            kind=explained["kind"] if explained else reason.split("\n", 1)[0],
+            explanation=explained["explanation"] if explained else "",
+            context=context["context"][:MAX_TEXT] if context else "",
+            frames=frames[-MAX_FRAMES:] or [found["place"]],
+            count=1,
+        )
         key = one.kind, one.explanation, one.frames[-1]
         held = groups.get(key)
         groups[key] = one if held is None else replace(held, count=held.count + 1)
     return tuple(sorted(groups.values(), key=lambda group: -group.count))
-
-
-def _parsed_break(found: re.Match[str]) -> GraphBreak:
-    reason, _, stack = found["reason"].partition("User code traceback:")
-    explained = _EXPLAINED.search(reason)
-    context = _CONTEXT.search(reason)
-    frames = [
-        f"{frame['file']}:{frame['line']} {frame['function']}"
-        for frame in _FRAME.finditer(stack)
-        if not _is_not_the_programs(frame["file"])
-    ]
-    return GraphBreak(
-        kind=explained["kind"] if explained else reason.split("\n", 1)[0],
-        explanation=explained["explanation"] if explained else "",
-        context=context["context"][:MAX_TEXT] if context else "",
-        frames=frames[-MAX_FRAMES:] or [found["place"]],
-        count=1,
-    )
 
 
 def _is_not_the_programs(file: str) -> bool:

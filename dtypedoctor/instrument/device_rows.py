@@ -103,7 +103,9 @@ class TritonRows:
         self._unused_address = (self._results.data_ptr(),) * self.limit
         self._chunk = 4 * extent_kernel.CHUNK
         self._compiled: Any = None
-        self._programs = extent_kernel.PROGRAMS * _multiprocessors(device)
+        self._programs = extent_kernel.PROGRAMS * (
+            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        )
         self._launched = 0
         self._kinds: list[list[torch.dtype]] = [[] for _ in range(shape[0])]
         self._cleared: torch.cuda.Event | None = None
@@ -189,10 +191,6 @@ class TritonRows:
     def room(self, flying: int) -> bool:
         """Whether a slot is free for another batch."""
         return flying < self._kernel.SLOTS // 2
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 class NormRows:

@@ -17,8 +17,8 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from dtypedoctor._torch_private import OpOverload
-from dtypedoctor.cells import cell_of
 from dtypedoctor.interruptions import contained
+from dtypedoctor.text import cell_of
 
 _NOT_THE_USERS = (
     "torch.",

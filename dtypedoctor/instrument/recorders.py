@@ -307,7 +307,12 @@ class StreamRecorder:
             else:
                 row.entries += ((n, step, call, site),)
                 if site not in self._calm or row.version < 0:
-                    self._measure_now(site, tensor, row)
+                    # Launches a tensor of a new site, and of one whose tensors are changed in place, without waiting
+                    # for others
+                    if site not in self._restless and row.version >= 0:
+                        self._calm.add(site)
+                        self._new.append((Writes(tensor), site))
+                    self._launch()
             n += 1
         return returned
 
@@ -372,7 +377,16 @@ class StreamRecorder:
         self.flush()
         self._write_settled(self._batches.wait(PATIENCE))
         self._confirmed.clear()
-        self._tell_what_is_missing()
+        dropped, self._batches.dropped = self._batches.dropped, 0
+        if dropped:
+            why = (
+                "the device stopped before they had arrived" if self._batches.dead else "the device was too far behind"
+            )
+            self._writer.write(NotWatched(what=f"{dropped} measurements on the device", why=why))
+        changed, self._changed = self._changed, 0
+        if changed:
+            why = "the tensors were changed in place, or freed, before they could be measured"
+            self._writer.write(NotWatched(what=f"{changed} measurements on the device", why=why))
 
     def _known_row(self, tensor: Tensor) -> Row | None:
         """The row of a tensor that was handed over before in the same version: a container usually returns what its last child returned."""
@@ -381,13 +395,6 @@ class StreamRecorder:
             return None
         row = held[1]
         return row if row.version < 0 or row.version == version_now(tensor) else None
-
-    def _measure_now(self, site: int, tensor: Tensor, row: Row) -> None:
-        """Launches a tensor of a new site, and of one whose tensors are changed in place, without waiting for others."""
-        if site not in self._restless and row.version >= 0:
-            self._calm.add(site)
-            self._new.append((Writes(tensor), site))
-        self._launch()
 
     def _set_apart(self, sites: Iterable[int]) -> None:
         self._restless.update(sites)
@@ -470,18 +477,6 @@ class StreamRecorder:
             runs[-1][1].append((site, absmax, nan, inf))
         if runs:
             self._writer.write_runs(*moment, runs)
-
-    def _tell_what_is_missing(self) -> None:
-        dropped, self._batches.dropped = self._batches.dropped, 0
-        if dropped:
-            why = (
-                "the device stopped before they had arrived" if self._batches.dead else "the device was too far behind"
-            )
-            self._writer.write(NotWatched(what=f"{dropped} measurements on the device", why=why))
-        changed, self._changed = self._changed, 0
-        if changed:
-            why = "the tensors were changed in place, or freed, before they could be measured"
-            self._writer.write(NotWatched(what=f"{changed} measurements on the device", why=why))
 
 
 BEHIND = frozenset({"cuda"})

@@ -616,7 +616,17 @@ def _gradients_of(results: list[Tensor], gradients: list[Tensor], ends: list[Ten
     except RuntimeError as error:
         if "use_reentrant=True" not in str(error):
             raise
-        return _accumulate(results, gradients, ends)
+        # The gradients of leaves of a backward pass that `autograd.grad` cannot run; they hold afterwards what they
+        # held
+        before = [(leaf, leaf.grad) for leaf in ends if leaf.is_leaf]
+        try:
+            for leaf, _ in before:
+                leaf.grad = None
+            torch.autograd.backward(results, gradients)
+            return [leaf.grad for leaf, _ in before]
+        finally:
+            for leaf, gradient in before:
+                leaf.grad = gradient
 
 
 def _largest_scale(gradients: list[Tensor]) -> float:
@@ -626,19 +636,6 @@ def _largest_scale(gradients: list[Tensor]) -> float:
     while largest * scale > SCALE and scale > 1:
         scale /= 2
     return scale
-
-
-def _accumulate(results: list[Tensor], gradients: list[Tensor], ends: list[Tensor]) -> list[Tensor | None]:
-    """The gradients of leaves of a backward pass that ``autograd.grad`` cannot run; they hold afterwards what they held."""
-    before = [(leaf, leaf.grad) for leaf in ends if leaf.is_leaf]
-    try:
-        for leaf, _ in before:
-            leaf.grad = None
-        torch.autograd.backward(results, gradients)
-        return [leaf.grad for leaf, _ in before]
-    finally:
-        for leaf, gradient in before:
-            leaf.grad = gradient
 
 
 def _allowed(live: LiveCall) -> tuple[torch.device | None, int]:

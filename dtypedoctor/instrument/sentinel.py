@@ -330,7 +330,9 @@ class Sentinel(OperatorMode):
     def _node_begins(self, _: Any) -> None:
         """The engine is about to run a node that was made between module calls, and will take the mode off after it."""
         abroad = self._thread != get_ident()
-        if abroad and not self._works_for_this():
+        # Whether this thread is one of autograd's that works for a backward pass of the sentinel's thread, which waits
+        # for it
+        if abroad and not (bool(self._thread) and self._position.of.here is None and self._position.last is self._here):
             return
         if self._pauses or self._position.muted or self.quiet() or self._is_there():
             return
@@ -338,10 +340,6 @@ class Sentinel(OperatorMode):
             self._lent = True
             self._abroad |= abroad
             self._into_stack()
-
-    def _works_for_this(self) -> bool:
-        """Whether this thread is one of autograd's that works for a backward pass of the sentinel's thread, which waits for it."""
-        return bool(self._thread) and self._position.of.here is None and self._position.last is self._here
 
     def _is_there(self) -> bool:
         return any(mode is self for mode in modes_on())
@@ -614,18 +612,15 @@ class Sentinel(OperatorMode):
         elif self._affords(tensor) if self._readings.at_hand(tensor) else self._is_read(func, line, tensor):
             return ends_of(tensor)
         elif tensor.device.type in BEHIND:
-            self._sampled(func, line, tensor)
+            if tensor.dtype in HALF and not self._readings.may_read(tensor):
+                self._guard.tell(*_NOT_FOLLOWED)
+            if self._is_turn(("sampled", func), line, EACH):
+                self._sample(_label(func, line), tensor)
+            else:
+                self._missed += 1
         else:
             self._missed += 1
         return None
-
-    def _sampled(self, func: Any, line: Line | None, tensor: Tensor) -> None:
-        if tensor.dtype in HALF and not self._readings.may_read(tensor):
-            self._guard.tell(*_NOT_FOLLOWED)
-        if self._is_turn(("sampled", func), line, EACH):
-            self._sample(_label(func, line), tensor)
-        else:
-            self._missed += 1
 
     def _affords(self, tensor: Tensor) -> bool:
         size = tensor.nbytes

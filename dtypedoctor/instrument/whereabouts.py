@@ -24,7 +24,6 @@ from dtypedoctor._torch_private import (
     next_sequence_number,
     sequence_number,
 )
-from dtypedoctor.cells import cell_of
 from dtypedoctor.instrument.frames import (
     function_context,
     function_name,
@@ -38,6 +37,7 @@ from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.operators import TensorIds
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.redaction.messages import message_of
+from dtypedoctor.text import cell_of
 from dtypedoctor.trace.events import Caught, Raised
 from dtypedoctor.trace.records.execution import AutocastRegion, CustomFunction
 
@@ -99,22 +99,19 @@ class Whereabouts:
         place = OpPlace(root=root, fqn=fqn, source=source, function=function, autocast=autocast)
         if context is not None:
             self._origins.setdefault(sequence_number(context), place)  # a node too
-        self._made_nodes(place)
+        # An operator's node is made just before the operator itself is dispatched, and takes the number before the
+        # next. In transformations that differentiate (`torch.func.grad`) it has a node in each, the outermost last
+        number, known = next_sequence_number(), self._next
+        self._next = number
+        first = number - 1 if known is None else max(known, number - MAX_LEVELS)
+        for made in range(min(first, number - 1), number):
+            self._origins.setdefault(made, place)
         return place
 
     def line_and_module(self, frame: FrameType) -> tuple[str | None, str | None]:
         """``file:line`` of the operator that is called from ``frame``, and the dotted name of its module; None outside of modules."""
         place = self.here(frame, "cpu")
         return place.source, place.fqn if place.root != OUTSIDE else None
-
-    def _made_nodes(self, place: OpPlace) -> None:
-        """An operator's node is made just before the operator itself is dispatched, and takes the number before the next. In transformations that
-        differentiate (``torch.func.grad``) it has a node in each, the outermost last."""
-        number, known = next_sequence_number(), self._next
-        self._next = number
-        first = number - 1 if known is None else max(known, number - MAX_LEVELS)
-        for made in range(min(first, number - 1), number):
-            self._origins.setdefault(made, place)
 
     def _module(self) -> tuple[int, str]:
         return self._session.names.of_call(self._session.position.stack) or (OUTSIDE, "")

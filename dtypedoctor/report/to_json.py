@@ -151,7 +151,10 @@ def report_data(report: Report) -> dict[str, Any]:
     for position, (finding, written) in enumerate(zip(report.findings, document["findings"], strict=True)):
         advice = report.do_this[position] if position < len(report.do_this) else None
         written["tried"] = advice.tried if advice is not None and advice.is_shown else None
-        written["effect"] = _effect(finding)
+        # What a failure does to the program, for programs: by the family of the finding; `none` where it is a note
+        written["effect"] = (
+            "none" if finding.severity is Severity.INFO else _EFFECTS.get(spec_of(finding.id).family.id, "other")
+        )
         written["where"] = _where(finding, report.excerpts if position == 0 else (), advice)
     document["trials"] = [_trial(trial) for trial in report.trials]
     return document
@@ -163,11 +166,6 @@ _EFFECTS = {
     NON_FINITE.id: "inf-or-nan",
     SILENT.id: "wrong-values",
 }
-
-
-def _effect(finding: Finding) -> str:
-    """What a failure does to the program, for programs: by the family of the finding; ``none`` where it is a note."""
-    return "none" if finding.severity is Severity.INFO else _EFFECTS.get(spec_of(finding.id).family.id, "other")
 
 
 def _where(finding: Finding, excerpts: Sequence[Excerpt], advice: Advice | None) -> dict[str, str | None]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from report_builders import everything, healthy, overflow
 
-from dtypedoctor.cli.skill import skill
+from dtypedoctor.cli.enabling import skill
 from dtypedoctor.diagnosis.rule import Advice, Edit
 from dtypedoctor.errors import UsageError
 from dtypedoctor.report.first_screen import BRIEF, brief

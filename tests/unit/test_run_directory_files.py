@@ -25,9 +25,8 @@ PACKAGES = (
 )
 OPENS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "copyfile", "FileIO", "NamedTemporaryFile"}
 ELSEWHERE = {
-    "cli/enabling.py": {"place.write_text", "place.read_text"},  # the user's site-packages
-    "cli/skill.py": {  # of this package; an agent's folder
-        "resources.files('dtypedoctor').joinpath('skills', _NAME, 'SKILL.md').read_text", "place.write_text", "place.read_text",
+    "cli/enabling.py": {  # the user's site-packages; of this package; an agent's folder
+        "resources.files('dtypedoctor').joinpath('skills', _SKILL, 'SKILL.md').read_text", "place.write_text", "place.read_text",
     },
     "cli/output.py": {"os.open", "webbrowser.open"},  # the null device
     "lab/cli/fixing.py": {"Path(path).write_text", "Path(path).read_text"},  # of a copy of the program, or of its work tree
