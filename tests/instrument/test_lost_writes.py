@@ -12,6 +12,8 @@ from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Finding
+from dtypedoctor.instrument.budget import Budget
+from dtypedoctor.instrument.instruments import Instruments
 
 
 def findings(directory: Path, work: Callable[[object], None]) -> list[Finding]:
@@ -200,6 +202,27 @@ def test_a_line_whose_tensors_move_in_the_end_is_withdrawn(tmp_path: Path) -> No
     assert [finding for finding in diagnose(trace) if finding.id == "update-stall"] == []
 
 
+def test_what_has_stood_still_is_told_of_where_later_calls_are_not_all_looked_at(tmp_path: Path) -> None:
+    """Some elements have moved until the next look, and what is seen then begins anew: nothing of that withdraws what was seen before."""
+    now = [0.0]
+    budget = Budget(share=0.3, clock=lambda: now[0], busy=lambda: now[0])
+
+    def work(instruments: Instruments) -> None:
+        torch.manual_seed(0)
+        model = net(torch.bfloat16)
+        kept = copy.deepcopy(model)
+        for _ in range(150):
+            gradients(model, torch.bfloat16)
+            now[0] += 0.2 if instruments.position.looks else 0.05
+            for own, theirs in zip(kept.parameters(), model.parameters(), strict=True):
+                theirs.data.copy_(own.data.float() + 0.4 + 0.2 * torch.randn(own.shape))
+                own.data.lerp_(theirs.data, 0.002)
+
+    trace = watched(tmp_path, work, budget=budget)
+    (finding,) = [one for one in diagnose(trace) if one.id == "update-stall"]
+    assert "in place" in finding.summary
+
+
 def test_what_was_seen_of_tensors_that_are_gone_stays(tmp_path: Path) -> None:
     """A model that a function has trained and thrown away."""
 
@@ -241,6 +264,19 @@ def soft_update(
                 theirs.data.mul_(0.875)
                 kept_part, new_part = own.data * (1 - tau), theirs.data * tau
                 own.data.copy_(new_part + kept_part if weights_first else kept_part + new_part)
+
+    return work
+
+
+def through_half(decay: float, *, half: bool = True, first: bool = True) -> Callable[[object], None]:
+    """A mean in float32 memory that is computed in float32 and goes through half precision on its way there: each time, or only the first."""
+
+    def work(_: object) -> None:
+        torch.manual_seed(0)
+        mean = torch.ones(256)
+        for number in range(12):
+            now = decay * mean + (1 - decay) * (1 + 0.1 * torch.rand(256))
+            mean.copy_(now.to(torch.bfloat16) if half or (first and not number) else now)
 
     return work
 
@@ -302,6 +338,7 @@ def beside_zeros(_: object) -> None:
         (soft_update(1e-3, weights_first=True), "kept_part, new_part ="),
         (soft_update(1e-3, wide=True), "kept_part, new_part ="),
         (soft_update(1e-3, wide=True, weights_first=True), "kept_part, new_part ="),
+        (through_half(0.999), "now = decay * mean"),
     ],
     ids=[
         "beside zeros",
@@ -312,6 +349,7 @@ def beside_zeros(_: object) -> None:
         "copied, weights first",
         "copied from float32",
         "copied from float32, weights first",
+        "in float32 memory, through half precision",
     ],
 )
 def test_averages_that_move_once_or_are_assigned_anew_are_found(
@@ -335,8 +373,23 @@ def test_averages_that_move_once_or_are_assigned_anew_are_found(
         soft_update(1e-3, wide=True, target=torch.float32),
         equal_weights,
         masters,
+        through_half(0.5),
+        through_half(0.999, half=False),
+        through_half(0.999, half=False, first=False),
     ],
-    ids=["assigned", "first", "copy", "copied", "wide", "float32", "equal", "masters"],
+    ids=[
+        "assigned",
+        "first",
+        "copy",
+        "copied",
+        "wide",
+        "float32",
+        "equal",
+        "masters",
+        "through half precision",
+        "half once",
+        "never half",
+    ],
 )
 def test_moving_averages_that_move_are_no_lost_writes(tmp_path: Path, work: Callable[[object], None]) -> None:
     """They move in every step, or have nowhere to go."""

@@ -117,7 +117,7 @@ class _State(Uncollected):
         turns: rounds that are over; ``compared_at`` when it was compared last, ``judged`` how often float64 had moved it then.
         still: rounds since it has last moved; ``wanted`` and ``lost`` elements in these, ``absmax`` and ``change`` the largest and their largest movement.
         is_off: whether float64 is further away by now than one rounding, in most of what moves.
-        step: in which it was met last.
+        step, gaps: in which it was met last, and how often calls had gone by by then that were not looked at.
         peak, way: largest magnitude, and how far each element has been from where the round began, in float64.
         adds, counts: whether nothing but additions change it, and all that it has been are whole numbers.
         sums: how often a tensor of its size was added or taken away.
@@ -154,6 +154,7 @@ class _State(Uncollected):
     counts: bool = True
     is_off: bool = False
     step: int = 0
+    gaps: int = 0
     sums: int = 0
     off: float = 0.0
     returns: int = 0
@@ -252,11 +253,12 @@ class _State(Uncollected):
         has_settled = not wanted and not apart_once  # as near to where float64 stands still as the dtype allows
         if has_settled or (wanted and lost < least * wanted and not is_short):
             self.still = self.wanted = self.lost = 0
+            self.is_off = False
             self.absmax = self.change = 0.0
         elif wanted:
             self.still, self.wanted, self.lost = self.still + rounds, self.wanted + int(wanted), self.lost + int(lost)
             self.absmax, self.change = max(self.absmax, absmax), max(self.change, change)
-            self.is_off = wrong >= MOSTLY * wanted
+            self.is_off |= wrong >= MOSTLY * wanted  # also where what follows was not seen, and begins anew
         if left_over < BACK * far and self.sums > 1 and self.off < self.peak:
             self.returns, self.not_restored = self.returns + rounds, (int(others), most)
 
@@ -344,6 +346,13 @@ class _Call(NamedTuple):
         """Whether it only adds."""
         name = _name(self.func).removeprefix("_foreach_").rstrip("_")
         return name in ("add", "index_add", "scatter_add") and "alpha" not in self.kwargs
+
+    @property
+    def copies_half(self) -> bool:
+        """Whether it copies a tensor of half precision, element by element."""
+        if _name(self.func) != "copy_" or len(self.operands) != 2:
+            return False
+        return self.operands[1].is_whole and self.operands[1].now.dtype in HALF
 
     def part(self, number: int) -> "_Call":
         """What belongs to one of its results: of lists the operands at its position."""
@@ -457,6 +466,7 @@ class StateCheck(Observer):
         self._results: OrderedDict[_Key, _Value] = OrderedDict()
         """What is computed from state, and may become a parameter."""
         self._told: dict[Line | None, int] = {}
+        self._last_call = self._gaps = 0
         self._accumulated: dict[_Key, Any] = {}
         """Hooks on the nodes that add to gradients."""
 
@@ -537,12 +547,22 @@ class StateCheck(Observer):
             del self._values[key]
             value = None
         if value is not None:
-            exact = _broadcast_to(shape, value.known(tensor), tensor, exact)
+            now, exact = (
+                self._in_its_precision(tensor, now, value),
+                _broadcast_to(shape, value.known(tensor), tensor, exact),
+            )
         elif tensor.dtype in HALF and tensor.shape == shape:
             value = self._begin(tensor, now)
         if now.numel() == 1 < shape.numel() and tensor.dtype not in HALF:
             exact = now  # a fused kernel takes its count of steps in float32 only
         return _Operand(number, tensor, key, shape, now, exact, value)
+
+    def _in_its_precision(self, tensor: Tensor, now: Tensor, value: _Value) -> Tensor:
+        """Elements of wider memory in the half precision that was copied into it, as long as they are what was copied."""
+        is_narrow = tensor.dtype not in HALF and value.now.dtype in HALF and value.now.shape == now.shape
+        if is_narrow and self.session.readings.affords(tensor) and torch.equal(value.now.to(now.dtype), now):
+            return value.now
+        return now
 
     def _begin(self, tensor: Tensor, now: Tensor, *, is_parameter: bool = False) -> _Value:
         """Half precision is met that nothing is known of."""
@@ -592,9 +612,11 @@ class StateCheck(Observer):
                 state.ops.add(at)
 
     def _goes_on_elsewhere(self, state: _State, operand: _Operand, at: _At) -> bool:
-        """Whether state has changed in steps that were not seen; then what was seen of it before is compared."""
+        """Whether state has changed in steps, or between calls, that were not seen; then what was seen of it before is compared."""
         before, state.step = state.step, self.position.step
-        if not before or state.step <= before + 1 or not self.session.readings.affords(operand.tensor):
+        gaps, state.gaps = state.gaps, self._gaps
+        is_next = state.step <= before + 1 and gaps == self._gaps
+        if not before or is_next or not self.session.readings.affords(operand.tensor):
             return False
         if torch.equal(operand.now, state.last[0]):
             return False
@@ -617,8 +639,13 @@ class StateCheck(Observer):
     def _keep(self, call: _Call, real: Tensor, exact: Tensor) -> None:
         """Keeps what a result would be in float64."""
         key, now, at = _key(real), _elements(real, real.shape).clone(), (call.func, call.line)
-        value = _Value(StorageWeakRef(real.untyped_storage()), now, exact, line=call.line)
         known = self._values.get(key) if call.changed else None
+        if real.dtype not in HALF and call.copies_half:
+            now = now.to(call.operands[1].now.dtype)
+            if known is None:  # wider memory that holds half precision is state in half precision
+                self._begin(real, now)
+                return
+        value = _Value(StorageWeakRef(real.untyped_storage()), now, exact, line=call.line)
         if known is None:
             value.come_from = _ancestors(call, real, at)
             if value.come_from and real.dtype in HALF and real.numel() > SMALL and self._optimizer is None:
@@ -668,7 +695,9 @@ class StateCheck(Observer):
         self._look_at_each_call()
 
     def before_call(self, module: nn.Module) -> None:
-        """An outermost module is called, with parameters that may have been computed from others."""
+        """An outermost module is called, with parameters that may have been computed from others; calls before it may not have been looked at."""
+        self._gaps += self.position.call > self._last_call + 1
+        self._last_call = self.position.call
         for parameter in module.parameters() if self._results else ():
             if _is_in_half(parameter):
                 self._is_taken(_key(parameter), parameter)
@@ -768,7 +797,7 @@ class StateCheck(Observer):
                 change=worst.change,
                 in_place=worst.in_place,
                 optimizer=worst.in_step.of if worst.in_step else "",
-                narrower=worst.in_step is not None and not worst.in_step.is_half,
+                narrower=worst.in_step is not None and (not worst.in_step.is_half or worst.home[-1] not in HALF),
             )
         )
 
@@ -827,7 +856,8 @@ class StateCheck(Observer):
                     self._end(state)
             for line in self._told:
                 self._tell_lost(line)
-            once = [state for state in self._merges if state.sums == 1]
+            known = {state.home for state in self._followed.values() if state.line in self._told}
+            once = [state for state in self._merges if state.sums == 1 and state.home not in known]
             for line in {state.line for state in once} - set(self._told):
                 self._tell_merges(line, [state for state in once if state.line == line])
 
