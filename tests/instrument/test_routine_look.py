@@ -355,6 +355,21 @@ def test_calls_one_two_and_then_each_eight_times_later_are_looked_at(tmp_path: P
     assert noting.looked_at == [1, 2, 16, 128, 1, 2]
 
 
+def test_calls_of_another_kind_are_counted_by_themselves(tmp_path: Path) -> None:
+    """A trained model that is cast, or evaluated, rounds as it has not before; also where it was called often."""
+    session, noting = Session(TraceWriter(tmp_path)), Noting()
+    look = RoutineLook([noting.saw], [], session)
+    module, x = nn.Linear(2, 2), torch.ones(2)
+    for change in (module.train, module.eval, module.bfloat16):
+        change()
+        for noting.call in range(1, 12):
+            look.before_call(module)
+            x.neg()
+            look.after_call()
+    session.writer.close()
+    assert noting.looked_at == [1, 2] * 3
+
+
 def test_calls_of_some_steps_in_a_row_are_looked_at_where_calls_add_to_state(tmp_path: Path) -> None:
     """What is in a counter depends on all of them; only the check that follows it looks at those between, and again after steps that nobody has looked at."""
     session, noting, following = Session(TraceWriter(tmp_path)), Noting(), Noting()

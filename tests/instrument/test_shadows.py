@@ -392,9 +392,33 @@ def drawn() -> None:
     torch.multinomial(chances, 1)
 
 
+def divergence() -> None:
+    """Log-probabilities of two models over half a million logits, whose difference is about as large as their spacing."""
+    logits, tokens = torch.randn(16, 64, 512), torch.randint(0, 512, (16, 64, 1))
+    others = (logits + 0.03 * torch.randn(512)).to(HALF).log_softmax(-1).gather(-1, tokens)
+    ratio = others - logits.to(HALF).log_softmax(-1).gather(-1, tokens)
+    print((ratio.exp() - 1 - ratio).float().mean().item())
+
+
+def rows_kept() -> None:
+    """Drops no row, but for those whose random number is 0: in half precision one of 256."""
+    rows = torch.randn(8192, 4).to(HALF)
+    (rows * (torch.rand_like(rows[:, :1]) > 0.0)).sum()
+
+
+def stored_moments() -> None:
+    """Squares of small gradients that go through float16 on their way to a file."""
+    squares = 1e-9 * torch.rand(64, 64)
+    buffer = torch.empty(64, 64, dtype=torch.float16)
+    buffer.copy_(squares)
+
+
 @pytest.mark.parametrize(
     ("work", "id", "line", "says"),
     [
+        (divergence, "rounded-result", "ratio = others", "Python reads it"),
+        (rows_kept, "rounded-result", "torch.rand_like(rows", "another mask"),
+        (stored_moments, "rounded-result", "buffer.copy_(squares)", "to 0 which a scale would keep"),
         (mesh, "rounded-result", "(mesh[..., 0] + flow[0])", "linspace at "),
         (looked_up, "rounded-result", "kept[torch.randint(", "neighboring entries are equal"),
         (expert, "rounded-result", ".to(HALF).topk(1", "by their order"),
@@ -688,9 +712,31 @@ def boundaries() -> None:
         best = torch.minimum(best, now) if (now := torch.rand(()).add(1).to(HALF)) < best else best
 
 
+def drops() -> None:
+    """Drops at random, in half precision, a share that its random numbers have; and data that is drawn in it, of which some are equal."""
+    rows = torch.rand(8192, 4).to(HALF)
+    for _ in range(8):
+        (rows * (torch.rand_like(rows[:, :1]) > 0.125) * (torch.rand(8192, 1, dtype=HALF) < 0.9)).sum()
+    data = torch.rand(512, 8, dtype=HALF)
+    data.argmax(1), (data[:, 0] > data[:, 1]).float().mean().item(), data.log().clamp(min=-9).topk(2)
+
+
+def reported() -> None:
+    """What a cast changes, which is read; values that float16 holds with their small ones; large logits of one model."""
+    rows = torch.randn(64, 4096)
+    print(
+        (rows.half().float() - rows).abs().max().item(),
+        (rows.to(HALF).softmax(-1).float() - rows.softmax(-1)).norm().item(),
+    )
+    (1e-4 * rows).half(), rows.square().mul(1e-6).softmax(-1).half(), (rows * 10).softmax(-1).half()
+    print(-rows.to(HALF).log_softmax(-1)[:, 0].mean().item())
+
+
 @pytest.mark.parametrize(
     "work",
     [
+        drops,
+        reported,
         tables,
         boundaries,
         constants,

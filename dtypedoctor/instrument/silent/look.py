@@ -2,7 +2,7 @@
 
 What goes wrong between two modules and leaves finite values behind is invisible to the module watch, and nothing fails, so
 that there would never be a reason for an op trace. A look writes nothing but what its checks conclude, and is taken rarely:
-of each outermost module at its calls 1, 2, 16, 128, 1024 …, apart for each phase, forward only. After a call in which something was not finite, the next
+of each outermost module at its calls 1, 2, 16, 128, 1024 …, apart for each phase, with gradients and without, in training and not, and for each dtype, forward only. After a call in which something was not finite, the next
 one is looked at too, a few times: a program that has got into float16's limits by training hides what it makes there more often than it fails.
 """
 
@@ -173,7 +173,7 @@ class RoutineLook:
         position = self._session.position
         if position.backward_depth or position.step > self._steps:
             return
-        key = (id(module), position.phase)
+        key = (id(module), f"{position.phase} {_kind_of(module)}")
         self._calls[key] += 1
         again, self._looks_again = self._looks_again, False
         self._more_looks -= again
@@ -286,6 +286,12 @@ class _Mode(OperatorMode):
             for tensor in written(func, arguments):
                 self._ids.wrote(tensor)
         return result
+
+
+def _kind_of(module: nn.Module) -> str:
+    """What else makes other calls of those of a module: a trained model that is cast and then evaluated rounds as it never has before."""
+    dtype = next((parameter.dtype for parameter in module.parameters()), None)
+    return f"{dtype} {module.training} {torch.is_grad_enabled()}"
 
 
 def _is_looked_at(number: int) -> bool:

@@ -20,7 +20,7 @@ from dtypedoctor.instrument.silent.loading import LoadingCheck
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.statistics import measurable, median
-from dtypedoctor.trace.records.silent import Float8Cast, FloatToInt, RotaryTable
+from dtypedoctor.trace.records.silent import Float8Cast, FloatToInt, RotaryTable, RoundedUse
 
 if TYPE_CHECKING:
     from dtypedoctor.instrument.silent.checks import Checks
@@ -316,7 +316,8 @@ __all__ = ["Float8Casts"]
 if TYPE_CHECKING:
     from dtypedoctor.instrument.silent.checks import Checks
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+RANGED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16)
+"""Dtypes of less range than float32."""
 _CASTS = {"aten._to_copy.default": 0, "aten.copy_.default": 1}
 """Operators that cast, with the place of what is cast among their operands."""
 LOSSY_FLOAT8 = 0.25
@@ -328,7 +329,7 @@ HELPED = 4.0
 
 
 class Float8Casts(Observer):
-    """Writes a :class:`Float8Cast` for each cast of finite values to float8 that loses much more than it would with a scale.
+    """Writes a :class:`Float8Cast` for each cast of finite values to float8 that loses much more than it would with a scale, and a :class:`RoundedUse` for one to float16.
 
     The experiment is the same cast of the same values, multiplied by the dtype's largest value over their absmax before it, and divided
     after it, as float8 recipes do. A cast whose result is not finite is the watch's. Outside of modules a GPU's memory is looked
@@ -337,39 +338,57 @@ class Float8Casts(Observer):
 
     def __init__(self, checks: "Checks") -> None:
         super().__init__(checks)
-        self._looking = self.session.guard.keeping("casts to float8 outside of modules")
+        self._looking = self.session.guard.keeping("casts to dtypes of less range outside of modules")
 
     def saw(self, seen: Seen) -> None:
         """An operator has run inside of a module that is looked at."""
         place = _CASTS.get(seen.name)
         if place is None or not seen.results or len(seen.operands) <= place:
             return
+        if seen.results[0].dtype is torch.float16 and not self.session.readings.at_hand(seen.operands[place]):
+            return  # autocast casts each weight, and each would be waited for
         told = _lossy(seen.name, seen.operands[place], seen.results[0])
         if told is not None:
             self._tell(told, *self.here())
 
     def follows(self, func: Any) -> bool:
         """Whether an operator casts."""
-        return str(func) == "aten._to_copy.default"
+        return str(func) in _CASTS
 
     def ran(self, func: Any, arguments: Arguments, result: Any) -> None:
         """A tensor was cast outside of modules."""
-        operand = arguments[0][0] if arguments[0] else None
+        place, written = _CASTS[str(func)], arguments[0]
+        operand = written[place] if len(written) > place else None
         if not isinstance(operand, Tensor) or not isinstance(result, Tensor):
             return
-        if result.dtype in FLOAT8 and self.session.readings.reads(operand):
+        if result.dtype in RANGED and self.session.readings.reads(operand):
             with self._looking, self.session.position.mute(), torch.no_grad():
-                told = _lossy("aten._to_copy.default", operand, result)
+                told = _lossy(str(func), operand, result)
                 if told is not None:
                     self._tell(told, source_of(sys._getframe()), None)
 
     def _tell(self, told: Float8Cast, source: str | None, fqn: str | None) -> None:
-        self.session.once(replace(told, source=source), (fqn, source), fqn)
+        if told.to != "float16":
+            self.session.once(replace(told, source=source), (fqn, source), fqn)
+        elif told.vanished > told.clipped and not self.position.backward_depth:  # of gradients others tell
+            use = RoundedUse(
+                use="vanished",
+                op=told.op,
+                source=source or "",
+                made_by=told.op,
+                made_at=source or "",
+                dtype=told.to,
+                value="0",
+                exact=f"{told.absmax:.6g}",
+                changed=told.vanished,
+                of=told.elements,
+            )
+            self.session.once(use, (use.use, fqn, source), fqn)
 
 
 def _lossy(op: str, source: Tensor, result: Tensor) -> Float8Cast | None:
-    """What a cast to float8 has lost; None where that is little, where a scale would not help, and for other casts."""
-    if result.dtype not in FLOAT8 or not measurable(source) or source.dtype.itemsize < 2 or source.numel() < 2:
+    """What a cast to a dtype of less range has lost; None where that is little, where a scale would not help, and for other casts."""
+    if result.dtype not in RANGED or not measurable(source) or source.dtype.itemsize < 2 or source.numel() < 2:
         return None
     if source.shape != result.shape:  # a copy that broadcasts
         return None

@@ -59,9 +59,9 @@ NARROW = {torch.float16: 11, torch.bfloat16: 8}
 """Significant bits of the dtypes whose rounding is followed; what goes through float8 begins anew."""
 _BITS = {**NARROW, torch.float32: 24}
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32})
-SMALL = 1 << 17
+SMALL = 1 << 19
 """Elements of a memory beside which float64 values are kept."""
-OPERANDS = 1 << 18
+OPERANDS = 1 << 20
 """Elements of all operands of an operator, up to which it is run in float64."""
 HELD = 4 << 20
 """Elements of all float64 values together, 32 MiB; the oldest make room."""
@@ -123,6 +123,7 @@ _LOOKUPS = frozenset(
     }
 )
 _SINES = frozenset({"sin", "cos"})
+_DRAWS = frozenset({"rand", "rand_like"})
 NOISE, CHANCE = 4 * torch.finfo(torch.float32).eps, 1e-3
 """What whole numbers may be off after divisions and products in float32; and how likely other numbers may be as near."""
 RADIANS = 0.25
@@ -287,6 +288,9 @@ class Shadows(Observer):
         """Memories of which it is known whether they hold such numbers."""
         self.noticed: Callable[[], None] = lambda: None
         """Called where a value is followed that may leave torch."""
+        self._drawn: dict[int, StorageWeakRef] = {}
+        """Memories of uniform random numbers in half precision."""
+        self._digits = torch.Generator().manual_seed(0)
         self.gradients: set[int] = set()
         """Memories that custom functions have written in the backward pass that is running."""
         self._totals: dict[tuple[str, str, str], _Total] = {}
@@ -504,7 +508,7 @@ class Shadows(Observer):
 
     def _note_source(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Whether results are computed from numbers alone, or are copies of weights."""
-        for memories in (self._generated, self._weights, self._met):
+        for memories in (self._generated, self._weights, self._met, self._drawn):
             _keep_few(memories)
         for gone in self._copied.keys() - self._generated.keys():
             del self._copied[gone]
@@ -513,6 +517,11 @@ class Shadows(Observer):
             return
         if _name(func) in _COPIES and any(map(self._is_weight, operands)):
             self._weights.update(made)
+        if _name(func) in _DRAWS and results[0].dtype in NARROW:
+            self._drawn.update(made)
+        elif not _is_view(func):
+            for key in self._drawn.keys() & made.keys():
+                del self._drawn[key]
         if self._is_of_numbers(func, operands, results):
             self._generated.update(made)
             for memory in map(self._schedule_in, operands if _name(func) in _COPIES else ()):
@@ -594,6 +603,8 @@ class Shadows(Observer):
         values: dict[int, Tensor] = {}
         for copy, real in operands:
             memory = self._memory_of(real, copy)
+            if memory is None and _name(func) in _COMPARISONS and _is_held(self._drawn, real):
+                memory = self._drawn_finer(real)
             if memory is not None:
                 known[id(copy)] = memory
                 values[id(copy)] = _view(memory.exact, real).clone()
@@ -630,6 +641,14 @@ class Shadows(Observer):
         for real, other in zip(results, exact, strict=True):
             if real.is_floating_point():
                 self._keep(call, real, other, in_place=id(real) in overwritten)
+
+    def _drawn_finer(self, drawn: Tensor) -> _Memory:
+        """Uniform random numbers as float64 would have them: each stands for all up to the next. They are judged where they are compared, and nowhere else."""
+        now, storage = drawn.detach().new_empty(0).set_(drawn.untyped_storage()), drawn.untyped_storage()
+        rest = torch.rand(now.shape, dtype=torch.float64, generator=self._digits).to(now.device)
+        exact = now.double() + rest * 2.0 ** -NARROW[drawn.dtype]
+        origin = Origin("aten.rand.default", None, drawn.dtype, whole=False)
+        return _Memory(StorageWeakRef(storage), exact, now, origin, 0.0, _relative_norm(now, exact), origin, 1.0)
 
     def _exact_number(self, value: Any) -> Any:
         """What a number that Python has read would be in float64."""

@@ -12,6 +12,7 @@ from dtypedoctor.dtypes import DTYPES, HALF
 from dtypedoctor.rules import Statement, make_finding, make_finding_of
 from dtypedoctor.trace.events import Observed
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.records.execution import MomentsStoredInHalf, StateLoaded
 from dtypedoctor.trace.records.silent import (
     FloatToInt,
     LostWrites,
@@ -359,6 +360,8 @@ MANY = 1 / 3
 """Share of choices from which on they do not only differ where values are nearly equal."""
 CONDITIONS = 3
 """Conditions at a line that have to differ: one comparison of two near numbers may be a coincidence."""
+HIDDEN = 0.5
+"""Of a difference, what is left of it where rounding hides it."""
 TIED, TIES = 0.01, 8
 """The same where the order of equal values decides, and how many at least: one row of a hundred may be a coincidence."""
 
@@ -378,6 +381,7 @@ _CHANGES = {
     "schedule": "uses a schedule of which neighboring entries are equal, and differ in float64",
     "distinct": "leaves fewer different whole numbers than the same operators do in float64",
     "draw": "draws what has the probability 0, or never what has one in float64",
+    "vanished": "casts values to 0 which a scale would keep",
     "drift": "computes a value from itself over and over, and it drifts away from that in float64",
 }
 """What an operator does, by the use of its result; of one cause the first of these is told."""
@@ -411,8 +415,11 @@ def _by_cause(trace: Trace) -> dict[str, list[Observed[RoundedUse]]]:
     last = {(s.what.use, s.what.op, s.what.source, s.what.used_at): s for s in trace.observed(RoundedUse)}
     of_cause: dict[str, list[Observed[RoundedUse]]] = {}
     explained = _explained(trace)
+    is_loaded = bool(trace.observed(StateLoaded) or trace.observed(MomentsStoredInHalf))
     for seen in last.values():
         what = seen.what
+        if what.use == "vanished" and is_loaded:
+            continue  # what a checkpoint loses is told where it is loaded
         if what.nonfinite and incidents(trace):
             continue  # a consequence of what is told of as inf or NaN
         if what.changed and _matters(what) and not (what.use in _WEAK and {what.source, what.made_at} & explained):
@@ -433,6 +440,8 @@ def _matters(what: RoundedUse) -> bool:
     if what.use in _LOST:
         # who reads a difference of two copies, or what a cast leaves, compares them: tests do, and reports of errors
         meant = short_op(what.op).strip("_") in _COMPARING or float(what.value) == 0
+        # unless rounding hides most of the difference, and does not make it
+        meant &= not 0 < abs(float(what.value)) < HIDDEN * abs(float(what.exact))
         return what.use != "number" or not meant
     if what.use == "choice":
         return what.changed >= max(TIES, MANY * what.of)
