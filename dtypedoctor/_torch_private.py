@@ -26,6 +26,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch import overrides as _overrides
 from torch._C import _current_autograd_node, _is_torch_function_mode_enabled, _len_torch_dispatch_stack
 from torch._C._autograd import _get_sequence_nr
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
@@ -33,6 +34,7 @@ from torch.amp import GradScaler
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as _modules
 from torch.utils import _python_dispatch, _pytree
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 
 from dtypedoctor.unpatched import unseen_by_warnings
@@ -118,6 +120,22 @@ number_of_modes: Callable[[], int] = _len_torch_dispatch_stack
 """How many dispatch modes are on in this thread."""
 function_mode_is_on: Callable[[], bool] = _is_torch_function_mode_enabled
 """Whether a ``TorchFunctionMode`` is on in this thread."""
+
+
+def function_modes() -> list[Any]:
+    """The modes of functions that are on in this thread, bottom first: the program's own, and the default device."""
+    return _overrides._get_current_function_mode_stack()
+
+
+def default_device() -> torch.device:
+    """Where new tensors go, as the program has named it. torch's own function asks by making a device, which a mode of the program would see."""
+    contexts = [mode for mode in function_modes() if isinstance(mode, DeviceContext)]
+    return contexts[-1].device if contexts else _CPU
+
+
+_CPU = torch.device("cpu")
+
+
 is_wrapped: Callable[[Any], bool] = is_functorch_wrapped_tensor
 """Whether a tensor belongs to a transformation: ``vmap``, ``grad``."""
 transformation: Callable[[], Any] = peek_interpreter_stack
@@ -368,6 +386,11 @@ _without_dispatch = _optional(
 def is_plain_inside(cls: type) -> bool:
     """Whether a class of tensors leaves operators to torch, so that its values are plain memory. False without the name."""
     return cls.__torch_dispatch__ is _without_dispatch  # type: ignore[attr-defined]
+
+
+def sees_operators(cls: type) -> bool:
+    """Whether a class of tensors has code of the program that is called at each operator: what we do with one would be seen."""
+    return not (is_plain_inside(cls) or cls.__module__.startswith("torch."))
 
 
 def norm_of_each(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> Sequence[Tensor]:

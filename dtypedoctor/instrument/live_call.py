@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from dtypedoctor._torch_private import EnableTorchFunction, as_the_program, buffers_of, parameters_of
+from dtypedoctor._torch_private import as_the_program, buffers_of, default_device, parameters_of
 from dtypedoctor.instrument.module_tree import DEEPEST, held_in, mapped, modules_in, named_modules
 from dtypedoctor.interruptions import contained
 
@@ -79,7 +79,7 @@ class Settings:
 
     Attributes:
         values: of :data:`_SETTINGS`; None for one that could not be read.
-        device: where new tensors go.
+        device: where new tensors go, as the program has named it.
     """
 
     values: tuple[Any, ...]
@@ -88,7 +88,7 @@ class Settings:
     @staticmethod
     def now() -> "Settings":
         """What is set now."""
-        return Settings(values=tuple(_read(read) for read, _ in _SETTINGS), device=_default_device())
+        return Settings(values=tuple(_read(read) for read, _ in _SETTINGS), device=default_device())
 
     @property
     def default_dtype(self) -> torch.dtype:
@@ -109,15 +109,9 @@ class Settings:
                 if value is not None and value != present:
                     stack.callback(write, present)
                     write(value)
-            if self.device != _default_device():
+            if self.device != default_device():
                 stack.enter_context(self.device)
             yield
-
-
-def _default_device() -> torch.device:
-    # our hooks switch modes of functions off, and torch then calls the device of one that is on "cpu"
-    with EnableTorchFunction():
-        return torch.get_default_device()
 
 
 def _read(read: Callable[[], Any]) -> Any:

@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from dtypedoctor._torch_private import MemoryRef, Writes, parameters_of, version_of
+from dtypedoctor._torch_private import MemoryRef, Writes, parameters_of, sees_operators, version_of
 from dtypedoctor.instrument.frames import Line
 from dtypedoctor.instrument.live_call import LiveCall, tensors_of
 from dtypedoctor.instrument.module_tree import (
@@ -72,6 +72,8 @@ SHARE_COPIED = 0.25
 class Made:
     """A tensor that a call has returned, without its autograd graph: a small one is kept, another as long as the program keeps its memory.
 
+    One of a class of the program that sees operators is not kept: it would see how.
+
     Args:
         tensor: was returned; nothing hangs on it afterwards.
     """
@@ -79,13 +81,18 @@ class Made:
     __slots__ = ("_large", "_small", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        is_small = tensor.numel() * tensor.element_size() <= MAX_RESULT
-        self._small = tensor.detach() if is_small else None  # shares its memory, and its version
+        self._small: Tensor | None = None
+        self._large: tuple[MemoryRef, Writes] | None = None
         self._version = version_of(tensor)
-        self._large = None if is_small else (MemoryRef(tensor), Writes(tensor))
+        if sees_operators(type(tensor)):
+            return
+        if tensor.numel() * tensor.element_size() <= MAX_RESULT:
+            self._small = tensor.detach()  # shares its memory, and its version
+        else:
+            self._large = MemoryRef(tensor), Writes(tensor)
 
     def tensor(self) -> Tensor | None:
-        """The tensor; None where it was freed, or written to since."""
+        """The tensor; None where it was freed, or written to since, or not kept."""
         if self._large is not None:
             memory, writes = self._large
             return None if writes.happened else memory.tensor()

@@ -567,7 +567,7 @@ class Sentinel(OperatorMode):
             self.program.begins_with(results)
             return None
         source = None if line is None else line.source
-        with self._position.mute(), torch.no_grad():
+        with self._position.aside():
             return self.program.ran(func, arguments, kept, results, source=source, fqn=None)
 
     def _where(self) -> tuple[Line | None, str | None]:

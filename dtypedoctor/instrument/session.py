@@ -32,10 +32,12 @@ from dtypedoctor._torch_private import (
     region_is_on,
     set_grad_enabled,
     tell_dispatcher_of_modes,
+    without_autocast,
 )
 from dtypedoctor.instrument.budget import Readings
 from dtypedoctor.instrument.frames import Line, line_of, local_of
 from dtypedoctor.instrument.naming import Names, short_name
+from dtypedoctor.instrument.statistics import out_of_their_sight
 from dtypedoctor.interruptions import contained, is_interruption
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import FAILED_THERE, Coverage, NotWatched, Observed
@@ -224,6 +226,12 @@ class Position:
     def mute(self) -> "Muted":
         """Nothing inside is recorded."""
         return Muted(self)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """The doctor's own work inside: it is recorded by nobody, seen by no mode of the program, and has neither gradients nor autocast."""
+        with self.mute(), out_of_their_sight(), without_autocast(), torch.no_grad():
+            yield
 
     def unmute(self) -> None:
         """Records again after an interruption, whatever was muted when it came."""

@@ -30,6 +30,7 @@ from dtypedoctor._torch_private import (
     COMPILER,
     EnableTorchFunction,
     buffers_of,
+    function_modes,
     memory_key,
     number_of_modes,
     set_versions,
@@ -264,7 +265,7 @@ def as_before(roots: Iterable[Any], thread: int, ours: Callable[[], object]) -> 
         CannotReplayError: the code can reach something that cannot be put back.
     """
     objects = _Objects()
-    for root in roots:
+    for root in (*roots, *function_modes()):  # the modes of the program stay on, and count what they see, say
         objects.keep(root)
     script = sys.modules.get("__main__")
     if script is not None:

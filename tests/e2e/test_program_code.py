@@ -263,10 +263,85 @@ for profiler in (profile(activities=[ProfilerActivity.CPU]), torch.autograd.prof
 """A program that counts its operators."""
 
 
+MODES = """
+from collections import Counter
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+class Functions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen[getattr(func, "__name__", str(func))] += 1
+        return func(*args, **(kwargs or {}))
+
+class Wrapped(torch.Tensor):
+    seen = Counter()
+    @staticmethod
+    def __new__(cls, inner, requires_grad=False):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device, requires_grad=requires_grad)
+    def __init__(self, inner, requires_grad=False):
+        self.inner = inner
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        cls.seen[str(func)] += 1
+        args, kwargs = tree_map(lambda v: v.inner if isinstance(v, cls) else v, (args, kwargs or {}))
+        return tree_map(lambda v: cls(v) if isinstance(v, torch.Tensor) else v, func(*args, **kwargs))
+
+class Raising(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4).half()
+    def forward(self, x):
+        return self.layer(x)
+
+def train():
+    optimizer.zero_grad()
+    checkpoint(model, torch.randn(2, 4).bfloat16(), use_reentrant=False).float().square().mean().backward()
+    optimizer.step()
+
+def overflow():
+    (torch.ones(3).half() * 60000 * 60000).nan_to_num().sum().item()
+
+def fail():
+    try:
+        Raising()(torch.ones(2, 4))
+    except RuntimeError:
+        pass
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4), nn.Linear(4, 2)).bfloat16()
+optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+for step in (train, train, train, overflow, fail):
+    with Operators() as operators, Functions() as functions:
+        step()
+    print(step.__name__, sorted(operators.seen.items()), sorted(functions.seen.items()))
+for requires_grad in (False, True):
+    output = model(Wrapped(torch.randn(2, 4).bfloat16(), requires_grad))
+    if requires_grad:
+        output.sum().backward()
+    print(sorted(Wrapped.seen.items()))
+"""
+"""A program that counts operators and functions by modes and a class of its own."""
+
+
 @pytest.mark.parametrize(
     "source",
-    [OVERRIDES, WARNINGS, FUSED, TRACEBACKS, RECORDED, PROFILED],
-    ids=["overrides", "warnings", "fused", "tracebacks", "recorded", "profiled"],
+    [OVERRIDES, WARNINGS, FUSED, TRACEBACKS, RECORDED, PROFILED, MODES],
+    ids=["overrides", "warnings", "fused", "tracebacks", "recorded", "profiled", "modes"],
 )
 def test_the_programs_own_code_runs_as_without_the_tool(source: str, tmp_path: Path) -> None:
     """What it counts, and from where it is called, is the same."""

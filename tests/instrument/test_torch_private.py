@@ -71,6 +71,7 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "_cdata": lambda: torch.ones(1).untyped_storage(),
     "_new_with_weak_ptr": lambda: torch.UntypedStorage,
     "_is_torch_function_all_disabled": lambda: torch._C,
+    "_get_current_function_mode_stack": of_module("torch.overrides"),
     "_schema": lambda: torch.ops.aten.add.Tensor,
     "_parameters": lambda: nn.Linear(1, 1),
     "_buffers": lambda: nn.Linear(1, 1),

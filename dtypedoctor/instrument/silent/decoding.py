@@ -33,6 +33,7 @@ from dtypedoctor.instrument.silent.twins import (
     tokens_given,
     versions_of,
 )
+from dtypedoctor.instrument.statistics import out_of_their_sight
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.records.silent import DecodedTokens, UpdatedCopies
 
@@ -84,7 +85,11 @@ class DecodingCheck(Observer):
         if tokens is None or not is_trained or versions_of(module) != versions_of(generator):
             return
         self._generator = None
-        with self.position.mute(), torch.no_grad():
+        with (
+            self.position.mute(),
+            out_of_their_sight(),
+            torch.no_grad(),
+        ):  # the models below may be called under autocast
             counted = counted_among(tokens, kwargs.get("attention_mask"))
             # models that count positions from the padding on the left say something else there
             rows = counted[:, 0].nonzero()[:ROWS, 0]

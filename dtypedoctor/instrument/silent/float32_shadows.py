@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dtypedoctor._torch_private import schema_of, without_autocast
+from dtypedoctor._torch_private import schema_of
 from dtypedoctor.instrument.budget import Readings
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import (
@@ -342,7 +342,7 @@ class OverflowsOutside(Observer):
         before = {id(copy): self._ids.of(tensor)[0] for copy, tensor in pairs}
         for tensor in written(func, given):
             self._ids.wrote(tensor)
-        with self.position.mute(), torch.no_grad(), without_autocast():
+        with self.position.aside():
             self._check.saw(Seen(func, kept, given, tensors_of(result), self._ids, before))
 
 

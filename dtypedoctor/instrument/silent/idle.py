@@ -51,7 +51,7 @@ class IdleCheck(Observer):
         if standing is None:
             standing = self._standings[optimizer] = _Standing(number=next(self._numbers))
         standing.reason = _reason(optimizer)
-        with self.position.mute(), torch.no_grad():
+        with self.position.aside():
             standing.before = _some(optimizer) if standing.reason and standing.told < _TOLD else ()
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -59,7 +59,7 @@ class IdleCheck(Observer):
         standing = self._standings.get(optimizer)
         if standing is None or not (standing.before or standing.is_idle):
             return
-        with self.position.mute(), torch.no_grad():
+        with self.position.aside():
             pairs = zip(standing.before, _some(optimizer), strict=False)
             is_idle = bool(standing.before) and all(torch.equal(old, new) for old, new in pairs)
         standing.before = ()

@@ -110,14 +110,14 @@ class LoadingCheck(Observer):
         self._unfollow = follow_casts(begin, end)
 
     def _before_cast(self, module: nn.Module) -> None:
-        with self.position.mute(), torch.no_grad():
+        with self.position.aside():
             self._before = {
                 n: t.detach().clone() for n, t in _small(module) if t.dtype in (torch.float32, torch.float64)
             }
 
     def _after_cast(self, module: nn.Module) -> None:
         before, self._before = self._before, {}
-        with self.position.mute(), torch.no_grad():
+        with self.position.aside():
             line = _line_of_cast(module) if before else None
             for name, tensor in _small(module) if before else ():
                 if name in before:
@@ -161,14 +161,14 @@ class LoadingCheck(Observer):
         cast = [(n, a, b) for n, a, b in pairs if measurable(a) and measurable(b) and a.dtype is not b.dtype]
         if not cast:
             return
-        with self.position.mute(), torch.no_grad():
+        with self.position.aside():
             for name, a, b in cast:
                 self._originals.cast(a, b, *owner_of(module, name))
         casts: Counter[str] = Counter()
         for _, a, b in cast:
             casts[f"{dtype_name(a)}->{dtype_name(b)}"] += a.numel()
         narrowed = [(n, a, b) for n, a, b in cast if torch.finfo(b.dtype).max < torch.finfo(a.dtype).max]
-        with self.position.mute(), torch.no_grad():
+        with self.position.aside():
             lost = [_lost(a, b.dtype) for _, a, b in narrowed]
             self._note_rounded(module, cast)
         loaded = StateLoaded(
@@ -366,7 +366,7 @@ class ResumeCheck(Observer):
         self.replace(Optimizer, "load_state_dict", load_state_dict)
 
     def _note(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        with self.position.mute(), torch.no_grad():
+        with self.position.aside():
             self._loaded[optimizer] = list(_loaded(optimizer, state_dict))
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -375,7 +375,7 @@ class ResumeCheck(Observer):
         if not loaded:
             return
         held = [one for one in loaded if optimizer.state.get(one.parameter, {}).get(one.key) is one.tensor]
-        with self.position.mute(), torch.no_grad():
+        with self.position.aside():
             self._tell_of_casts(optimizer, [one for one in held if one.is_narrower and one.rounded])
             self._tell_of_moments(optimizer, held)
 

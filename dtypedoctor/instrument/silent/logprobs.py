@@ -175,7 +175,7 @@ class LogprobCheck(Observer):
             operands = _numbers([result]) and _numbers(tensors_of(arguments))
             if operands and (begins or any(self._known_now(each) is not None for each in operands)):
                 number, line = node(), line_of(sys._getframe())
-                with self.position.mute(), torch.no_grad():
+                with self.position.aside():
                     self._follow(name, arguments, operands, result, number, line)
 
     def _follow(

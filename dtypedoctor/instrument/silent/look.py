@@ -19,13 +19,11 @@ from torch import Tensor, nn
 
 from dtypedoctor._torch_private import (
     MODES_CAN_IGNORE_COMPILED,
-    DisableTorchFunction,
     OpOverload,
     being_recorded,
     modes_on,
     profiler_is_on,
     transformation,
-    without_autocast,
     without_modes,
 )
 from dtypedoctor.instrument.budget import is_in_window
@@ -231,14 +229,7 @@ class _Mode(OperatorMode):
     @contextmanager
     def aside(self) -> Any:
         """The doctor's own work: seen by no mode, recorded by nobody, and its errors kept from the program."""
-        with (
-            self._guard.keeping("some operators in a routine look"),
-            self._position.mute(),
-            without_modes(),
-            DisableTorchFunction(),
-            without_autocast(),
-            torch.no_grad(),
-        ):
+        with self._guard.keeping("some operators in a routine look"), self._position.aside():
             yield
 
     def __torch_dispatch__(

@@ -7,7 +7,6 @@ their probabilities is meant to be 1 while the weights are the same.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -48,7 +47,7 @@ class RatioCheck(Observer):
         """A backward pass from ``tensors`` is about to begin."""
         if self._over or self.position.backward_depth:
             return
-        with self.position.mute(), torch.no_grad():
+        with self.position.aside():
             found = next(_clipped_ratios(tensors), None)
             if found is not None:
                 self._over = True

@@ -127,7 +127,7 @@ class CacheCheck(Observer):
         same = [name for name in now if name in before and now[name].shape == before[name].shape]
         if not same:
             return set()
-        with self.position.mute(), torch.no_grad():
+        with self.position.aside():
             differ = torch.stack([now[name].ne(before[name]).any() for name in same]).tolist()
         return {name for name, differs in zip(same, differ, strict=True) if differs}
 
@@ -160,7 +160,7 @@ class CacheCheck(Observer):
     def _fingerprints(self, module: nn.Module) -> dict[str, Tensor]:
         """A few elements of the weights that autocast would keep a copy of."""
         found = {}
-        with self.position.mute(), torch.no_grad():
+        with self.position.aside():
             for layer, name in self._alive(module):
                 weight = layer.weight
                 if isinstance(weight, Tensor) and _would_be_kept(weight):

@@ -179,7 +179,7 @@ class RotaryTables(Observer):
         held = self._known.get(module)
         if self.session.position.backward_depth or (held is not None and not any(map(_was_cast, held))):
             return
-        with self.session.position.mute(), torch.no_grad():
+        with self.session.position.aside():
             found = list(self._buffers(module))
             self._known[module] = [(ref(owner), name.rpartition(".")[2], b.dtype) for name, b, owner in found]
             self._waiting = []
@@ -362,7 +362,7 @@ class Float8Casts(Observer):
         if not isinstance(operand, Tensor) or not isinstance(result, Tensor):
             return
         if result.dtype in RANGED and self.session.readings.reads(operand):
-            with self._looking, self.session.position.mute(), torch.no_grad():
+            with self._looking, self.session.position.aside():
                 told = _lossy(str(func), operand, result)
                 if told is not None:
                     self._tell(told, source_of(sys._getframe()), None)

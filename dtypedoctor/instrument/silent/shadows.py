@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import DisableTorchFunction, base_of, memory_key, schema_of, without_autocast
+from dtypedoctor._torch_private import base_of, memory_key, schema_of
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.instrument.frames import Line, line_of, number_given, users_frame
 from dtypedoctor.instrument.naming import short_name
@@ -323,7 +323,7 @@ class Shadows(Observer):
         """Python has read a number: a count in half precision is another one."""
         if not self._memories or _key(tensor) not in self._memories:
             return
-        with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+        with self._looking, self.position.aside():
             memory = self._memory_of(tensor, tensor)
             if memory is not None:
                 self._number_read(memory, tensor, _view(memory.exact, tensor), line)
@@ -341,7 +341,7 @@ class Shadows(Observer):
         """A tensor leaves torch, for a list or for numpy; what is made of its numbers may come back."""
         if self.position.muted or not self._memories or _key(tensor) not in self._memories:
             return
-        with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+        with self._looking, self.position.aside():
             memory = self._memory_of(tensor, tensor)
             if memory is not None:
                 line = line_of(sys._getframe())
@@ -388,7 +388,7 @@ class Shadows(Observer):
         most = _DIGITS.get(tensor.dtype, math.inf)
         if most == math.inf or not 0 < tensor.numel() <= NUMBERS or tensor.device.type != "cpu":
             return
-        with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+        with self._looking, self.position.aside():
             frame = users_frame(sys._getframe())
             given = number_given(frame) if frame is not None and float(tensor.abs().max()) > most else None
             if given is None:
@@ -418,7 +418,7 @@ class Shadows(Observer):
         """Values are used as they are."""
         if not self._memories:
             return
-        with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+        with self._looking, self.position.aside():
             for tensor in tensors:
                 memory = self._memory_of(tensor, tensor) if measurable(tensor) else None
                 if memory is not None:
@@ -438,7 +438,7 @@ class Shadows(Observer):
         """
         operands = tensors_of(given)
         if self._takes_part(func, operands, results) and self._is_turn(func, operands, results, line):
-            with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+            with self._looking, self.position.aside():
                 self._ran(func, kept, given, results, line)
             # what a network computes, and all its losses are, goes on to be differentiated
             if _key(results[0]) in self._memories and not results[0].requires_grad:
@@ -469,7 +469,7 @@ class Shadows(Observer):
         if self._ids and results:
             self._look_up(func, operands, results)
         if self._numbers:
-            with self._looking, self.position.mute(), torch.no_grad():
+            with self._looking, self.position.aside():
                 self._come_back(operands, line_of(sys._getframe()))
                 self._met.update((_key(tensor), StorageWeakRef(tensor.untyped_storage())) for tensor in results)
         if results:
@@ -494,7 +494,7 @@ class Shadows(Observer):
         """Draws of what has the probability 0, or that never draw what has one in float64: more in all than the sum is rounded by."""
         if not measurable(weights) or not self._reads(weights):
             return
-        with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+        with self._looking, self.position.aside():
             memory, line = self._memory_of(weights, weights), line_of(sys._getframe())
             origin = Origin(op, line, weights.dtype, whole=False) if memory is None else memory.origin
             at = weights.gather(-1, drawn)
@@ -551,7 +551,7 @@ class Shadows(Observer):
         for tensor in activations if self._memories else ():
             if _key(tensor) not in self._memories:
                 continue
-            with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+            with self._looking, self.position.aside():
                 memory = self._memory_of(tensor, tensor)
                 if memory is not None:
                     exact = _view(memory.exact, tensor)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import DisableTorchFunction, memory_key, schema_of, without_autocast
+from dtypedoctor._torch_private import memory_key, schema_of
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.instrument.budget import WINDOW, is_checked, is_in_window
 from dtypedoctor.instrument.frames import Line, line_of
@@ -486,7 +486,7 @@ class StateCheck(Observer):
                 return None
             if not tensors or not self._takes_part(kwargs, tensors, changed):
                 return None
-        with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+        with self._looking, self.position.aside():
             return self._call(func, (args, kwargs), changed, line_of(sys._getframe()))
         return None
 
@@ -495,7 +495,7 @@ class StateCheck(Observer):
         results = call.changed or tensors_of(result)
         if len(results) != len(call.exact):
             return
-        with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+        with self._looking, self.position.aside():
             for number, (real, exact) in enumerate(zip(results, call.exact, strict=True)):
                 if measurable(real) and exact.numel() == -(-real.numel() // _stride(real.shape)):
                     self._keep(call.part(number), real, exact.reshape(-1))
@@ -850,7 +850,7 @@ class StateCheck(Observer):
 
     def stop(self) -> None:
         """The program is over: what holds of each state in the end, and of parameters to which something was added once."""
-        with self._looking, self.position.mute(), torch.no_grad():
+        with self._looking, self.position.aside():
             for state in self._followed.values():
                 if not state.is_new:
                     self._end(state)
@@ -888,7 +888,7 @@ class StateCheck(Observer):
         if self.position.backward_depth or self._accumulated or self.position.step > BACKWARDS:
             return
         line = line_of(sys._getframe())
-        with self._looking, self.position.mute(), torch.no_grad():
+        with self._looking, self.position.aside():
             for leaf in leaves_of(tensors):
                 gradient = leaf.grad
                 if gradient is None or gradient.dtype not in HALF or not _is_readable(gradient):
@@ -906,7 +906,7 @@ class StateCheck(Observer):
         def added(gradients: Sequence[Tensor]) -> None:
             if gradients[0] is None or self.position.muted or leaf.grad is None or _key(leaf.grad) != key:
                 return
-            with self._looking, self.position.mute(), torch.no_grad():
+            with self._looking, self.position.aside():
                 new = _elements(gradients[0], leaf.grad.shape)
                 self._meet(self._operand(0, leaf.grad, leaf.grad.shape), value, at)
                 value.exact = value.known(leaf.grad) + new.double()
@@ -918,7 +918,7 @@ class StateCheck(Observer):
 
     def _end_gradients(self) -> None:
         """The gradients that were added up are taken, and those that follow are others."""
-        with self._looking, self.position.mute(), torch.no_grad():
+        with self._looking, self.position.aside():
             for handle, _, state in self._accumulated.values():
                 handle.remove()
                 if not state.is_new:
@@ -942,7 +942,7 @@ class StateCheck(Observer):
         if not half or not is_checked(steps.number):
             return
         names = self.names.parameters()
-        with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+        with self._looking, self.position.aside():
             self._stepping = [
                 (one, self._parameter(steps, names[id(one)], one))
                 for one in half
@@ -974,7 +974,7 @@ class StateCheck(Observer):
         stepped, self._stepping, self._optimizer = self._stepping, None, None
         if not stepped:
             return
-        with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+        with self._looking, self.position.aside():
             self._compare_step(optimizer, self._steps[optimizer], stepped)
 
     def _compare_step(self, optimizer: Optimizer, steps: _Steps, stepped: list[tuple[Tensor, _Parameter]]) -> None:

@@ -23,7 +23,7 @@ from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import fits
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.observer import Observer
-from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.instrument.statistics import measurable, out_of_their_sight
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, undone
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.records.execution import AutocastRegion
@@ -146,7 +146,11 @@ class TwinCheck(Observer):
         tokens = tokens_given(args, kwargs)
         if tokens is None:
             return
-        with self.position.mute(), torch.no_grad():
+        with (
+            self.position.mute(),
+            out_of_their_sight(),
+            torch.no_grad(),
+        ):  # the models below may be called under autocast
             mask = counted_among(tokens, kwargs.get("attention_mask"))
             family = self._families.setdefault(self._like(module), {})
             for gone in [number for number, each in family.items() if each.model() is None]:
@@ -219,7 +223,7 @@ class TwinCheck(Observer):
     def _tell_of(self, settled: list[_Found]) -> None:
         for found in settled:
             self._found.remove(found)
-            with self.position.mute(), torch.no_grad():
+            with self.position.aside():
                 is_of_average = found.is_of_average()
             if not is_of_average:
                 self.session.emit(found.twins, at=found.at, phase=found.phase)

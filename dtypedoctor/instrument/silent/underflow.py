@@ -22,7 +22,7 @@ from dtypedoctor.instrument.budget import is_checked
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.silent.observer import Observer, named_parameters_of, parameters_of
 from dtypedoctor.instrument.silent.policies import nodes_behind
-from dtypedoctor.instrument.statistics import measurable, out_of_their_sight
+from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.execution import AutocastRegion
 from dtypedoctor.trace.records.silent import (
     CLIPPED,
@@ -95,7 +95,7 @@ class GradientCheck(Observer):
             or not (measurable(gradient) and measurable(upstream) and may_read(gradient))
         ):
             return
-        with self.position.mute(), out_of_their_sight(), torch.no_grad():
+        with self.position.aside():
             absmax = 0.0 if gradient.half().any() else float(upstream.abs().max())
             if not 0 < absmax < inf:
                 return
@@ -131,7 +131,7 @@ class GradientCheck(Observer):
         gradients = [(name, p.grad) for name, p in named if p.grad is not None and measurable(p.grad)]
         if not gradients:
             return {}
-        with self.position.mute(), torch.no_grad():
+        with self.position.aside():
             zeros = torch.stack([(gradient == 0).sum() for _, gradient in gradients]).tolist()
         counts = [
             (name, int(count), gradient.numel()) for (name, gradient), count in zip(gradients, zeros, strict=True)
@@ -141,7 +141,7 @@ class GradientCheck(Observer):
     def _tell_if_all_are_zero(self, optimizer: Optimizer, gradients: list[Tensor]) -> None:
         """From one step to the next nothing is learned any more. Only on the CPU: elsewhere each step would wait for the device."""
         known = [gradient for gradient in gradients if measurable(gradient) and gradient.device.type == "cpu"]
-        with self.position.mute(), torch.no_grad():
+        with self.position.aside():
             dead = bool(known) and len(known) == len(gradients) and not any(map(torch.any, known))
         if dead and not self._dead.get(optimizer, False):
             self.checks.look.look_again()
@@ -311,7 +311,7 @@ class ScaleCheck(Observer):
         gradients = [p.grad for p in done.owners.values() if p.grad is not None and id(p) in mine]
         if not gradients:
             return
-        with self.session.position.mute(), torch.no_grad():
+        with self.session.position.aside():
             limit, factor = _limit_of(done, gradients)
             if 0.0 < limit < TINY * done.scale:
                 self._limited(done, limit, factor)
@@ -324,7 +324,7 @@ class ScaleCheck(Observer):
 
     def _tell(self, use: str, line: Line | None, of: _Pass, limit: float) -> None:
         source = "" if line is None else line.source
-        with self.session.position.mute(), torch.no_grad():
+        with self.session.position.aside():
             scale = of.scale
         self.session.once(ScaledUse(use=use, source=source, scale=scale, limit=limit), (use, source))
 
