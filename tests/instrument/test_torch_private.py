@@ -97,6 +97,7 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "_op_dk": lambda: torch.ops.aten.linear.default,
     "_dispatch_tls_local_exclude_set": lambda: torch._C,
     "_dispatch_tls_local_include_set": lambda: torch._C,
+    "_dispatch_tls_set_dispatch_key_included": lambda: torch._C,
     "_ForceDispatchKeyGuard": lambda: torch._C,
     "_destroy": lambda: torch.library.Library,
     "_defs": lambda: torch.library,
