@@ -16,18 +16,21 @@ Scaler = torch.amp.GradScaler
 Body = Callable[[nn.Module, torch.optim.Optimizer, Scaler, Tensor], None]
 
 
-def found(directory: Path, body: Body, *, enabled: bool = True) -> list[Finding]:
-    """What is found of five steps that end in ``body``, which gets the loss."""
+def found(directory: Path, body: Body, *, enabled: bool = True, whole_batch: bool = False) -> list[Finding]:
+    """What is found of five steps that end in ``body``, which gets the loss, of new rows in each step or of the same ones."""
 
     def work(_: object) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         scaler = Scaler("cpu", init_scale=1024.0, enabled=enabled)
+        rows, labels = torch.randn(8, 8), torch.randint(0, 4, (8,))
         for _ in range(5):
             optimizer.zero_grad()
+            if not whole_batch:
+                rows, labels = torch.randn(8, 8), torch.randint(0, 4, (8,))
             with torch.autocast("cpu", dtype=torch.float16):
-                loss = nn.functional.cross_entropy(model(torch.randn(8, 8)), torch.randint(0, 4, (8,)))
+                loss = nn.functional.cross_entropy(model(rows), labels)
             body(model, optimizer, scaler, loss)
 
     return [finding for finding in diagnose(watched(directory, work)) if finding.id == "scaled-gradients"]
@@ -135,6 +138,13 @@ def test_gradients_that_are_used_with_the_scale_on_them_are_found(
     assert line in Path(__file__).read_text(encoding="utf-8").splitlines()[number - 1]
     assert says in finding.summary
     assert "1,024" in finding.summary
+
+
+@pytest.mark.parametrize("body", [clipped_first, clipped_by_hand], ids=lambda one: one.__name__)
+def test_a_training_that_the_wrong_limit_stops_is_found(tmp_path: Path, body: Body) -> None:
+    """With the same rows in each step, gradients hardly change, and neither does what they are multiplied by."""
+    (finding,) = found(tmp_path, body, whole_batch=True)
+    assert "clips gradients to 1 " in finding.summary
 
 
 @pytest.mark.parametrize(

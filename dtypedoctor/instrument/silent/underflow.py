@@ -193,8 +193,9 @@ TINY = 1e-2
 """Limits on gradients below this, once the scale is taken off, are no limits that somebody has chosen."""
 SAME = 1e-3
 """Relative difference of norms that a limit has set to the same value."""
-CHANGED = 1e-2
-"""The least that two factors differ by where each has brought another norm to the same limit."""
+CHANGED, STEADIER = 1e-6, 8
+"""The least that two factors differ by where each has brought another norm to the same limit, and how much more than those limits differ: a training
+that stands still, which a wrong limit makes it do, has nearly the same norm in each step."""
 FIRST = 64
 """Backward passes from a scaled loss after which it is known how a program uses its gradients."""
 MOST_NODES = 16
@@ -350,7 +351,9 @@ def _limit_of(done: _Pass, gradients: list[Tensor]) -> tuple[float, float]:
 
 def _is_a_limit(known: list[tuple[float, float]]) -> bool:
     """Whether several factors have brought gradients to one norm, which only clipping does."""
-    one = known[-1]
-    return any(
-        abs(limit - one[0]) <= SAME * one[0] and abs(factor - one[1]) > CHANGED * one[1] for limit, factor in known[:-1]
-    )
+    last_limit, last_factor = known[-1]
+    for limit, factor in known[:-1]:
+        apart, changed = abs(limit / last_limit - 1.0), abs(factor / last_factor - 1.0)
+        if apart <= SAME and changed > max(CHANGED, STEADIER * apart):
+            return True
+    return False
