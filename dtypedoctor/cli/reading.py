@@ -40,7 +40,7 @@ def inspect(
 ) -> int:
     """List the dtypes of a model's parameters, quantization states and config, and the failures to expect.
 
-    Only a checkpoint's headers are read, in milliseconds; with --dtype float16 the weights too (4 GiB a few seconds), to count those beyond its range. Exits 0 if nothing is found, else 10.
+    Only a checkpoint's headers are read, in milliseconds; with --dtype float16 the weights too (4 GiB a few seconds), to count those beyond its range. Exits 0 if nothing is found in weights that are all there, else 10.
     """
     announce(f"Inspecting {model}", terminal_only=True)  # one that has no files is built, after the import of torch
     from dtypedoctor.diagnosis import preflight
@@ -54,7 +54,7 @@ def inspect(
     subject = _subject_of(model, Intent(dtype=dtype, scaler=scaler, fsdp=fsdp))
     inspection = Inspection(subject=subject, findings=preflight(subject))
     show(inspection_document(inspection), "json" if as_json else format)
-    return int(ExitCode.FINDINGS if inspection.troubled else ExitCode.OK)
+    return int(ExitCode.OK if inspection.status == "healthy" else ExitCode.FINDINGS)
 
 
 def _subject_of(model: str, intent: "Intent") -> "Subject":

@@ -99,6 +99,7 @@ class Subject:
         keep_in_fp32: parts of module names that the model's class keeps in float32, by the attribute that lists them.
         loaded: whether the dtypes are those in memory; False for those in files.
         gaps: what could not be looked at, and why.
+        partial: whether weights are missing: no file has any, or one that the index names is not there. Headers alone say what the dtypes are.
         outside_float16: by tensor, where the weights are to be loaded in float16, how many of its elements become inf, and how many 0;
             tensors of which none does are left out.
     """
@@ -112,6 +113,7 @@ class Subject:
     loaded: bool = False
     intent: Intent = field(default_factory=Intent)
     gaps: tuple[str, ...] = ()
+    partial: bool = False
     outside_float16: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
@@ -237,7 +239,7 @@ def _texts(value: ast.expr) -> list[str]:
     return [one.value for one in elements if isinstance(one, ast.Constant) and isinstance(one.value, str)]
 
 
-CONFIG, ADAPTER = "config.json", "adapter_config.json"
+CONFIG, ADAPTER, INDEX = "config.json", "adapter_config.json", "model.safetensors.index.json"
 STATE = ".quant_state.bitsandbytes__"
 STATE_PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 FREQUENCIES = "inv_freq"
@@ -274,6 +276,7 @@ def read_checkpoint(path: Path, intent: Intent | None = None) -> Subject:
     read = _first(wide, LARGEST_READ) if intent is not None and intent.dtype == "float16" else []
     unread = [f"values of {len(wide) - len(read)} tensors: {memory(LARGEST_READ)} of weights are read at most"]
     counts = {entry.name: entry.outside_float16() for entry in read}
+    missing = sorted(_shards(folder / INDEX) - {file.name for file in files})
     return Subject(
         name=str(path),
         tensors=tuple(_tensor(entry) for entry in entries if STATE not in entry.name and entry.name not in parts),
@@ -282,7 +285,8 @@ def read_checkpoint(path: Path, intent: Intent | None = None) -> Subject:
         adapter=_json(folder / ADAPTER) if (folder / ADAPTER).is_file() else None,
         keep_in_fp32=kept_in_float32(config),
         intent=intent or Intent(),
-        gaps=(*_gaps(folder, files), *_cut(entries), *(unread if read and len(read) < len(wide) else [])),
+        gaps=(*_gaps(folder, files, missing), *_cut(entries), *(unread if read and len(read) < len(wide) else [])),
+        partial=not entries or bool(missing),
         outside_float16={name: count for name, count in counts.items() if any(count)},
     )
 
@@ -345,13 +349,12 @@ def _cut(entries: list[Entry]) -> Iterator[str]:
         yield f"{file.name}: cut short, {len(missing)} of its tensors are not there, {missing[0][:100]} first"
 
 
-def _gaps(folder: Path, files: list[Path]) -> Iterator[str]:
+def _gaps(folder: Path, files: list[Path], missing: list[str]) -> Iterator[str]:
     pickled = sorted(
         p.name for pattern in ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt") for p in folder.glob(pattern)
     )
     if pickled:
         yield f"{', '.join(pickled[:3])}: a pickle, which is code and cannot be read without running it"
-    missing = sorted(_shards(folder / "model.safetensors.index.json") - {file.name for file in files})
     if missing:
         yield f"{', '.join(missing[:3])}: named in the index and not there"
     if not files:

@@ -435,11 +435,13 @@ def class_of(trace: Trace, fqn: str, roots: Collection[int] | None = None) -> st
 
 
 def _class_at(trace: Trace, finding: Finding) -> str:
-    """Class name of the finding's module: of several models with a module of that name, the one in which its op or its first bad value was seen."""
-    place = finding.op, finding.source, finding.fqn
-    roots = [op.root for op in trace.all(Op) if (op.op, op.source, op.fqn) == place]
+    """Class name of the finding's module: of several models with a module of that name, the one in which its op, its first bad value or the exception
+    was seen."""
+    here = [op for op in trace.all(Op) if (op.source, op.fqn) == (finding.source, finding.fqn)]
+    roots = [op.root for op in here if op.op == finding.op]
     bad = {sample.site: None for sample in trace.samples if not sample.finite}
     roots += [site.root for site in map(trace.sites.__getitem__, bad) if site.fqn == finding.fqn]
+    roots += [op.root for op in here if op.error is not None]
     return class_of(trace, finding.fqn or "", roots[:1]) or class_of(trace, finding.fqn or "")
 
 

@@ -77,6 +77,11 @@ class Inspection:
         """Whether there is more than information."""
         return any(finding.severity is not Severity.INFO for finding in self.findings)
 
+    @property
+    def status(self) -> str:
+        """The verdict in one word, as ``report.json`` has it; of weights that are not there nothing is known."""
+        return "findings" if self.troubled else "unknown" if self.subject.partial else "healthy"
+
 
 def census(subject: Subject) -> dict[str, Any]:
     """Tensors and elements per dtype, the names of those that differ from most, quantization states per dtype, and the dtypes that the config names."""
@@ -115,8 +120,8 @@ def inspection_document(inspection: Inspection) -> Document:
     return Document(
         name=inspection.subject.name,
         headline=inspection.subject.name,
-        status="FOUND" if inspection.troubled else "NOTED" if findings else "NOTHING FOUND",
-        good=not inspection.troubled,
+        status=_shown(inspection),
+        good=inspection.status == "healthy",
         sections=tuple(sections),
         checks=tuple(
             Check(
@@ -132,12 +137,18 @@ def inspection_document(inspection: Inspection) -> Document:
         data=lambda: {
             "schema": SCHEMA,
             "model": inspection.subject.name,
-            "status": "findings" if inspection.troubled else "healthy",
+            "status": inspection.status,
             "census": census(inspection.subject),
             "findings": plain(findings),
             "coverage": list(gaps),
         },
     )
+
+
+def _shown(inspection: Inspection) -> str:
+    if inspection.status == "healthy":
+        return "NOTED" if inspection.findings else "NOTHING FOUND"
+    return "FOUND" if inspection.troubled else "UNKNOWN"
 
 
 def _census(subject: Subject) -> Iterator[Table | Items | Paragraph]:

@@ -12,7 +12,7 @@ from dtypedoctor.diagnosis import preflight
 from dtypedoctor.diagnosis.checkpoint import Intent, kept_in_float32, read_checkpoint
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.errors import UsageError
-from dtypedoctor.report.surveys import census
+from dtypedoctor.report.surveys import Inspection, census
 from dtypedoctor.rules.silent.rounding import rounded_to
 from dtypedoctor.tensor_files import read_entries
 
@@ -237,6 +237,15 @@ def test_what_cannot_be_looked_at_is_listed(tmp_path: Path) -> None:
     assert "pytorch_model.bin" in gaps
     assert "model-00002.safetensors" in gaps
     assert "config.json: not there" in gaps
+
+
+@pytest.mark.parametrize("index", [None, {"weight_map": {"a": "model-00001.safetensors"}}], ids=["none", "named"])
+def test_weights_that_are_not_there_are_unknown(tmp_path: Path, index: object) -> None:
+    """A gate that asks for the exit code must not pass what nobody has looked at."""
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    if index is not None:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    assert Inspection(subject=read_checkpoint(tmp_path), findings=()).status == "unknown"
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

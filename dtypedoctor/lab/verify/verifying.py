@@ -280,7 +280,10 @@ def live_model(named: str) -> tuple[nn.Module, Any]:
         raise UsageError(f"{path}: no such file", "Give FILE.py:FUNCTION, or the folder of another saved model.")
     sys.path.insert(0, str(Path(path).resolve().parent if is_file else Path.cwd()))
     if name:
-        made = getattr(import_module(Path(path).stem if is_file else path), name, None)
+        module = import_module(Path(path).stem if is_file else path)
+        if not hasattr(module, name):
+            raise UsageError(f"{path}: has no {name!r}", "Name a model, or a function that returns one.")
+        made = getattr(module, name)
         made = made() if callable(made) and not isinstance(made, nn.Module) else made
     else:
         models = list(_outermost(runpy.run_path(path, run_name="__main__").values()))
