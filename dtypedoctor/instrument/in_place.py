@@ -321,6 +321,22 @@ class InPlaceReplays:
             depth=here.backward_depth,
         )
 
+    def _let_go(self, kept: KeptCall) -> None:
+        """Nothing comes back through a call: a model that the program has no use for any more is not to take up memory. A loss without parameters
+        takes none, and lives for one call only."""
+        if self._some_parameters(kept.live.module):
+            kept.live.let_go(self._a_module_is_gone)
+
+    def _a_graph_is_gone(self, _: "ref[_KeepsGradient]") -> None:
+        for kept in self._calls:
+            if kept.hooks and not any(hook() for hook in kept.hooks):
+                kept.hooks.clear()
+                self._let_go(kept)
+
+    def _a_module_is_gone(self, _: "ref[nn.Module]") -> None:
+        """The program has let go of a module: its calls cannot be made again, and hold their inputs no longer."""
+        self._calls = [kept for kept in self._calls if kept.live.is_there]
+
     def _some_parameters(self, module: nn.Module) -> "tuple[tuple[ref[nn.Module], str], ...]":
         """A few of the parameters of an outermost module, far apart, by owner and name: who updates some updates others too."""
         some = self._some.get(module)
@@ -371,9 +387,16 @@ class InPlaceReplays:
         tensors = tensors_of(output)
         with out_of_their_sight():
             kept.made = list(map(Made, tensors))
+        comes_back = False
         for index, tensor in enumerate(tensors):
-            if _comes_back(tensor) and tensor.numel() * tensor.element_size() <= MAX_HELD:
-                hook_gradient(tensor, _KeepsGradient(kept.live.gradients, index))
+            if _comes_back(tensor):
+                comes_back = True
+                if tensor.numel() * tensor.element_size() <= MAX_HELD:
+                    hook = _KeepsGradient(kept.live.gradients, index)
+                    kept.hooks.append(ref(hook, self._a_graph_is_gone))
+                    hook_gradient(tensor, hook)
+        if not comes_back:
+            self._let_go(kept)
         for tensor in filter(_comes_back, tensors_of((args, kwargs)) if self._sharded else ()):
             # a tensor that holds what holds it would stay until Python's collector comes
             hook_gradient(tensor, _GradientHook(partial(self._went_back, ref(kept))))
@@ -803,7 +826,7 @@ class HeldInputs:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._rooms: list[_Room] = []
-        self._calls: list[tuple[int, nn.Module, dict[str, Tensor]]] = []
+        self._calls: list[tuple[int, ref[nn.Module], dict[str, Tensor]]] = []
 
     def keep(self, call: int, live: LiveCall) -> None:
         """Queues the copies for a call; does not wait."""
@@ -817,7 +840,7 @@ class HeldInputs:
         with out_of_their_sight():
             places = self._next_room().places([(tensor.dtype, tensor.shape) for _, tensor in ids])
             copies = {name: place.copy_(t, non_blocking=True) for (name, t), place in zip(ids, places, strict=True)}
-        self._calls = [*self._calls[1 - HELD_CALLS :], (call, module, copies)]
+        self._calls = [*self._calls[1 - HELD_CALLS :], (call, ref(module), copies)]
 
     def _next_room(self) -> "_Room":
         """Memory for one more call: that of the oldest one where there are enough."""
@@ -829,8 +852,9 @@ class HeldInputs:
         calls, self._calls = self._calls, []
         tensors: dict[str, Tensor] = {}
         with self._session.position.mute():
-            for call, module, copies in calls:
-                rows = [part.num_embeddings for part in modules_in(module) if isinstance(part, nn.Embedding)]
+            for call, called, copies in calls:
+                parts = modules_in(module) if (module := called()) is not None else ()
+                rows = [part.num_embeddings for part in parts if isinstance(part, nn.Embedding)]
                 for name, copy in copies.items():
                     if copy.numel():
                         values = tensors[f"call-{call}.{name}"] = copy.clone()
@@ -891,7 +915,7 @@ class _GradientHook:
 class _KeepsGradient:
     """Keeps the first gradient of an output, by reference."""
 
-    __slots__ = ("_gradients", "_index")
+    __slots__ = ("__weakref__", "_gradients", "_index")
     __torch_unserializable__ = True
 
     def __init__(self, gradients: dict[int, Tensor], index: int) -> None:

@@ -17,6 +17,7 @@ from operator import attrgetter
 from traceback import clear_frames
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -226,7 +227,7 @@ class LiveCall:
     """One call of a module, recorded when it was entered.
 
     Attributes:
-        module: what was called.
+        called: what was called, or a weak reference to it.
         fqn: its dotted name in the program's model.
         args, kwargs: the arguments themselves.
         grad: whether gradients were enabled.
@@ -239,7 +240,7 @@ class LiveCall:
             outputs (:func:`from_outside` leaves these out). Filled by :meth:`keep_gradients`.
     """
 
-    module: nn.Module
+    called: nn.Module | ref[nn.Module]
     fqn: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -250,6 +251,29 @@ class LiveCall:
     training: bool
     random: RandomState | None
     gradients: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def module(self) -> nn.Module:
+        """What was called.
+
+        Raises:
+            ReferenceError: the program has let go of it.
+        """
+        if not isinstance(self.called, ref):
+            return self.called
+        module = self.called()
+        if module is None:
+            raise ReferenceError("the module that was called is gone")
+        return module
+
+    def let_go(self, gone: Callable[[ref[nn.Module]], None]) -> None:
+        """Holds the module no longer; ``gone`` is called when the program does not either."""
+        self.called = ref(self.module, gone)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the program still has what was called."""
+        return not isinstance(self.called, ref) or self.called() is not None
 
     @property
     def settings(self) -> Settings:
@@ -273,7 +297,7 @@ class LiveCall:
             host: of these generators also Python's and NumPy's.
         """
         return LiveCall(
-            module=module,
+            called=module,
             fqn=fqn,
             args=tuple(args),
             kwargs=dict(kwargs),

@@ -249,6 +249,7 @@ class KeptCall:
         step, call, overrides, regions: the position and the autocast regions at entry.
         line: that of the program which makes the call.
         made: what it has returned.
+        hooks: on what it has returned; they live as long as something can come back through it.
         error: type and message of what it has raised.
         replayed: what of it has been replayed, ``forward`` or ``backward``.
         bad: modules in it whose result or input was the first that was not finite.
@@ -270,6 +271,7 @@ class KeptCall:
     regions: tuple[Any, ...]
     line: Line | None = None
     made: list[Made] = field(default_factory=list)
+    hooks: list[ref[Any]] = field(default_factory=list)
     error: tuple[str, str] | None = None
     replayed: set[str] = field(default_factory=set)
     bad: set[str] = field(default_factory=set)

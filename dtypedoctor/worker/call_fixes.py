@@ -388,7 +388,7 @@ def _built(directory: Path, device: torch.device) -> LiveCall:
     model = load_capsule(directory, getattr(torch, capsule.dtype), device, allow_code=True)
     call, described = call_of(model), capsule.description["call"]
     return LiveCall(
-        module=model.get_submodule(capsule.fqn).train(described["training"]),
+        called=model.get_submodule(capsule.fqn).train(described["training"]),
         fqn=capsule.fqn,
         args=call.args,
         kwargs=call.kwargs,

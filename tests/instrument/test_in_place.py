@@ -106,7 +106,7 @@ def overflows_backward_after() -> None:
     torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1e-3).step()
 
 
-def overflows_backward_of_a_weight() -> None:
+def overflows_backward_of_a_weight() -> tuple[nn.Module, nn.Module]:
     """Nothing but the gradient of the first module's weight, summed over the rows, is not finite."""
     first, second = nn.Linear(4, 4, bias=False).half(), nn.Linear(4, 4, bias=False).half()
     with torch.no_grad():
@@ -114,6 +114,7 @@ def overflows_backward_of_a_weight() -> None:
         second.weight.fill_(1.0)
     second(first(torch.full((512, 4), 4.0, dtype=torch.float16))).float().mul(10).sum().backward()
     torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1e-3).step()
+    return first, second
 
 
 def recomputes_backward() -> None:
@@ -352,9 +353,10 @@ def test_a_backward_pass_is_not_replayed_with_parameters_that_it_has_spoilt(tmp_
 
     def work(instruments: Instruments) -> None:
         instruments.in_place.begin(late=True)
-        overflows_backward_of_a_weight()
+        models.extend(overflows_backward_of_a_weight())
         nn.Linear(4, 4)(torch.ones(2, 4))
 
+    models: list[nn.Module] = []
     trace = watched(tmp_path, work)
     assert {(found.id, found.phase) for found in diagnose(trace)} == {("backward-overflow", "backward")}
     (why,) = {note.why for note in trace.all(NotWatched) if note.what == REPLAY_OF_FAILURES}

@@ -82,3 +82,27 @@ def test_the_inputs_of_a_step_die_with_it(tmp_path: Path) -> None:
 
     with dtypedoctor.watch(model, out=tmp_path / "watched"):
         assert [step()() for _ in range(4)] == [None] * 4
+
+
+@pytest.mark.parametrize("mode", ["trained", "not backward", "no_grad", "kept output"])
+def test_a_model_dies_when_the_program_lets_go_of_it(mode: str, tmp_path: Path) -> None:
+    """A program that frees one model to make room for the next must have that room, without Python's collector."""
+    outputs = []
+
+    def use() -> tuple[weakref.ref[nn.Module], weakref.ref[Tensor]]:
+        model, x = nn.Linear(4, 4), torch.randn(2, 4)
+        with torch.set_grad_enabled(mode != "no_grad"):
+            y = model(x)
+        if mode == "trained":
+            y.sum().backward()
+        if mode == "kept output":
+            outputs.append(y.detach())
+        return weakref.ref(model), weakref.ref(x)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with dtypedoctor.watch(nn.Linear(1, 1), out=tmp_path / "watched"):
+            assert [(model(), x()) for model, x in (use() for _ in range(3))] == [(None, None)] * 3
+    finally:
+        gc.enable()

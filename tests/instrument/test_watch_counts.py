@@ -399,7 +399,7 @@ def test_a_step_between_looks_has_neither_hooks_nor_modes_and_takes_few_calls(tm
         (tmp_path / str(number)).mkdir()
         calls, seen = step_between_looks(tmp_path / str(number), Layers(number))
         assert seen == [(0, 0, 0)]
-        assert calls <= 240
+        assert calls <= 244
 
 
 def test_between_looks_compiled_code_keeps_the_hooks_that_it_was_compiled_with(tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def test_between_looks_compiled_code_keeps_the_hooks_that_it_was_compiled_with(t
     model.layers[0] = torch.compile(model.layers[0], backend="eager")
     calls, seen = step_between_looks(tmp_path, model)
     assert seen == [(1, 1, 0)]
-    assert calls <= 282
+    assert calls <= 286
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
@@ -419,7 +419,7 @@ def test_a_step_of_ddp_between_looks_has_no_hooks_inside_of_what_is_kept(tmp_pat
     """What is inside of the wrapper can be called alone, and is kept for that; the modules inside of it are called as if nobody watched."""
     calls, seen = step_between_looks(tmp_path, nn.parallel.DistributedDataParallel(Layers()))
     assert seen == [(0, 0, 0)]
-    assert calls <= 290
+    assert calls <= 296
 
 
 @pytest.mark.usefixtures("group")
