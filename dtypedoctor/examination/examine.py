@@ -223,14 +223,23 @@ def insane_losses(finding: Finding, before: Run, run: Run) -> Iterator[str]:
     """What is wrong with the losses of a run in which an edit was to make values finite: it must not make others of those that were."""
     if not spec_of(finding.id).nonfinite:
         return
-    was, losses = losses_of(before.trace), losses_of(run.trace)
-    if not all(map(math.isfinite, losses.values())):
+    was, losses = _sizes_of_losses(before.trace), _sizes_of_losses(run.trace)
+    worst = max(losses, default=0.0)
+    if not math.isfinite(worst):
         yield "the loss is not finite"
-    usual = max((abs(loss) for loss in was.values() if math.isfinite(loss)), default=math.inf)
-    worst = max(map(abs, losses.values()), default=0.0)
+        return
+    usual = max(filter(math.isfinite, was), default=math.inf)
     # What float16 cannot hold may be that large. What float32 could not hold is bounded now.
     if finding.dtype != "float16" and worst > _ABSURD * max(usual, 1.0):
         yield f"the loss is {worst:.3g} then"
+
+
+def _sizes_of_losses(trace: Trace) -> list[float]:
+    """The magnitudes of the losses: those of steps, and those that were measured, which a program without an optimizer has too."""
+    measured = [
+        sample.absmax if sample.finite else math.inf for sample, site in trace.measured() if site.kind == "loss"
+    ]
+    return measured + [abs(loss) if math.isfinite(loss) else math.inf for loss in losses_of(trace).values()]
 
 
 def changed_loss(finding: Finding, before: Run, run: Run) -> str:

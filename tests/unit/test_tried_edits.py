@@ -12,7 +12,7 @@ from test_judge import raised, run, trained
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.rule import Advice, Confidence, Edit, Finding, Severity
-from dtypedoctor.examination.examine import EditTrials, edited_files, judge_edits
+from dtypedoctor.examination.examine import EditTrials, edited_files, insane_losses, judge_edits
 from dtypedoctor.examination.results import Outcome, Trial
 from dtypedoctor.replay.capsule import Capsule
 from dtypedoctor.runner.run import Run
@@ -107,6 +107,22 @@ def test_a_loss_that_is_finite_and_absurd_does_not_help() -> None:
     """A bound in the place of an inf gives such a one."""
     one = judged(runs=dict.fromkeys((EDIT.new, OTHER.new), run(of_losses(2.0, 1.0, 2e34))), dtype="float32")
     assert "the loss is 2e+34 then" in one.text
+
+
+def test_an_absurd_loss_of_a_program_without_an_optimizer_does_not_help() -> None:
+    """It has no steps, and its losses are known from where its backward passes begin."""
+
+    def losses(*sizes: float) -> Run:
+        trace = TraceBuilder()
+        for call, size in enumerate(sizes, 1):
+            trace.sample("", size, kind="loss", phase="backward", call=call)
+        return run(trace)
+
+    before = losses(2.0, 1.0)
+    assert list(insane_losses(replace(FINDING, dtype="bfloat16"), before, losses(2.0, 7e12))) == [
+        "the loss is 7e+12 then"
+    ]
+    assert not list(insane_losses(replace(FINDING, dtype="bfloat16"), before, losses(2.0, 7.0)))
 
 
 def test_an_edit_that_was_not_tried_is_told_in_words() -> None:
