@@ -46,6 +46,10 @@ NEWEST_TESTED = (2, 15)
 """The newest minor release of torch that the whole suite has passed with; the package itself sets no upper bound."""
 
 
+CASTS_TO = torch.ops.aten._to_copy.default
+"""The operator that a cast is."""
+
+
 def untested_release(version: str = str(torch.__version__)) -> str | None:
     """Return the release of torch (``2.16``) if it is newer than any that was tested, else None."""
     release = tuple(map(int, version.split(".")[:2]))

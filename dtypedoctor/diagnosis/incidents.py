@@ -117,9 +117,12 @@ def _is_failure(graph: OpGraph, seen: Observed[NonfiniteReached]) -> bool:
     if is_expected(graph.trace, last.n):
         return False
 
-    # A program that tests for 0/0, or computes with it no more, and goes on to its end has meant it, where half precision has not led there
-    is_idle = end in ("guard", "unused") and graph.trace.last(Raised) is None
-    if is_idle and (not _saw_half(graph, last) or _is_undefined(graph, last)):
+    # A program that tests for 0/0, or computes with it no more, and goes on to its end has meant it, where half precision has not led there;
+    # of single numbers in the code it asks what a dtype holds
+    raised = graph.trace.last(Raised)
+    goes_on = raised is None or (end == "guard" and raised.n < seen.n)  # it has caught what was raised before it tests
+    is_idle = goes_on and end in ("guard", "unused")
+    if is_idle and (not _saw_half(graph, last) or _is_undefined(graph, last) or _is_of_numbers(graph, last)):
         return False
     if (
         end in _AFTER_A_TEST
@@ -148,6 +151,13 @@ def _is_undefined(graph: OpGraph, last: Op) -> bool:
 def _is_of_nothing(graph: OpGraph, last: Op) -> bool:
     """Whether the NaN behind ``last`` are means of tensors without elements, which computes nothing that could be wrong."""
     return all(op.inputs and all(0 in tensor.shape for tensor in op.inputs) for op in _makers(graph, last))
+
+
+def _is_of_numbers(graph: OpGraph, last: Op) -> bool:
+    """Whether what is behind ``last`` was computed from single numbers in the code alone."""
+    makers = _makers(graph, last)
+    programs = [graph.replay(op, "float32-program") for op in makers]
+    return bool(makers) and all(program is not None and program.of_numbers for program in programs)
 
 
 def _makers(graph: OpGraph, last: Op) -> list[Op]:

@@ -113,6 +113,7 @@ class Step:
         size: bytes of its operands.
         name: of the parameter that is its result, where it is the cast of one.
         source, fqn, n: its line, its module, and the number of its record, where it has one.
+        is_of_numbers: whether its operand is no tensor of the program's, but numbers in its code.
     """
 
     func: Any
@@ -124,6 +125,7 @@ class Step:
     source: str | None = None
     fqn: str | None = None
     n: int = 0
+    is_of_numbers: bool = False
 
     @property
     def operands(self) -> list[Tensor]:
@@ -182,6 +184,13 @@ class Float32Program:
     def learn(self, tensor: Tensor, value: Tensor, name: str = "") -> None:
         """``tensor`` is what a cast has left of ``value``; it is the parameter ``name``, where it has a name."""
         self._keep(Step(_CAST, ((value, tensor.dtype), {}), next(_ORDER), value.nbytes, name=name), [tensor])
+
+    def lifted(self, tensor: Tensor, numbers: Tensor, source: str | None) -> Step:
+        """``tensor`` has been made, at the line ``source``, of Python's ``numbers``, which it may not hold as they are."""
+        cast: Arguments = ((numbers, tensor.dtype), {})
+        step = Step(_CAST, cast, next(_ORDER), numbers.nbytes, source=source, is_of_numbers=True)
+        self._keep(step, [tensor])
+        return step
 
     def begins_with(self, tensors: Iterable[Tensor]) -> None:
         """Nothing is known of how ``tensors`` came about: a module has returned them, or operators that cannot be run again."""
@@ -243,7 +252,9 @@ class Float32Program:
             return
         # What is finite in float32 and not in float64 is the rounding error of a sum: x - x.mean() of equal numbers.
         finite = _is_finite(results) and _is_finite(_computed(step, behind, torch.float64) or results)
-        self._write(n, finite=finite, absmax=max(e.absmax for e in extents), dtype="float32", exact=exact)
+        absmax = max(e.absmax for e in extents)
+        of_numbers = _is_of_numbers(results, behind)
+        self._write(n, finite=finite, absmax=absmax, dtype="float32", exact=exact, of_numbers=of_numbers)
         if finite and (rounding := _rounding(step, behind)) is not None:
             self._tell(rounding, n)
 
@@ -370,6 +381,13 @@ def _rounding(last: Step, behind: dict[Step, int]) -> Step | None:
     nearer = within(most - 1)
     there = [step for step, far in behind.items() if far == most]
     return next((step for step in there if is_enough([*nearer, step])), there[0])
+
+
+def _is_of_numbers(last: Sequence[Tensor], steps: Collection[Step]) -> bool:
+    """Whether steps compute single numbers from those in the code alone, and with no tensor that came from elsewhere: a program asks so what a dtype holds."""
+    pairs = [(step, operand) for step in steps for operand in step.operands]
+    known = all(step.is_of_numbers or id(operand) in step.makers for step, operand in pairs)
+    return known and all(tensor.numel() == 1 for tensor in (*last, *(operand for _, operand in pairs)))
 
 
 def _computed(last: Step, steps: Collection[Step], dtype: torch.dtype) -> list[Tensor]:

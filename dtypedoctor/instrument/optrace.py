@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dtypedoctor._torch_private import DisableTorchFunction, is_wrapper_subclass, without_modes
 from dtypedoctor.instrument.float32_program import HALF, Float32Program, Originals
 from dtypedoctor.instrument.frames import names_a_dtype
+from dtypedoctor.instrument.lifted import LIFT, lifted_from
 from dtypedoctor.instrument.module_tree import own_parameters
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import (
@@ -222,6 +223,9 @@ class OpTrace(OperatorMode):
 
     def _done(self, n: int, func: Any, given: Arguments, kept: Arguments, inputs: list[TensorNote],
               results: list[Tensor]) -> None:  # fmt: skip
+        if str(func) == LIFT and (made := lifted_from(results[0])) is not None and made.overflows:
+            func, kept = made.cast
+            given, inputs = kept, self._notes([made.exact])
         outputs = self._notes(results)
         operands = tensors_of(kept)
         place = self._whereabouts.here(sys._getframe(), _device(operands + results))

@@ -26,6 +26,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import Parameter
 
 from dtypedoctor._torch_private import (
+    DisableTorchFunction,
     OpOverload,
     autograd_node,
     being_recorded,
@@ -39,11 +40,13 @@ from dtypedoctor._torch_private import (
     push_mode,
     schema_of,
     sequence_number,
+    without_autocast,
 )
 from dtypedoctor.instrument.bad_values import FINITE, BadValues, Ends, Ran, ends_of
 from dtypedoctor.instrument.budget import FIRST_STEPS, is_read_in
 from dtypedoctor.instrument.float32_program import Float32Program, Step
 from dtypedoctor.instrument.frames import Line, line_of
+from dtypedoctor.instrument.lifted import LIFT, Lifted, lifted_from
 from dtypedoctor.instrument.operators import (
     Arguments,
     OperatorMode,
@@ -152,7 +155,7 @@ class Sentinel(OperatorMode):
         computed: called in a process that the program has forked from this thread, when it first computes in less than float32.
         following: says who is called with each call of an operator, its arguments and its result; these raise nothing themselves.
         shadowed: called with each operator of a forward pass, or of a custom function's backward: it, its arguments with copies of what it has written to, its arguments, its results, its line.
-        lifted: called with a tensor that is made of Python's numbers.
+        lifted: called with a tensor that is made of Python's numbers, where these are known.
         readout: called with a tensor of which Python has read the number, and the line.
         rounded: says whether an operator with these finite results is to be handed to ``overflowed``.
         overflowed: called with each operator of a forward pass, or of a custom function's backward, that was run while something is not finite: it, its arguments with copies of what it has written
@@ -206,7 +209,7 @@ class Sentinel(OperatorMode):
         self.in_scaler: Callable[[], bool] = lambda: False
         self.following: Callable[[Any], Sequence[Callable[[Any, Arguments, Any], None]]] = lambda _: ()
         self.shadowed: Callable[[Any, Arguments, Arguments, Sequence[Tensor], Line | None], None] = lambda *_: None
-        self.lifted: Callable[[Tensor], None] = lambda _: None
+        self.lifted: Callable[[Lifted], None] = lambda _: None
         self.readout: Callable[[Tensor, Line | None], None] = lambda *_: None
         self.rounded: Callable[[Sequence[Tensor]], bool] = lambda _: False
         self.overflowed: Callable[[Any, Arguments, Arguments, Any], None] = lambda *_: None
@@ -515,7 +518,7 @@ class Sentinel(OperatorMode):
 
     def _after(self, func: Any, plan: _Plan, arguments: Arguments, kept: Arguments, result: Any) -> None:
         if plan.lifts:
-            self.lifted(arguments[0][0])
+            self._made_of_numbers(arguments[0][0])
             return
         if plan.reads and not isinstance(arguments[0][0], Tensor):  # a number that TorchScript keeps as a tensor
             return
@@ -525,6 +528,20 @@ class Sentinel(OperatorMode):
             self.readout(arguments[0][0], line)
             return
         self._computed(func, plan, arguments, kept, result, line, node)
+
+    def _made_of_numbers(self, tensor: Tensor) -> None:
+        """Follows what a tensor is made of: the numbers, where they are known, are cast to its dtype."""
+        with self._position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+            made = lifted_from(tensor)
+            if made is None:
+                return
+            self.lifted(made)
+            source = made.line.source if made.line is not None else None
+            step = self.program.lifted(tensor, made.exact.float(), source) if tensor.dtype in HALF else None
+            if made.overflows:
+                self._bad.ran(Ran(*made.cast, True, [made.exact], [tensor], [ends_of(tensor)], made.line))
+                if self._bad.made is not None:
+                    self.program.explain(step, self._bad.made)
 
     def _computed(
         self,
@@ -733,7 +750,7 @@ def _results(func: Any, result: Any) -> list[Tensor]:
 def _plan_of(func: Any) -> _Plan:
     if str(func) == "aten._local_scalar_dense.default":
         return _Plan(reads=True)
-    if str(func) == "aten.lift_fresh.default":
+    if str(func) == LIFT:
         return _Plan(reads=True, lifts=True)
     if _passes(func):
         return _Plan(passes=True)

@@ -230,7 +230,8 @@ class Replay:
     ``how`` is ``float32`` or ``float64`` (wider), ``float32-program`` (on the operands that the program would have, were everything before it
     that is known in float32), ``equal-dtypes`` (all in the widest), ``all-as-DTYPE``
     or ``narrowest-dtype``. ``note`` is the message of a replay that raised,
-    ``dtype`` the dtype of the result of one that did not; ``exact``, of the ``float32-program``, whether it begins with nothing that was rounded before.
+    ``dtype`` the dtype of the result of one that did not; ``exact``, of the ``float32-program``, whether it begins with nothing that was rounded before,
+    and ``of_numbers``, whether with nothing but single numbers in the code.
     """
 
     n: int
@@ -241,6 +242,7 @@ class Replay:
     note: str = ""
     dtype: str | None = None
     exact: bool = False
+    of_numbers: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -184,6 +184,42 @@ def half_that_is_tested() -> None:
         print("no sum")
 
 
+def largest_power_that_a_dtype_holds() -> None:
+    limit = 1.0
+    while torch.isfinite(torch.tensor(limit, dtype=torch.float16) * 2):
+        limit *= 2
+    print(limit)
+
+
+def numbers_that_a_dtype_holds() -> None:
+    print([number for number in (1e3, 1e5) if torch.tensor(number, dtype=torch.float16).isfinite()])
+
+
+def steps_up_to_the_end_of_a_dtype() -> None:
+    number = torch.ones((), dtype=torch.float16)
+    while not math.isinf((number * 4).item()):
+        number = number * 4
+    print(number.item())
+
+
+def a_probe_after_one_that_raised() -> None:
+    try:
+        torch.linalg.inv(torch.eye(2, dtype=torch.float16))
+    except RuntimeError:
+        largest_power_that_a_dtype_holds()
+
+
+def a_number_of_the_code_that_half_does_not_hold() -> None:
+    penalty = torch.tensor(1e5, dtype=torch.float16)  # makes: _to_copy cast
+    print((penalty * torch.zeros(3, dtype=torch.float16)).sum().item())
+
+
+def numbers_of_the_code_some_of_which_half_does_not_hold() -> None:
+    biggest = 1e6
+    weights = torch.tensor([1.0, 2.0, biggest], dtype=torch.float16)  # makes: _to_copy cast
+    print((weights / weights.sum()).sum().item())
+
+
 def means_of_groups_that_may_be_empty() -> Tensor:
     """One of 3 groups is empty, beside computations in half precision."""
     values = (torch.rand(4, 4, dtype=torch.bfloat16) @ torch.rand(4, 1, dtype=torch.bfloat16)).float().flatten()
@@ -296,6 +332,10 @@ HEALTHY: tuple[Callable[[], None], ...] = (
     jacobians_and_hessians,
     batch_that_is_left_out,
     mask_in_a_file,
+    largest_power_that_a_dtype_holds,
+    numbers_that_a_dtype_holds,
+    steps_up_to_the_end_of_a_dtype,
+    a_probe_after_one_that_raised,
 )
 FAULTY: tuple[Callable[[], None], ...] = (
     entropy_of_a_sure_event,
@@ -310,4 +350,6 @@ FAULTY: tuple[Callable[[], None], ...] = (
     handed_to_numpy,
     a_mean_over_classes_with_an_empty_one,
     ratios_with_gaps_that_are_marked_elsewhere,
+    a_number_of_the_code_that_half_does_not_hold,
+    numbers_of_the_code_some_of_which_half_does_not_hold,
 )

@@ -148,6 +148,19 @@ def test_what_rounds_before_an_operator_outside_of_modules_is_found(
     assert words in found.summary
 
 
+def test_a_number_of_the_code_that_its_tensor_rounds_is_behind_a_division_by_zero(tmp_path: Path) -> None:
+    """1 - 0.999 is 0 in bfloat16 and finite in float32: the tensor is made of the number, in the line that is named."""
+
+    def program(_: object) -> None:
+        decay = torch.tensor(0.999, dtype=torch.bfloat16)
+        average = torch.zeros(4, dtype=torch.bfloat16)
+        (average / (1 - decay)).sum().item()
+
+    found = diagnose(watched(tmp_path, program))[0]
+    assert (found.id, found.confidence) == ("rounds-out-of-domain", "proven")
+    assert "rounds to 1 in bfloat16" in found.summary
+
+
 def test_the_rounding_error_of_a_sum_in_float32_is_no_other_value(tmp_path: Path) -> None:
     """The deviation of equal numbers is 0, although float32 may not sum them up to that."""
     equal = torch.full((7,), 0.1).half()

@@ -76,6 +76,18 @@ def test_the_line_that_writes_it_is_named(write: Callable[[Tensor], Tensor], tmp
     assert "writes" in found.summary
 
 
+def test_a_finite_number_that_half_precision_does_not_hold_overflows_where_its_tensor_is_made(tmp_path: Path) -> None:
+    """The number was not written as inf: float32 holds it, and the line that makes the tensor is the origin."""
+
+    def program() -> None:
+        model = nn.Sequential(nn.Linear(8, 8), Writes(lambda x: x * 0 * torch.tensor(1e5, dtype=x.dtype))).half()
+        model(torch.randn(4, 8).half()).float().pow(2).mean().backward()
+
+    found = diagnose(in_place(tmp_path, program))[0]
+    assert (found.id, found.confidence) == ("float16-overflow", "proven")
+    assert "reaches 100,000" in found.summary
+
+
 class Nearest(nn.Module):
     """Marks what is too far with inf, and what is missing with NaN, and computes with neither."""
 

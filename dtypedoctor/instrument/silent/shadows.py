@@ -36,7 +36,8 @@ from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import base_of, memory_key, schema_of
 from dtypedoctor.dtypes import DTYPES
-from dtypedoctor.instrument.frames import Line, line_of, number_given, users_frame
+from dtypedoctor.instrument.frames import Line, line_of
+from dtypedoctor.instrument.lifted import NUMBERS, Lifted, lifted_from
 from dtypedoctor.instrument.naming import short_name
 from dtypedoctor.instrument.operators import (
     Arguments,
@@ -87,12 +88,8 @@ LARGEST_PRODUCT = 1 << 24
 """Multiplications of a product of two tensors that is run in float64."""
 GRID = 16
 """Entries of a schedule."""
-_DIGITS = {torch.float16: 0, torch.bfloat16: 0, torch.float32: 2**24}
-"""From which magnitude on a tensor of Python's numbers is followed."""
 _LIFTED = "torch.tensor"
 """What is said to have made a tensor of Python's numbers."""
-NUMBERS = 4_096
-"""Numbers that Python has read and may hand to another operator."""
 MOST_LINES = 100
 """Lines whose uses are told of."""
 
@@ -299,7 +296,9 @@ class Shadows(Observer):
     def saw(self, seen: Seen) -> None:
         """An operator has run inside of a module that is looked at."""
         if _name(seen.func) == "lift_fresh":
-            self.lifted(seen.operands[0])
+            with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+                if (made := lifted_from(seen.operands[0])) is not None:
+                    self.lifted(made)
         if _name(seen.func) == "_local_scalar_dense":
             self.read(seen.operands[0], line_of(sys._getframe()))
             return
@@ -383,21 +382,12 @@ class Shadows(Observer):
         )
         self._elements += exact.numel()
 
-    def lifted(self, tensor: Tensor) -> None:
+    def lifted(self, made: Lifted) -> None:
         """Python's numbers have been put into a tensor: in half precision as others, and in float32 where they have more digits than it has before the point."""
-        most = _DIGITS.get(tensor.dtype, math.inf)
-        if most == math.inf or not 0 < tensor.numel() <= NUMBERS or tensor.device.type != "cpu":
-            return
         with self._looking, self.position.aside():
-            frame = users_frame(sys._getframe())
-            given = number_given(frame) if frame is not None and float(tensor.abs().max()) > most else None
-            if given is None:
-                return
-            exact = torch.tensor(given, dtype=torch.float64)
-            is_rounded = exact.shape == tensor.shape and not torch.equal(exact, tensor.double())
-            if is_rounded and torch.equal(exact.to(tensor.dtype), tensor):  # else it was made of something else
-                origin = Origin(_LIFTED, line_of(frame), tensor.dtype, _is_whole(exact))
-                self._begin(tensor, exact.flatten(), origin)
+            if not torch.equal(made.exact, made.tensor.double()):
+                origin = Origin(_LIFTED, made.line, made.tensor.dtype, _is_whole(made.exact))
+                self._begin(made.tensor, made.exact.flatten(), origin)
 
     def before_backward(self, tensors: list[Tensor]) -> None:
         """A backward pass begins: of a loss that has lost its digits the gradients have, too."""

@@ -17,7 +17,7 @@ from dtypedoctor.diagnosis.nonfinite_origin import (
     rounded_before,
     rounds_to,
 )
-from dtypedoctor.diagnosis.ops import all_finite, is_uninitialized, overload_free
+from dtypedoctor.diagnosis.ops import all_finite, ancestry, is_uninitialized, overload_free
 from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.wording import (
     bad_elements,
@@ -71,15 +71,17 @@ def judge_domain(origin: Origin) -> Finding | None:
             f"{_UNDEFINED}. What it computes with goes back to half precision, and was computed again in float32 at most from there on: a number that was "
             "rounded to 0 (or to 1) before would be another one. Whether float32 helps is not known; run what comes before it in float32 to tell."
         )
+    given = ancestry(origin.graph, op).given
+    in_float32 = ", in float32 too" if replay is not None and not replay.note else ""
     statement = Statement(
         id="domain-error",
         proven_by=proof,
-        summary=f"{op.op} {where} returns {'NaN' if origin.result.num_nan else 'inf'} in step {op.step} ({op.phase}), in float32 too.",
+        summary=f"{op.op} {where} returns {'NaN' if origin.result.num_nan else 'inf'} in step {op.step} ({op.phase}){in_float32}.",
         cause=cause,
         evidence=(
             f"{operands_are_finite(op)}."
             if all_finite(op.inputs)
-            else f"{op.op} is given infinities that the code has asked for, and makes NaN of them.",
+            else f"{op.op} is given infinities that {'no recorded operator has made' if given else 'the code has asked for'}, and makes NaN of them.",
             f"{bad_elements(origin.result)} of its {origin.result.dtype} result are inf or NaN.",
             *_in_a_wider_dtype(replay, program),
             *how_the_run_ended(origin.trace),
