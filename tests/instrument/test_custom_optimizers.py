@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
+from watched import watched
 
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.reader import read_trace
-from dtypedoctor.trace.records.silent import Updates
+from dtypedoctor.trace.records.silent import RoundedUse, Updates
 from dtypedoctor.trace.writer import TraceWriter
 
 
@@ -245,6 +246,36 @@ def test_what_an_optimizer_keeps_and_adds_later_is_not_lost(
     """Kahan summation: no weight has moved yet, and each update is in the optimizer's state."""
     make = partial(Kahan, momentum=momentum, only_half=only_half)
     assert not lost(trained(make, tmp_path, resumed=resumed)[1])
+
+
+class KahanOfOneLine(Kahan):
+    """The same in one line, so that one operator at one line is met several times in a step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            kept = self.state[p].setdefault("kept", torch.zeros_like(p))
+            # fmt: off
+            kept.add_(p.grad, alpha=-self.param_groups[0]["lr"]); before = p.clone(); p.add_(kept); kept.add_(before.sub_(p))
+            # fmt: on
+
+
+@pytest.mark.parametrize("make", [Kahan, KahanOfOneLine])
+def test_what_keeps_the_rounding_of_weights_is_no_sum_that_drifts(make: type[Optimizer], tmp_path: Path) -> None:
+    """In float64 it is 0 after each step, and in bfloat16 it is what the weights have lost: neither has lost anything by itself."""
+
+    def program(_: object) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(16, 4).bfloat16()
+        nn.init.ones_(model.weight)
+        optimizer = make(model.parameters(), lr=4e-3)
+        x = torch.randn(64, 16).bfloat16()
+        for _ in range(40):
+            optimizer.zero_grad()
+            (model(x).float() - x[:, :4].float()).square().mean().backward()
+            optimizer.step()
+
+    assert not watched(tmp_path, program).observed(RoundedUse)
 
 
 def test_an_update_that_is_held_and_never_added_again_is_lost(tmp_path: Path) -> None:

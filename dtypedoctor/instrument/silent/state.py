@@ -591,8 +591,8 @@ class StateCheck(Observer):
             value.come_from = (_From(state),)
         value.met_by.add(at)
         for state, began, adds, _ in value.come_from:
-            if state.is_parameter:
-                continue
+            if state.is_parameter or (state.in_step and state.step == self.position.step):
+                continue  # within a step one is ahead of another that keeps what it loses
             if at in state.ops if began is None else at == began and not state.in_place:
                 if self._goes_on_elsewhere(state, operand, at):
                     return
@@ -728,7 +728,7 @@ class StateCheck(Observer):
         )
 
     def _is_kept(self, state: _State) -> bool:
-        """Whether other state that is computed from it has the same error, but for the sign: what is lost here is added later."""
+        """Whether other state that is computed from it has the same error, but for the sign: what is lost in the larger one is added later."""
         error = (state.last[0].double() - state.last[1]).nan_to_num(0.0, 0.0, 0.0)
         others: list[Tensor] = []
         for value in self._values.values():
@@ -742,9 +742,10 @@ class StateCheck(Observer):
         values = torch.stack(others, 1).nan_to_num(0.0, 0.0, 0.0)
         errors = values[0] - values[1]
         left = torch.minimum((errors - error).norm(dim=1), (errors + error).norm(dim=1))
-        size = values[0].norm(dim=1)
-        # A rest is small beside the state; and it is there: what the program computes of the state, ``p - before``, has its error, and is 0.
-        is_rest = (size <= SMALLER * state.last[0].double().norm()) & (size >= CANCELS * error.norm())
+        size, of_state = values[0].norm(dim=1), state.last[0].double().norm()
+        rest, whole = torch.minimum(size, of_state), torch.maximum(size, of_state)
+        # A rest is small beside what it is the rest of; and it is there: what the program computes of state, ``p - before``, has its error, and is 0.
+        is_rest = (rest <= SMALLER * whole) & (rest >= CANCELS * error.norm())
         return bool((is_rest & (left <= CANCELS * error.norm())).any())
 
     def _judge(self, state: _State) -> None:
@@ -813,7 +814,7 @@ class StateCheck(Observer):
                 exact=float(exact[at]),
                 value=float(now[at]),
                 error=float(off[at]),
-            )
+            ),
         )
 
     def _tell_use(self, state: _State, use: str) -> None:
@@ -845,7 +846,7 @@ class StateCheck(Observer):
                 exact=f"{float(exact[worst]):.6g}",
                 changed=changed,
                 of=exact.numel(),
-            )
+            ),
         )
 
     def stop(self) -> None:
