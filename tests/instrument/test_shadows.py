@@ -809,3 +809,18 @@ def test_a_rounded_tensor_that_is_turned_in_place_is_read_on(tmp_path: Path) -> 
 
     trace = watched(tmp_path, lambda _: Turning()(torch.randn(5, 2, dtype=HALF)))
     assert not trace.all(NotWatched)
+
+
+def test_a_use_is_told_of_in_the_step_in_which_it_was_met_first(tmp_path: Path) -> None:
+    """What holds of all steps is known when the program is over: there is no step of the number after the last one."""
+
+    def training() -> None:
+        model = nn.Linear(4, 1).to(HALF)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        edges, x = torch.linspace(0, 100, 1001, dtype=HALF), torch.rand(64) * 100
+        for _ in range(3):
+            bins = torch.bucketize(x.to(HALF), edges)
+            model(nn.functional.one_hot(bins // 300, 4).to(HALF)).float().square().mean().backward()
+            optimizer.step()
+
+    assert [finding.step for finding in told_of(tmp_path, training)] == [1]

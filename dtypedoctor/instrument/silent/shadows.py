@@ -291,6 +291,8 @@ class Shadows(Observer):
         self.gradients: set[int] = set()
         """Memories that custom functions have written in the backward pass that is running."""
         self._totals: dict[tuple[str, str, str], _Total] = {}
+        self._first: dict[tuple[str, str, str], tuple[int, int, str]] = {}
+        """Step, call and phase in which a use was met first: what is told at the end is told of then."""
         self._cancelled: Counter[Line | None] = Counter()
 
     def saw(self, seen: Seen) -> None:
@@ -436,18 +438,25 @@ class Shadows(Observer):
 
     def stop(self) -> None:
         """The program is over: tells what the uses have come to."""
-        for use in self._uses.values():
+        for key, use in self._uses.items():
             if use.changed > 0:
-                self.session.emit(use)
-        for total in self._totals.values():
+                self._tell(key, use)
+        for key, total in self._totals.items():
             least = digits_lost(total.use.dtype)
             if total.use.use == "number":  # which is a note, mostly
                 least = math.sqrt(least)
             if total.errors > least**2 * total.squares:
-                self.session.emit(total.use)
+                self._tell(key, total.use)
         self._uses.clear()
         self._totals.clear()
         self._memories.clear()
+
+    def _tell(self, key: tuple[str, str, str], use: RoundedUse) -> None:
+        step, call, phase = self._first[key]
+        self.session.emit(use, phase=phase, at=(step, call))
+
+    def _met_first(self, key: tuple[str, str, str]) -> None:
+        self._first[key] = (self.position.step, self.position.call, self.position.phase)
 
     def _takes_part(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
         """Whether an operator computes with small values in half precision, or with what was made of them; in float32 where a choice is to be expected."""
@@ -962,6 +971,7 @@ class Shadows(Observer):
                 used_at=used_at,
             )
             total = self._totals[key] = _Total(told)
+            self._met_first(key)
         total.errors, total.squares = total.errors + error, total.squares + size
         changed = int((off > digits_lost(total.use.dtype) * right.abs()).sum())
         total.use = replace(total.use, changed=total.use.changed + changed, of=total.use.of + real.numel())
@@ -1009,6 +1019,7 @@ class Shadows(Observer):
             return
         count = int(changed.sum())
         if known is None or (count and not known.changed):
+            self._met_first(key)
             first = int(changed.flatten().nonzero()[0]) if count else 0
             known = RoundedUse(
                 use=use,

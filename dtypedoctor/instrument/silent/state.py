@@ -815,6 +815,7 @@ class StateCheck(Observer):
                 value=float(now[at]),
                 error=float(off[at]),
             ),
+            at=self._met_last(state),
         )
 
     def _tell_use(self, state: _State, use: str) -> None:
@@ -847,7 +848,12 @@ class StateCheck(Observer):
                 changed=changed,
                 of=exact.numel(),
             ),
+            at=self._met_last(state),
         )
+
+    def _met_last(self, state: _State) -> tuple[int, int]:
+        """Step in which state was met last, and the call: at the end of a program there is none of the present number."""
+        return state.step or self.position.step, self.position.call
 
     def stop(self) -> None:
         """The program is over: what holds of each state in the end, and of parameters to which something was added once."""
