@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Finding
+from dtypedoctor.rules.silent.vanishing import ROUNDED_SUM
 
 
 def sums(directory: Path, work: Callable[[object], None]) -> list[Finding]:
@@ -49,6 +51,46 @@ def test_sums_that_stand_still_are_found_at_their_line(
     number = int((finding.source or ":0").rpartition(":")[2])
     assert line in Path(__file__).read_text(encoding="utf-8").splitlines()[number - 1]
     assert finding.proven_by is not None
+
+
+def a_buffer_that_counts(_: object) -> None:
+    seen = torch.tensor(2040.0, dtype=torch.float16)
+    for _ in range(40):
+        seen += 1
+
+
+def counts_by_index(_: object) -> None:
+    count = torch.zeros(3, dtype=torch.float16)
+    for _ in range(60):
+        count.index_add_(0, torch.zeros(100, dtype=torch.long), torch.ones(100, dtype=torch.float16))
+
+
+def gradients_of_many_passes(_: object) -> None:
+    model = nn.Linear(8, 1).bfloat16()
+    for row in torch.randn(600, 8).abs().bfloat16().split(1):
+        (model(row).float() - 20).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.05).step()
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (a_buffer_that_counts, "Make the sum float32 where it is made"),
+        (counts_by_index, "Make the sum float32 where it is made"),
+        (gradients_of_many_passes, "Have float32 gradients"),
+        (added(torch.bfloat16, 400, lambda _: 1.0, in_place=False), ""),
+    ],
+    ids=["buffer", "index_add_", "gradient", "computed anew"],
+)
+def test_what_to_do_is_of_the_tensor_that_has_the_dtype(
+    work: Callable[[object], None], words: str, tmp_path: Path
+) -> None:
+    """A cast of what is added helps a sum that is computed anew, and none that is written in place."""
+    finding = sums(tmp_path, work)[0]
+    assert ROUNDED_SUM.instead is not None
+    advice = ROUNDED_SUM.instead(finding)
+    assert advice.startswith(words)
+    assert bool(advice) == bool(words)
 
 
 def test_a_sum_is_told_of_as_it_is_in_the_end(tmp_path: Path) -> None:

@@ -814,6 +814,7 @@ class StateCheck(Observer):
                 exact=float(exact[at]),
                 value=float(now[at]),
                 error=float(off[at]),
+                in_place=state.in_place,
             ),
             at=self._met_last(state),
         )

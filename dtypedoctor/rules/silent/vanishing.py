@@ -325,13 +325,32 @@ def _lost_writes(what: LostWrites) -> Statement:
     )
 
 
+_IN_PLACE = "The sum is a tensor that is written to, so it keeps its dtype whatever is added"
+
+
+def _of_the_sum(finding: Finding) -> str:
+    """What to do where a cast of what is added helps nothing, because it is the sum that has the dtype; empty where it is computed anew."""
+    if _IN_PLACE not in finding.cause:
+        return ""
+    if finding.phase == "backward":
+        return (
+            "Have float32 gradients: keep the parameters in float32 and compute under autocast, or add `p.grad.float()` up in tensors of your own, with "
+            "`zero_grad()` after each backward pass."
+        )
+    return (
+        "Make the sum float32 where it is made: the dtype of its tensor, a buffer again after `.half()` or `.to(dtype)`, or, where it begins as a Python "
+        "number, its first term, `x.float()`. A cast of what is added to a half-precision tensor changes nothing."
+    )
+
+
 ROUNDED_SUM = FindingSpec(
     id="rounded-sum",
     title="A running sum in half precision loses what is added to it",
     family=SILENT,
     severity=Severity.WARNING,
     references=("https://github.com/pytorch/xla/pull/2425", "https://github.com/pytorch/executorch/pull/20089"),
-    do_this="Keep sums of losses, counts and metrics in float32: cast what is added, `total += x.float()`.",
+    do_this="Keep sums of losses, counts and metrics in float32: cast what is added, `total = total + x.float()`.",
+    instead=_of_the_sum,
 )
 
 
@@ -356,7 +375,7 @@ def _rounded_sum(what: RoundedSum) -> Statement:
         ),
         cause=(
             f"The spacing of {what.dtype} numbers is {epsilon:.3g} of their magnitude. What is added to a sum is rounded to it, and below half of it nothing is "
-            "added at all: a count of ones ends at 256 in bfloat16 and at 2,048 in float16."
+            f"added at all: a count of ones ends at 256 in bfloat16 and at 2,048 in float16.{f' {_IN_PLACE}.' if what.in_place else ''}"
         ),
         evidence=(f"Followed in float64 through {what.added:,} additions: off by {what.error:,.3g}.",),
     )

@@ -617,6 +617,7 @@ class RoundedSum:
         exact: the sum of the same terms in float64, of the element that is most off.
         value: what it is.
         error: the difference.
+        in_place: whether the sum is a tensor that is written to, which keeps its dtype whatever is added.
     """
 
     KIND: ClassVar[str] = "rounded-sum"
@@ -627,6 +628,7 @@ class RoundedSum:
     exact: float
     value: float
     error: float
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
