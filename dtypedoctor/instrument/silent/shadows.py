@@ -298,9 +298,10 @@ class Shadows(Observer):
     def saw(self, seen: Seen) -> None:
         """An operator has run inside of a module that is looked at."""
         if _name(seen.func) == "lift_fresh":
-            with self._looking, self.position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
-                if (made := lifted_from(seen.operands[0])) is not None:
-                    self.lifted(made)
+            with self._looking, self.position.aside():
+                made = lifted_from(seen.operands[0])
+            if made is not None:
+                self.lifted(made)
         if _name(seen.func) == "_local_scalar_dense":
             self.read(seen.operands[0], line_of(sys._getframe()))
             return
