@@ -27,36 +27,38 @@ class Lifted:
 
     Attributes:
         tensor: as the program has it.
-        exact: the numbers in float64, in the same shape.
+        exact: the numbers in float64, in the same shape and on the same device.
         line: that makes the tensor.
+        overflows: whether a finite number has become inf.
     """
 
     tensor: Tensor
     exact: Tensor
     line: Line | None
+    overflows: bool
 
     @property
     def cast(self) -> tuple[Any, Arguments]:
         """The operator that makes the tensor of the exact numbers, and its arguments."""
         return CASTS_TO, ((self.exact,), {"dtype": self.tensor.dtype})
 
-    @property
-    def overflows(self) -> bool:
-        """Whether a finite number has become inf."""
-        return bool((~self.tensor.isfinite() & self.exact.isfinite()).any())
-
 
 def lifted_from(tensor: Tensor) -> Lifted | None:
-    """Looks up the numbers that ``tensor`` has just been made of, in the source of the program's line; None where they are not known."""
-    most = _DIGITS.get(tensor.dtype, math.inf)
-    if most == math.inf or not 0 < tensor.numel() <= NUMBERS or tensor.device.type != "cpu":
+    """Looks up the numbers that ``tensor`` has just been made of, in the source of the program's line; None where they are not known.
+
+    That they are what the tensor holds is compared; on a device, where that waits, only where its dtype does not hold them.
+    """
+    most, is_here = _DIGITS.get(tensor.dtype, math.inf), tensor.device.type == "cpu"
+    if most == math.inf or tensor.is_meta or not 0 < tensor.numel() <= NUMBERS:
         return None
     frame = users_frame(sys._getframe())
     with out_of_their_sight():
-        given = number_given(frame) if frame is not None and float(tensor.abs().max()) > most else None
+        given = number_given(frame) if frame is not None and (not is_here or float(tensor.abs().max()) > most) else None
         if given is None:
             return None
-        exact = torch.tensor(given, dtype=torch.float64)
-        if exact.shape != tensor.shape or not torch.equal(exact.to(tensor.dtype), tensor):
+        exact = torch.tensor(given, dtype=torch.float64, device="cpu")
+        rounded = exact.to(tensor.dtype)
+        overflows = bool((~rounded.isfinite() & exact.isfinite()).any())
+        if exact.shape != tensor.shape or ((is_here or overflows) and not torch.equal(rounded, tensor.cpu())):
             return None  # it was made of something else
-    return Lifted(tensor, exact, line_of(frame))
+        return Lifted(tensor, exact.to(tensor.device), line_of(frame), overflows)

@@ -387,6 +387,8 @@ class Shadows(Observer):
 
     def lifted(self, made: Lifted) -> None:
         """Python's numbers have been put into a tensor: in half precision as others, and in float32 where they have more digits than it has before the point."""
+        if made.tensor.device.type != "cpu":
+            return
         with self._looking, self.position.aside():
             if not torch.equal(made.exact, made.tensor.double()):
                 origin = Origin(_LIFTED, made.line, made.tensor.dtype, _is_whole(made.exact))
