@@ -27,7 +27,7 @@ from dtypedoctor._torch_private import (
     without_modes,
 )
 from dtypedoctor.instrument.budget import is_in_window
-from dtypedoctor.instrument.module_tree import modules_in
+from dtypedoctor.instrument.module_tree import modules_in, parameters_in
 from dtypedoctor.instrument.operators import (
     Arguments,
     OperatorMode,
@@ -281,7 +281,7 @@ class _Mode(OperatorMode):
 
 def _kind_of(module: nn.Module) -> str:
     """What else makes other calls of those of a module: a trained model that is cast and then evaluated rounds as it never has before."""
-    dtype = next((parameter.dtype for parameter in module.parameters()), None)
+    dtype = next((parameter.dtype for parameter in parameters_in(module)), None)
     return f"{dtype} {module.training} {torch.is_grad_enabled()}"
 
 

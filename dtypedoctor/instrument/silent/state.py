@@ -36,6 +36,7 @@ from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.instrument.budget import WINDOW, is_checked, is_in_window
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.gradients import leaves_of
+from dtypedoctor.instrument.module_tree import parameters_in
 from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.operators import Arguments, Uncollected, in_wider, tensors_of, uncollected, written
 from dtypedoctor.instrument.silent.observer import Observer, parameters_of
@@ -698,7 +699,7 @@ class StateCheck(Observer):
         """An outermost module is called, with parameters that may have been computed from others; calls before it may not have been looked at."""
         self._gaps += self.position.call > self._last_call + 1
         self._last_call = self.position.call
-        for parameter in module.parameters() if self._results else ():
+        for parameter in parameters_in(module) if self._results else ():
             if _is_in_half(parameter):
                 self._is_taken(_key(parameter), parameter)
 
