@@ -120,6 +120,7 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "_callback_from_stance": of_module("torch._dynamo.eval_frame"),
     "_foreach_copy_": lambda: torch,
     "_foreach_norm": lambda: torch,
+    "_to_copy": lambda: torch.ops.aten,
     "_fused_sdp_choice": lambda: torch,
     "_forward_pre_hooks": lambda: nn.Linear(1, 1),
     "_forward_hooks": lambda: nn.Linear(1, 1),

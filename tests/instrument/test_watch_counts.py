@@ -399,7 +399,7 @@ def test_a_step_between_looks_has_neither_hooks_nor_modes_and_takes_few_calls(tm
         (tmp_path / str(number)).mkdir()
         calls, seen = step_between_looks(tmp_path / str(number), Layers(number))
         assert seen == [(0, 0, 0)]
-        assert calls <= 244
+        assert calls <= 247
 
 
 def test_between_looks_compiled_code_keeps_the_hooks_that_it_was_compiled_with(tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def test_between_looks_compiled_code_keeps_the_hooks_that_it_was_compiled_with(t
     model.layers[0] = torch.compile(model.layers[0], backend="eager")
     calls, seen = step_between_looks(tmp_path, model)
     assert seen == [(1, 1, 0)]
-    assert calls <= 286
+    assert calls <= 288
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 

@@ -390,7 +390,7 @@ def _lossy(op: str, source: Tensor, result: Tensor) -> Float8Cast | None:
     """What a cast to a dtype of less range has lost; None where that is little, where a scale would not help, and for other casts."""
     if result.dtype not in RANGED or not measurable(source) or source.dtype.itemsize < 2 or source.numel() < 2:
         return None
-    if source.shape != result.shape:  # a copy that broadcasts
+    if source.shape != result.shape or source.device != result.device:  # a copy that broadcasts, or from elsewhere
         return None
     exact, cast = (tensor.detach().reshape(-1)[:MOST].float() for tensor in (source, result))
     found = _measured(exact, cast, result.dtype)

@@ -32,9 +32,6 @@ MAX_BACK = 8
 
 _PACKED = (Reason.QUANT_STATE, Reason.REINTERPRETED)
 
-GARBAGE = 0.1
-"""Relative error above which a matrix is not the packed weight; rounding to bfloat16 makes 0.002."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpacked:
@@ -66,7 +63,7 @@ class Unpacked:
     @property
     def is_garbage(self) -> bool:
         """Whether what was multiplied is not the weight."""
-        return is_wrong(self.measured) if self.measured is not None else self.origin.reason is Reason.REINTERPRETED
+        return self.measured.is_wrong if self.measured is not None else self.origin.reason is Reason.REINTERPRETED
 
     @property
     def evidence(self) -> tuple[str, ...]:
@@ -88,7 +85,7 @@ def unpacked(provenance: Provenance, op: Op, index: int, origin: DtypeOrigin) ->
     compared = (seen.what for seen in provenance.graph.trace.observed(PackedWeight))
     measured = next((one for one in compared if (one.of, one.operand) == (op.n, index)), None)
     origin = provenance.before_casts(origin)
-    misread = measured is not None and is_wrong(measured) and _is_misread(provenance, op, index)
+    misread = measured is not None and measured.is_wrong and _is_misread(provenance, op, index)
     if origin.reason in _PACKED:
         return _named(provenance, op, origin, origin.name, measured, misread=misread)
     if measured is not None and (misread or _may_be_filled_unseen(provenance, op, index, origin, measured)):
@@ -127,11 +124,6 @@ def _named(provenance: Provenance, op: Op, origin: DtypeOrigin, name: str | None
     )
 
 
-def is_wrong(compared: ComparedOperand) -> bool:
-    """Whether a comparison found something else than the packed weight."""
-    return compared.relative_error is None or compared.relative_error > GARBAGE
-
-
 def _may_be_filled_unseen(
     provenance: Provenance, op: Op, index: int, origin: DtypeOrigin, measured: PackedWeight
 ) -> bool:
@@ -141,7 +133,7 @@ def _may_be_filled_unseen(
     because a dense matrix of the same shape may come from there too. What holds the weight's values is the weight, and what was
     computed from such memory is another matrix.
     """
-    if not is_wrong(measured):
+    if not measured.is_wrong:
         return True
     first = provenance.graph.producer(op.inputs[index])
     while first is not None and first.inputs and overload_free(first.op) in CASTS | VIEWS:
@@ -202,7 +194,7 @@ def stale_buffer(case: Case) -> Verdict | None:
 def dequantized_to_another_dtype(case: Case) -> Verdict | None:
     """A product rejects a weight that is what its quantization state says, which is not what the activations are."""
     compared = (seen.what for seen in case.trace.observed(PackedWeight) if seen.what.of == case.op.n)
-    right = {one.operand for one in compared if not is_wrong(one)}
+    right = {one.operand for one in compared if not one.is_wrong}
     odd = next(
         (
             operand
@@ -294,7 +286,10 @@ def silently_wrong_weights(trace: Trace) -> Iterator[Finding]:
 def _wrong(trace: Trace) -> Iterator[Unpacked]:
     """One weight of each product: the one whose bits were seen on the way to it, else the one that its operand should have been."""
     compared = (seen.what for seen in trace.observed(PackedWeight))
-    suspects: list[ComparedOperand] = [*(seen.what for seen in trace.observed(PackedBits)), *filter(is_wrong, compared)]
+    suspects: list[ComparedOperand] = [
+        *(seen.what for seen in trace.observed(PackedBits)),
+        *(one for one in compared if one.is_wrong),
+    ]
     if not suspects:
         return
     graph = graph_of(trace)

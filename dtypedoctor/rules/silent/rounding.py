@@ -12,7 +12,7 @@ from dtypedoctor.dtypes import DTYPES, HALF
 from dtypedoctor.rules import Statement, make_finding, make_finding_of
 from dtypedoctor.trace.events import Observed
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.execution import MomentsStoredInHalf, StateLoaded
+from dtypedoctor.trace.records.execution import MomentsStoredInHalf, PackedWeight, StateLoaded
 from dtypedoctor.trace.records.silent import (
     FloatToInt,
     LostWrites,
@@ -415,11 +415,12 @@ def _by_cause(trace: Trace) -> dict[str, list[Observed[RoundedUse]]]:
     last = {(s.what.use, s.what.op, s.what.source, s.what.used_at): s for s in trace.observed(RoundedUse)}
     of_cause: dict[str, list[Observed[RoundedUse]]] = {}
     explained = _explained(trace)
-    is_loaded = bool(trace.observed(StateLoaded) or trace.observed(MomentsStoredInHalf))
+    wrong = any(seen.what.is_wrong for seen in trace.observed(PackedWeight))
+    told = bool(wrong or trace.observed(StateLoaded) or trace.observed(MomentsStoredInHalf))
     for seen in last.values():
         what = seen.what
-        if what.use == "vanished" and is_loaded:
-            continue  # what a checkpoint loses is told where it is loaded
+        if what.use == "vanished" and told:
+            continue  # what a checkpoint loses is told where it is loaded, and garbage where it is unpacked
         if what.nonfinite and incidents(trace):
             continue  # a consequence of what is told of as inf or NaN
         if what.changed and _matters(what) and not (what.use in _WEAK and {what.source, what.made_at} & explained):

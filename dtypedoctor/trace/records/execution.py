@@ -526,6 +526,10 @@ class CollectiveCall:
     source: str | None
 
 
+GARBAGE = 0.1
+"""Relative error above which a matrix is not the packed weight; rounding to bfloat16 makes 0.002."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedOperand:
     """An operand that was compared with a packed weight; the observation's ``fqn`` is the module that holds the weight.
@@ -545,6 +549,11 @@ class ComparedOperand:
     dtype: str
     quant_dtype: str
     relative_error: float | None
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the operand is something else than the packed weight."""
+        return self.relative_error is None or self.relative_error > GARBAGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
