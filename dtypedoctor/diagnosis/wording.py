@@ -2,14 +2,14 @@
 
 import builtins
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.dtypes import DTYPE_WORDS, DTYPES, parts_of
 from dtypedoctor.text import clipped
-from dtypedoctor.trace.events import Coverage, Op, ParameterNote, Raised, TensorNote
+from dtypedoctor.trace.events import Coverage, Op, ParameterNote, Raised, Site, TensorNote
 from dtypedoctor.trace.model import Trace
 
 _DTYPE = r"(?:c10::|torch\.)?((?:long |(?:un)?signed )?\w+(?:<\w+>)?)"
@@ -435,14 +435,23 @@ def class_of(trace: Trace, fqn: str, roots: Collection[int] | None = None) -> st
 
 
 def _class_at(trace: Trace, finding: Finding) -> str:
-    """Class name of the finding's module: of several models with a module of that name, the one in which its op, its first bad value or the exception
-    was seen."""
+    """Class name of the finding's module; of several models with a module of that name, of the one that it was seen in."""
+    root = next(_roots_of(trace, finding), None)
+    of_root = class_of(trace, finding.fqn or "", [root]) if root is not None else ""
+    return of_root or class_of(trace, finding.fqn or "")
+
+
+def _roots_of(trace: Trace, finding: Finding) -> Iterator[int]:
+    """Numbers of the models in which the finding's op, its first bad value or the exception was seen."""
     here = [op for op in trace.all(Op) if (op.source, op.fqn) == (finding.source, finding.fqn)]
-    roots = [op.root for op in here if op.op == finding.op]
+    yield from (op.root for op in here if op.op == finding.op)
+    yield from (site.root for site in _bad_sites(trace) if site.fqn == finding.fqn)
+    yield from (op.root for op in here if op.error is not None)
+
+
+def _bad_sites(trace: Trace) -> Iterator[Site]:
     bad = {sample.site: None for sample in trace.samples if not sample.finite}
-    roots += [site.root for site in map(trace.sites.__getitem__, bad) if site.fqn == finding.fqn]
-    roots += [op.root for op in here if op.error is not None]
-    return class_of(trace, finding.fqn or "", roots[:1]) or class_of(trace, finding.fqn or "")
+    return map(trace.sites.__getitem__, bad)
 
 
 def class_of_named(trace: Trace | None, name: str) -> str:

@@ -1,8 +1,8 @@
 """Tensors that are made of Python's numbers: what the numbers were before the tensor's dtype rounded them, or made inf of them."""
 
-import math
 import sys
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -48,17 +48,24 @@ def lifted_from(tensor: Tensor) -> Lifted | None:
 
     That they are what the tensor holds is compared; on a device, where that waits, only where its dtype does not hold them.
     """
-    most, is_here = _DIGITS.get(tensor.dtype, math.inf), tensor.device.type == "cpu"
-    if most == math.inf or tensor.is_meta or not 0 < tensor.numel() <= NUMBERS:
+    if tensor.dtype not in _DIGITS or tensor.is_meta or not 0 < tensor.numel() <= NUMBERS:
         return None
     frame = users_frame(sys._getframe())
     with out_of_their_sight():
-        given = number_given(frame) if frame is not None and (not is_here or float(tensor.abs().max()) > most) else None
-        if given is None:
+        exact = _numbers_of(tensor, frame) if frame is not None else None
+        if exact is None:
             return None
-        exact = torch.tensor(given, dtype=torch.float64, device="cpu")
         rounded = exact.to(tensor.dtype)
         overflows = bool((~rounded.isfinite() & exact.isfinite()).any())
-        if exact.shape != tensor.shape or ((is_here or overflows) and not torch.equal(rounded, tensor.cpu())):
+        if (overflows or not tensor.is_cuda) and not torch.equal(rounded, tensor.cpu()):
             return None  # it was made of something else
         return Lifted(tensor, exact.to(tensor.device), line_of(frame), overflows)
+
+
+def _numbers_of(tensor: Tensor, frame: FrameType) -> Tensor | None:
+    """The numbers that stand where a tensor is made, in float64 on the host; None where they are not known, or as exact in the tensor."""
+    if not tensor.is_cuda and float(tensor.abs().max()) <= _DIGITS[tensor.dtype]:
+        return None
+    given = number_given(frame)
+    exact = torch.tensor(given, dtype=torch.float64, device="cpu") if given is not None else None
+    return exact if exact is not None and exact.shape == tensor.shape else None

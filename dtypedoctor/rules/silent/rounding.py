@@ -414,18 +414,22 @@ def _by_cause(trace: Trace) -> dict[str, list[Observed[RoundedUse]]]:
     """The uses that matter, by the line that has rounded first."""
     last = {(s.what.use, s.what.op, s.what.source, s.what.used_at): s for s in trace.observed(RoundedUse)}
     of_cause: dict[str, list[Observed[RoundedUse]]] = {}
-    explained = _explained(trace)
-    wrong = any(seen.what.is_wrong for seen in trace.observed(PackedWeight))
-    told = bool(wrong or trace.observed(StateLoaded) or trace.observed(MomentsStoredInHalf))
+    explained, is_told = _explained(trace), _is_told_where_it_comes_from(trace)
     for seen in last.values():
         what = seen.what
-        if what.use == "vanished" and told:
-            continue  # what a checkpoint loses is told where it is loaded, and garbage where it is unpacked
+        if what.use == "vanished" and is_told:
+            continue
         if what.nonfinite and incidents(trace):
             continue  # a consequence of what is told of as inf or NaN
         if what.changed and _matters(what) and not (what.use in _WEAK and {what.source, what.made_at} & explained):
             of_cause.setdefault(what.made_at, []).append(seen)
     return of_cause
+
+
+def _is_told_where_it_comes_from(trace: Trace) -> bool:
+    """Whether values that a cast makes 0 are told of where a checkpoint is loaded, or as garbage where it is unpacked."""
+    is_garbage = any(seen.what.is_wrong for seen in trace.observed(PackedWeight))
+    return bool(is_garbage or trace.observed(StateLoaded) or trace.observed(MomentsStoredInHalf))
 
 
 def _explained(trace: Trace) -> set[str | None]:
