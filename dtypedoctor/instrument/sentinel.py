@@ -26,7 +26,6 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import Parameter
 
 from dtypedoctor._torch_private import (
-    DisableTorchFunction,
     OpOverload,
     autograd_node,
     being_recorded,
@@ -40,7 +39,6 @@ from dtypedoctor._torch_private import (
     push_mode,
     schema_of,
     sequence_number,
-    without_autocast,
 )
 from dtypedoctor.instrument.bad_values import FINITE, BadValues, Ends, Ran, ends_of
 from dtypedoctor.instrument.budget import FIRST_STEPS, is_read_in
@@ -531,7 +529,7 @@ class Sentinel(OperatorMode):
 
     def _made_of_numbers(self, tensor: Tensor) -> None:
         """Follows what a tensor is made of: the numbers, where they are known, are cast to its dtype."""
-        with self._position.mute(), torch.no_grad(), without_autocast(), DisableTorchFunction():
+        with self._position.aside():
             made = lifted_from(tensor)
             if made is None:
                 return

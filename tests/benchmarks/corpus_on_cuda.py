@@ -54,6 +54,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="folder for the runs of scripts that are not as their headers say")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no script after that time")
     asked = parser.parse_args()
+    for folder in filter(None, (asked.out, asked.keep)):
+        folder.mkdir(parents=True, exist_ok=True)
     chosen = [case for case in cases() if not asked.names or case.name in asked.names]
     rows = []
     end = time.monotonic() + asked.seconds

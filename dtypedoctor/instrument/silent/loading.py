@@ -313,8 +313,6 @@ def _cached(repository: str, revision: Any) -> Path | None:
     return None
 
 
-__all__ = ["ResumeCheck"]
-
 COMPARED = 1 << 16
 """Elements of a tensor that are looked at."""
 DISTINCT = 8

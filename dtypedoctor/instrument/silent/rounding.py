@@ -311,11 +311,6 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-__all__ = ["Float8Casts"]
-
-if TYPE_CHECKING:
-    from dtypedoctor.instrument.silent.checks import Checks
-
 RANGED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16)
 """Dtypes of less range than float32."""
 _CASTS = {"aten._to_copy.default": 0, "aten.copy_.default": 1}
@@ -328,7 +323,7 @@ HELPED = 4.0
 """So many times smaller the error is with a scale, where a scale is what the cast lacks: outliers defeat one, too."""
 
 
-class Float8Casts(Observer):
+class CastsOfLessRange(Observer):
     """Writes a :class:`Float8Cast` for each cast of finite values to float8 that loses much more than it would with a scale, and a :class:`RoundedUse` for one to float16.
 
     The experiment is the same cast of the same values, multiplied by the dtype's largest value over their absmax before it, and divided

@@ -548,10 +548,8 @@ class StateCheck(Observer):
             del self._values[key]
             value = None
         if value is not None:
-            now, exact = (
-                self._in_its_precision(tensor, now, value),
-                _broadcast_to(shape, value.known(tensor), tensor, exact),
-            )
+            now = self._in_its_precision(tensor, now, value)
+            exact = _broadcast_to(shape, value.known(tensor), tensor, exact)
         elif tensor.dtype in HALF and tensor.shape == shape:
             value = self._begin(tensor, now)
         if now.numel() == 1 < shape.numel() and tensor.dtype not in HALF:
