@@ -96,6 +96,15 @@ def read_file(path: Path, limit: int = LARGEST_JSON, *, follow: bool = False) ->
     return data
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """The object in a JSON file that is a help, never a condition: empty where it cannot be read, or holds anything else."""
+    try:
+        found = parse_json(read_file(path))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def read_head(path: Path, limit: int, *, follow: bool = False) -> bytes:
     """The first ``limit`` bytes of a regular file, or all where there are fewer.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtypedoctor.errors import DoctorError, UsageError
-from dtypedoctor.foreign_files import open_file, parse_json, read_file, write_file
+from dtypedoctor.foreign_files import open_file, read_settings, write_file
 from dtypedoctor.interruptions import say
 from dtypedoctor.redaction.redact import REQUEST
 from dtypedoctor.replay.capsule import Capsule
@@ -305,7 +305,7 @@ def enter(folder: Path, job: dict[str, Any], number: int | None) -> Path:
     except OSError as error:
         raise UsageError(f"{folder}: cannot be created ({error.strerror})", "Give a writable --out.") from error
     other = "A run is never overwritten; give another --out, the same one on each machine of the job."
-    if _json(folder / JOB) != job:
+    if read_settings(folder / JOB) != job:
         raise UsageError(f"{folder}: already exists, and is not of this job", other)
     nodes = node_directories(folder)
     ended = [place.name for place in nodes if is_over(place)]
@@ -363,7 +363,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 def _is_done(node: Path) -> bool:
     """Whether a machine has written its report, or the process that recorded it was one of this machine and is gone."""
-    told = _json(node / PROCESS)
+    told = read_settings(node / PROCESS)
     return is_over(node) or (told.get("boot") == _boot() and not Path("/proc", str(told.get("pid"))).exists())
 
 
@@ -376,11 +376,3 @@ def _write_once(path: Path, content: dict[str, Any]) -> None:
     """Writes a file as a whole, unless it is there already."""
     with contextlib.suppress(FileExistsError):
         write_file(path, json.dumps(content), replace=False)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = parse_json(read_file(path))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

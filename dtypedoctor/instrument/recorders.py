@@ -21,8 +21,7 @@ from torch import Tensor
 
 from dtypedoctor._torch_private import Writes, version_now, version_of
 from dtypedoctor.instrument import batches
-from dtypedoctor.instrument.batches import Batches, Row
-from dtypedoctor.instrument.device_rows import Counts, DeviceRows, device_rows
+from dtypedoctor.instrument.batches import Batches, Counts, DeviceRows, Row, device_rows
 from dtypedoctor.instrument.places import Looks, Recorder, Rows, Sites, Source
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Extent, Named, measure_one, modes_are_on, out_of_their_sight

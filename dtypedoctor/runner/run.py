@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dtypedoctor.errors import EmptyTraceError, UsageError
-from dtypedoctor.foreign_files import is_real_directory, parse_json, read_file, read_tail, write_file
+from dtypedoctor.foreign_files import is_real_directory, read_file, read_settings, read_tail, write_file
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.redaction.redact import REQUEST, forget_request
 from dtypedoctor.redaction.secrets import masked
@@ -223,7 +223,7 @@ def open_run(place: Path) -> SavedRun:
     trace = read_trace(directory)
     if not trace.usable:
         raise _died_at_once(directory)
-    request = _json(directory / REQUEST)
+    request = read_settings(directory / REQUEST)
     scenario = request.get("scenario")
     foreign = _is_script(scenario) or any(stage.workload == "script" for stage in trace.all(Stage))
     run = Run(trace=trace, exit=_exit(directory), directory=directory, foreign=foreign)
@@ -259,7 +259,7 @@ def _without_trace(place: Path) -> UsageError:
 
 def _exit(directory: Path) -> WorkerExit:
     """How the worker ended; a trace that came without that and has an end is taken at its own word."""
-    found = _json(directory / EXIT)
+    found = read_settings(directory / EXIT)
     try:
         launcher = int(found.get("ended_by_launcher", 0))
         return WorkerExit(
@@ -280,11 +280,3 @@ def _is_script(scenario: Any) -> bool:
         return bool(scenario["steps"][0]["workload"]["kind"] == "script")
     except (KeyError, IndexError, TypeError):
         return False
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = parse_json(read_file(path))
-    except (OSError, ValueError):  # what lies beside a trace is a help, never a condition
-        return {}
-    return found if isinstance(found, dict) else {}

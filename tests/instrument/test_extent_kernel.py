@@ -11,7 +11,7 @@ if not torch.cuda.is_available() and os.environ.setdefault("TRITON_INTERPRET", "
     pytest.skip("Triton was imported without its interpreter: run this file alone", allow_module_level=True)
 pytest.importorskip("triton")
 
-from dtypedoctor.instrument.device_rows import Asked, TritonRows, as_dense
+from dtypedoctor.instrument.batches import Asked, TritonRows, as_dense
 from dtypedoctor.instrument.statistics import measure_one
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

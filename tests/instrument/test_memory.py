@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from watched import op_trace
 
 from dtypedoctor.instrument import batches
+from dtypedoctor.instrument.batches import NormRows
 from dtypedoctor.instrument.budget import Budget
-from dtypedoctor.instrument.device_rows import NormRows
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.trace.events import Header
 from dtypedoctor.trace.writer import TraceWriter

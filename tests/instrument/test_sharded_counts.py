@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from dtypedoctor.instrument import batches, recorders
-from dtypedoctor.instrument.batches import Batches
-from dtypedoctor.instrument.device_rows import Asked, NormRows
+from dtypedoctor.instrument.batches import Asked, Batches, NormRows
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.recorders import Recorders
 from dtypedoctor.trace.events import NotWatched

@@ -21,8 +21,8 @@ from watched import watched as watched_by
 import dtypedoctor
 from dtypedoctor._torch_private import number_of_modes
 from dtypedoctor.instrument import batches, recorders
+from dtypedoctor.instrument.batches import Asked, NormRows
 from dtypedoctor.instrument.budget import Budget, budget_of
-from dtypedoctor.instrument.device_rows import Asked, NormRows
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.readable import Arrivals
 from dtypedoctor.trace import lines

@@ -12,7 +12,7 @@ from math import prod
 
 from dtypedoctor.diagnosis.ops import OpGraph, overload_free, writes
 from dtypedoctor.diagnosis.rule import Link
-from dtypedoctor.diagnosis.wording import shown_line
+from dtypedoctor.diagnosis.wording import module_of, shown_line
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Flow, Op, ParameterNote, Site, TensorNote
 from dtypedoctor.trace.model import Trace
@@ -20,11 +20,6 @@ from dtypedoctor.trace.records.execution import ModelConfig, ShardUnit
 
 ADAPTER_LEVELS = 3
 """Levels above a low-rank weight at which the frozen weight that it adapts may sit (peft: two)."""
-
-
-def owner_of(name: str) -> str:
-    """Dotted name of the module that holds the parameter or buffer ``name``."""
-    return name.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ class Census:
 
     def is_head(self, root: int, fqn: str) -> bool:
         """Whether a module holds the model's last weight matrix."""
-        owners = [owner_of(note.name) for note in self.notes(root) if not note.buffer and len(note.shape) >= 2]
+        owners = [module_of(note.name) for note in self.notes(root) if not note.buffer and len(note.shape) >= 2]
         return bool(owners) and owners[-1] == fqn
 
     def is_adapter(self, root: int, name: str) -> bool:
@@ -95,9 +90,9 @@ class Census:
         note = self.note(root, name)
         if note is None or len(note.shape) != 2 or not note.requires_grad:
             return False
-        container = owner_of(name)
+        container = module_of(name)
         for _ in range(ADAPTER_LEVELS):
-            container = owner_of(container)
+            container = module_of(container)
             if container and any(_adapts(note, other) for other in self._inside(root, container)):
                 return True
         return False
@@ -105,7 +100,7 @@ class Census:
     def saved_copy(self, root: int, fqn: str) -> str | None:
         """The peft wrapper that keeps a fully trained copy of a module (``modules_to_save``) and holds ``fqn``, if any."""
         while fqn:
-            fqn = owner_of(fqn)
+            fqn = module_of(fqn)
             if self.class_of(root, fqn) == "ModulesToSaveWrapper":
                 return fqn
         return None
@@ -124,11 +119,11 @@ class Census:
 
     def loaded_with(self, root: int, fqn: str, dtype: str) -> str:
         """The outermost module around ``fqn``, the model itself aside, whose floating-point parameters are all ``dtype``."""
-        found, around = fqn, owner_of(fqn)
+        found, around = fqn, module_of(fqn)
         while around and all(
             n.dtype == dtype for n in self._inside(root, around) if not n.buffer and n.dtype in DTYPES
         ):
-            found, around = around, owner_of(around)
+            found, around = around, module_of(around)
         return found
 
     def config_dtype(self, root: int) -> str | None:
@@ -138,7 +133,7 @@ class Census:
 
     def packed_in(self, root: int, fqn: str) -> Iterator[ParameterNote]:
         """The packed weights that a module holds itself."""
-        return (note for note in self.notes(root) if note.quant is not None and owner_of(note.name) == fqn)
+        return (note for note in self.notes(root) if note.quant is not None and module_of(note.name) == fqn)
 
     def _inside(self, root: int, container: str) -> Iterator[ParameterNote]:
         return (note for note in self.notes(root) if note.name.startswith(f"{container}."))
@@ -340,7 +335,7 @@ class Provenance:
 
     def reason_of_parameter(self, name: str, user: Op) -> Reason:
         """Why a parameter that ``user`` works with is in its dtype, or what it is."""
-        owner = owner_of(name)
+        owner = module_of(name)
         if overload_free(user.op) in LOOKUPS:
             return Reason.EMBEDDING
         if self.census.saved_copy(user.root, owner) is not None:
@@ -503,7 +498,7 @@ class _Walk:
         name = tensor.name or ""
         others = {"buffer": Reason.BUFFER, "attribute": Reason.ATTRIBUTE, "input": Reason.MODEL_INPUT}
         reason = others.get(tensor.origin) or self._known.reason_of_parameter(name, user)
-        fqn = user.fqn if tensor.origin == "input" else owner_of(name)
+        fqn = user.fqn if tensor.origin == "input" else module_of(name)
         if reason is Reason.LOAD_DTYPE:
             fqn = self._known.census.loaded_with(user.root, fqn, tensor.dtype)
         return replace(self._originates(reason, user), fqn=fqn, name=name)
@@ -514,7 +509,7 @@ class _Walk:
         origin = self._originates(Reason.QUANT_STATE if dtype == self._dtype else Reason.REINTERPRETED, maker)
         if packed is None or packed.name is None:
             return replace(origin, quant_dtype=dtype)
-        return replace(origin, fqn=owner_of(packed.name), name=packed.name, quant_dtype=dtype)
+        return replace(origin, fqn=module_of(packed.name), name=packed.name, quant_dtype=dtype)
 
     def _originates(self, reason: Reason, op: Op) -> DtypeOrigin:
         return DtypeOrigin(reason=reason, dtype=self._dtype, root=op.root, fqn=op.fqn, op=op)

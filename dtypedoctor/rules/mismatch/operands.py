@@ -16,6 +16,7 @@ from dtypedoctor.diagnosis.wording import (
     how_the_run_ended,
     is_dtype_error,
     listed,
+    module_of,
     place,
     raising_line,
     rejection_in,
@@ -24,7 +25,7 @@ from dtypedoctor.diagnosis.wording import (
 from dtypedoctor.dtypes import DTYPES, WHOLE
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, described, op_name, ran_in, set_in_words, settled_by
-from dtypedoctor.rules.mismatch.dtype_origin import ATTENTION, MERGES, WRITES_AT_INDEX, DtypeOrigin, Reason, owner_of
+from dtypedoctor.rules.mismatch.dtype_origin import ATTENTION, MERGES, WRITES_AT_INDEX, DtypeOrigin, Reason
 from dtypedoctor.trace.events import Observed, Op, Raised
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import ShardCall, ShardUnit
@@ -93,7 +94,7 @@ def by_origin(case: Case) -> Verdict | None:
 
 def _is_about_the_head(case: Case, odd: Operand) -> bool:
     """Whether the last layer's own weight is odd, or what it is given was computed in another dtype by a 4-bit layer."""
-    own = odd.tensor.origin == "parameter" and owner_of(odd.tensor.name or "") == case.op.fqn
+    own = odd.tensor.origin == "parameter" and module_of(odd.tensor.name or "") == case.op.fqn
     given = odd.origin.reason is Reason.COMPUTE_DTYPE
     return (own or given) and case.census.is_head(case.op.root, case.op.fqn)
 

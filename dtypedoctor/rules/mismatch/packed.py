@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dtypedoctor.diagnosis.ops import graph_of, overload_free
 from dtypedoctor.diagnosis.rule import Finding
-from dtypedoctor.diagnosis.wording import listed, place, short
+from dtypedoctor.diagnosis.wording import listed, module_of, place, short
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.case import INTEGERS, Case, Operand, Verdict, op_name, settled_by
 from dtypedoctor.rules.mismatch.dtype_origin import (
@@ -21,7 +21,6 @@ from dtypedoctor.rules.mismatch.dtype_origin import (
     DtypeOrigin,
     Provenance,
     Reason,
-    owner_of,
 )
 from dtypedoctor.trace.events import Op
 from dtypedoctor.trace.model import Trace
@@ -116,7 +115,7 @@ def _named(provenance: Provenance, op: Op, origin: DtypeOrigin, name: str | None
     return Unpacked(
         op=op,
         origin=origin,
-        owner=owner_of(name) if name else origin.fqn or "",
+        owner=module_of(name) if name else origin.fqn or "",
         name=name,
         state_dtype=stated or origin.quant_dtype,
         measured=measured,
