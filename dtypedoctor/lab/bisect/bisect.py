@@ -22,11 +22,11 @@ from dtypedoctor.lab.bisect.questions import (
     offered_corrections,
     plant,
     suspicion,
-    with_offers,
 )
 from dtypedoctor.lab.bisect.results import Answer, Bisection, End, Inside, Kind, Symptom
 from dtypedoctor.lab.bisect.symptoms import part_in_words, symptom_of
 from dtypedoctor.lab.scenarios.model import Request, Scenario, Script
+from dtypedoctor.lab.trials.changes import with_corrections
 from dtypedoctor.lab.trials.judge import Baselines, judge
 from dtypedoctor.lab.trials.reduction import BaselineError, Interrupted, Node, Options, Outcome, reduce
 from dtypedoctor.lab.trials.treatment import LaterRuns, Plan, look_steps, treat
@@ -223,7 +223,7 @@ class _Bisecting:
         question = Question(
             name="corrections",
             roots=tuple(Node(id=one) for one in offered),
-            scenario=lambda treated: with_offers(setup.workload, [one for one in offered if one in treated]),
+            scenario=lambda treated: with_corrections(*(one for one in offered if one in treated))(setup.workload),
             names=lambda treated: tuple(one for one in offered if one in treated),
             failure=found.failure,
         )
@@ -237,7 +237,8 @@ class _Bisecting:
             raise KeyboardInterrupt
         if answer.result is None:
             return found
-        trial, _ = self._try(found, "+".join(answer.culprits), with_offers(self._scenario, answer.culprits), setup)
+        corrected = with_corrections(*answer.culprits)(self._scenario)
+        trial, _ = self._try(found, "+".join(answer.culprits), corrected, setup)
         return replace(found, trials=(*found.trials, trial))
 
 

@@ -72,10 +72,6 @@ def set_up(runner: "ProbeRunner", workload: Scenario, given: float | None) -> Re
     )
 
 
-OUTERMOST = ""
-"""Dotted name of the model itself."""
-
-
 def measure(
     runner: "ProbeRunner", setup: ReferenceSetup, wanted: Sequence[Mode], failure: Symptom
 ) -> tuple[Verdict, ...]:
@@ -127,12 +123,12 @@ def _as_far_as_seen(symptom: Symptom, mode: Mode) -> Symptom:
     where = f", step {symptom.step} ({symptom.phase})" if symptom.phase else ""
     reason = f"inf or NaN in what the compiled code returns{where}"
     by_layer = any(step.compile is not None and step.compile.regions == "layers" for step in mode.scenario.steps)
-    return replace(seen, fqn=_layer_of(seen.fqn) if by_layer else OUTERMOST, reason=reason)
+    return replace(seen, fqn=_layer_of(seen.fqn) if by_layer else "", reason=reason)
 
 
 def _layer_of(fqn: str | None) -> str:
     """The outermost numbered module that ``fqn`` is or lies in; else ``fqn`` itself."""
-    parts = (fqn or OUTERMOST).removesuffix("::self").split(".")
+    parts = (fqn or "").removesuffix("::self").split(".")
     numbered = next((position for position, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: numbered + 1])
 

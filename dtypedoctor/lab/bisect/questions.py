@@ -16,7 +16,7 @@ from dtypedoctor.lab.bisect.measurements import ReferenceSetup
 from dtypedoctor.lab.bisect.probes import Layers, probe_of
 from dtypedoctor.lab.bisect.results import OWN, Answer, Symptom
 from dtypedoctor.lab.scenarios.model import Scenario
-from dtypedoctor.lab.trials.changes import change_of, with_corrections
+from dtypedoctor.lab.trials.changes import change_of
 from dtypedoctor.lab.trials.reduction import BaselineError, Interrupted, Node, Options, Outcome, Probe, cover, reduce
 from dtypedoctor.trace.model import Trace
 
@@ -166,11 +166,6 @@ def offered_corrections(scenario: Scenario, findings: Sequence[Finding]) -> tupl
     are there to raise.
     """
     return tuple(dict.fromkeys(_corrections(scenario, findings)))
-
-
-def with_offers(scenario: Scenario, corrections: Sequence[str]) -> Scenario:
-    """The scenario with these corrections switched on."""
-    return with_corrections(*corrections)(scenario)
 
 
 def _corrections(scenario: Scenario, findings: Sequence[Finding]) -> Iterator[str]:

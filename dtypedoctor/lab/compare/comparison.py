@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod, sqrt
+from operator import attrgetter
 
-from dtypedoctor.dtypes import DTYPES, DType
+from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Sample, Site
 from dtypedoctor.trace.model import Trace
 
@@ -60,8 +61,10 @@ def default_tolerance(a: Trace, b: Trace) -> Tolerance:
     """
     sites = [site for trace in (a, b) for site in trace.sites.values() if site.kind == "output"]
     found = {site.dtype for site in sites}
-    coarsest = max((DTYPES[name] for name in found if name in DTYPES), key=_epsilon, default=DTYPES["float32"])
-    summed = min((coarsest, DTYPES["float32"]), key=_epsilon)
+    coarsest = max(
+        (DTYPES[name] for name in found if name in DTYPES), key=attrgetter("epsilon"), default=DTYPES["float32"]
+    )
+    summed = min((coarsest, DTYPES["float32"]), key=attrgetter("epsilon"))
     terms = max(map(_terms, sites), default=1)
     depth = max(len({site.fqn for site in t.sites.values() if site.kind == "output"}) for t in (a, b))
     stored, added = EPSILONS * coarsest.epsilon, _SUMS * sqrt(terms * depth) * summed.epsilon
@@ -81,10 +84,6 @@ def _terms(site: Site) -> int:
     """The longest sum behind a module output or the gradients of its weights: over features, or over everything else."""
     known = [max(size, 1) for size in site.shape]
     return max(known[-1], prod(known[:-1])) if known else 1
-
-
-def _epsilon(dtype: DType) -> float:
-    return dtype.epsilon
 
 
 class Verdict(StrEnum):

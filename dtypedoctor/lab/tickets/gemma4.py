@@ -48,32 +48,25 @@ SAFE_LIMIT = 65280.0
 Layer = Callable[[Tensor], Tensor]
 
 
-def gated_mlp(x: Tensor, gate_proj: Layer, up_proj: Layer, down_proj: Layer, activation: Layer) -> Tensor:
-    """The original: every intermediate in the dtype of the projections.
-
-    Args:
-        x: hidden states, (..., hidden).
-        gate_proj, up_proj: (..., hidden) to (..., intermediate).
-        down_proj: (..., intermediate) to (..., hidden).
-        activation: elementwise, applied to the gate.
-
-    Returns:
-        (..., hidden) in the dtype of ``down_proj``'s output.
-    """
-    return down_proj(activation(gate_proj(x)) * up_proj(x))
-
-
 def gated_mlp_float32_product(
     x: Tensor, gate_proj: Layer, up_proj: Layer, down_proj: Layer, activation: Layer, counters: Counters
 ) -> Tensor:
-    """The correction: product in float32, clamped to ±65,280, cast back before ``down_proj``.
+    """Computes ``down_proj(activation(gate_proj(x)) * up_proj(x))`` with the product in float32, clamped to ±65,280, cast back before ``down_proj``.
 
     Where the gate is not float16 the original formula runs, bit for bit. Elements that the limit changes are counted as
     ``clamped``. ``down_proj`` may still give NaN or inf (one NaN in a row of the product spoils the whole row of the
     result, its own accumulation may overflow); such elements are set to zero, so that the residual passes unchanged, and
     counted as ``rescued``: a run with many of them trains without this MLP.
 
-    Args and return value are those of :func:`gated_mlp`.
+    Args:
+        x: hidden states, (..., hidden).
+        gate_proj, up_proj: (..., hidden) to (..., intermediate).
+        down_proj: (..., intermediate) to (..., hidden).
+        activation: elementwise, applied to the gate.
+        counters: count calls, and the elements that are changed.
+
+    Returns:
+        (..., hidden) in the dtype of ``down_proj``'s output.
     """
     gate = gate_proj(x)
     if gate.dtype is not torch.float16:
