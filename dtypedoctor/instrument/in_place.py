@@ -11,6 +11,7 @@ so they stand where they would stand if the op trace had been on.
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -160,6 +161,7 @@ class InPlaceReplays:
         originals: values that casts have rounded away; see :class:`OpTrace`.
         aside: called for a context in which the instruments that watch operators stand aside.
         measure: has all parameters measured that were not since the last optimizer step.
+        shown: gives a context in which the checks for silent failures see a call that is made again.
 
     Attributes:
         begun: whether calls are kept.
@@ -168,10 +170,11 @@ class InPlaceReplays:
     """
 
     def __init__(self, session: Session, modules: "ModuleWatch", phases: Phases, originals: Originals,
-                 aside: Callable[[], Any], measure: Callable[[], None]) -> None:  # fmt: skip
+                 aside: Callable[[], Any], measure: Callable[[], None],
+                 shown: Callable[[], AbstractContextManager[Any]]) -> None:  # fmt: skip
         self._session, self._modules, self._phases = session, modules, phases
         self._originals = originals
-        self._aside = aside
+        self._aside, self._shown = aside, shown
         self._calls: list[KeptCall] = []
         self._current: KeptCall | None = None
         self._waiting: list[_Waiting] = []
@@ -757,8 +760,9 @@ class InPlaceReplays:
             else None
         )
         replay = RepeatedCall(
-            self._session, kept, ops, inner, traced=why not in (ZEROS, SILENT), scaled=why == ZEROS, leaf=self._leaf
-        )
+            self._session, kept, ops, inner, traced=why not in (ZEROS, SILENT), scaled=why == ZEROS, leaf=self._leaf,
+            shown=self._shown if why == "raised" else nullcontext,
+        )  # fmt: skip
         with kept.with_its_parameters(), self._aside(), self._modules.following(replay), self._phases.standing_aside():
             doubt = replay.run(kept.backward if backward else kept.number, backward=backward, error=error)
         self._spent += perf_counter() - began

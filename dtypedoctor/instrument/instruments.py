@@ -105,8 +105,9 @@ class Instruments:
         self._computes_in_half: dict[int, bool] = {}
         self.checks = Checks(session, originals, look_steps=look_steps)
         self.in_place = InPlaceReplays(
-            session, self.modules, self.phases, originals, lambda: self._of_thread, self._samples.look_closer
-        )
+            session, self.modules, self.phases, originals, lambda: self._of_thread, self._samples.look_closer,
+            self.checks.look.at_call_made_again,
+        )  # fmt: skip
         """Replays calls that fail; begins only where it is asked to."""
         self.hears_loss: Callable[[Tensor], Callable[[float], None]] = lambda loss: _unheard
         """Says what is to be told the number of a loss that a backward pass begins from, where it is asked for anyway."""

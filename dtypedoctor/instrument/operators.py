@@ -252,10 +252,19 @@ def in_wider(
             return value.to(dtype) if value.dtype in narrow else value.clone()
         return dtype if isinstance(value, torch.dtype) and value in narrow else value
 
+    def made_real(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) else value
+
     args, kwargs = for_wider(func, tree_map(widened, arguments))
     with contained():
-        result = func(*args, **kwargs)
-        return tensors_of(result) or written(func, (args, kwargs))
+        results = tensors_of(func(*args, **kwargs))
+        operands = tensors_of((args, kwargs))
+        if results and results[0].dtype in narrow and not any(map(measurable, operands)):
+            # made of numbers or of whole numbers, in the default dtype, which is one for all threads
+            takes = {"dtype": dtype} if any(a.name == "dtype" for a in schema_of(func).arguments) else {}
+            args, kwargs = tree_map(made_real, (args, kwargs))
+            results = tensors_of(func(*args, **{**kwargs, **takes}))
+        return results or written(func, (args, kwargs))
     return []
 
 

@@ -3,7 +3,7 @@
 Which calls are kept, and when one is made again, is decided in :mod:`dtypedoctor.instrument.in_place`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -329,6 +329,7 @@ class RepeatedCall:
         traced: have the op trace on.
         leaf: a parameter whose gradient is kept, for what becomes of the sum.
         scaled: compare the gradients with those of a multiplied upstream gradient.
+        shown: a context in which the checks for silent failures see the call: what raises may have got numbers that were rounded before.
 
     Attributes:
         ops: the op trace.
@@ -344,6 +345,7 @@ class RepeatedCall:
     def __init__(
         self, session: Session, kept: KeptCall, ops: "OpTrace", inner: "InnerCalls | None", *,
         traced: bool = True, scaled: bool = False, leaf: Tensor | None = None,
+        shown: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:  # fmt: skip
         self._session = session
         self._kept = kept
@@ -352,7 +354,7 @@ class RepeatedCall:
         self.error: BaseException | None = None
         self.capsule: tuple[dict[str, Any], bytes] | None = None
         self.ops = ops
-        self._traced, self._scaled, self._leaf = traced, scaled, leaf
+        self._traced, self._scaled, self._leaf, self._shown = traced, scaled, leaf, shown
         self.scale = SCALE
         self.gradients: dict[str, ScaledGradient] = {}
         self._result: list[Tensor] = []
@@ -394,7 +396,8 @@ class RepeatedCall:
                 yield
 
         def call() -> None:
-            self.error = live.again(forward=self._forward, pull=self._pull).error
+            with self._shown():
+                self.error = live.again(forward=self._forward, pull=self._pull).error
             if isinstance(self.error, CannotReplayError):
                 raise self.error
 

@@ -10,6 +10,7 @@ from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Finding
+from dtypedoctor.instrument.instruments import Instruments
 
 
 class Embeds(nn.Module):
@@ -146,6 +147,57 @@ def test_indices_that_have_changed_are_found_at_the_line_that_casts_them(
     assert line in Path(__file__).read_text(encoding="utf-8").splitlines()[number - 1]
     assert finding.proven_by is not None
     assert "of 10 have changed" in finding.summary
+
+
+def in_the_default_dtype(make: Callable[[], Tensor]) -> Callable[[object], None]:
+    """Ids that are made of numbers, or of whole numbers, without a dtype."""
+
+    def work(_: object) -> None:
+        model = Embeds()
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            for _ in range(2):
+                model(make()).sum().backward()
+        finally:
+            torch.set_default_dtype(before)
+
+    return work
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.arange(0.0, 900),
+        lambda: torch.arange(900) / 1,
+        lambda: torch.arange(900) * 1.0,
+    ],
+    ids=["arange", "a quotient", "a product"],
+)
+def test_ids_that_are_made_in_a_default_dtype_of_half_precision_are_found(
+    tmp_path: Path, make: Callable[[], Tensor]
+) -> None:
+    """No operand and no argument says which dtype it is."""
+    (finding,) = found(tmp_path, in_the_default_dtype(make))
+    assert "have changed" in finding.summary
+    assert finding.proven_by is not None
+
+
+def late_and_out_of_range(instruments: Instruments) -> None:
+    """A long text is the first that has ids which bfloat16 does not hold, long after the last look at the model."""
+    instruments.in_place.begin()
+    model = Embeds()
+    for _ in range(60):
+        model(torch.arange(10).bfloat16())
+    model(torch.arange(1000).bfloat16())
+
+
+def test_a_lookup_out_of_range_is_told_of_where_nobody_looks(tmp_path: Path) -> None:
+    """The call that raises is made again, and looked at then."""
+    trace = watched(tmp_path, late_and_out_of_range)
+    (finding,) = [finding for finding in diagnose(trace) if finding.id == "rounded-indices"]
+    assert finding.step == 1
+    assert "of 1,000 have changed" in finding.summary
 
 
 @pytest.mark.parametrize(

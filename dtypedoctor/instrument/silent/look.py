@@ -145,12 +145,13 @@ class RoutineLook:
         self._looks_again = self._more_looks > 0
 
     @contextmanager
-    def at_call_made_again(self) -> Iterator[OperatorMode]:
-        """Gives a mode by which the observers see a call that the doctor makes, muted, once more; what they know of the one that is looked at now they forget."""
+    def at_call_made_again(self) -> Iterator[None]:
+        """Has the observers see a call that the doctor makes, muted, once more; what they know of the one that is looked at now they forget."""
         mode = _Mode(self._saw, self._session, self.moves, is_again=True)
         self._end(mode)
         try:
-            yield mode
+            with mode:
+                yield
         finally:
             self._end(mode)
 

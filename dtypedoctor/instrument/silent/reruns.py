@@ -204,8 +204,7 @@ class CompiledCalls(Observer):
                 memory.keep_buffers(module)
             stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             torch.set_autocast_cache_enabled(False)
-            shown = stack.enter_context(look.at_call_made_again())
-            with memory, shown:
+            with memory, look.at_call_made_again():
                 result = function(*args, **kwargs)
             losses = [tensor for tensor in tensors_of(result) if tensor.requires_grad and tensor.dim() == 0]
             for check in (Shadows, LogprobCheck):
