@@ -97,16 +97,9 @@ def report(
     if is_brief and format != "json":
         raise UsageError("--brief: only JSON has a brief form", "Add --format json.")
     announce(f"Reading {', '.join(map(str, runs))}", terminal_only=True)  # a long trace without a report takes seconds
+    from dtypedoctor.lab.cli.matrix import matrix_document, matrix_exit, read_matrix
     from dtypedoctor.redaction.redact import redact
-    from dtypedoctor.report.files import (
-        matrix_document,
-        matrix_exit,
-        newest_runs,
-        read_matrix,
-        report_of,
-        report_of_machines,
-        runs_document,
-    )
+    from dtypedoctor.report.files import newest_runs, report_of, report_of_machines, runs_document
     from dtypedoctor.report.first_screen import brief
     from dtypedoctor.report.run_document import run_document
 

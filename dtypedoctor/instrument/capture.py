@@ -1,30 +1,18 @@
-"""Keeps what one module was given and made in one call, so that the call can be repeated without the model around it.
-
-Two kinds of capture. Of a **whole** module: its arguments, its parameters and buffers and those of everything in it. Of a
-module's **own** arithmetic: its arguments, its own parameters and buffers, and in place of the modules in it what they were
-given and what they returned. Written down are tensors (safetensors) and a description (JSON) that names them; how a value is
-described stands at :func:`describe`.
-"""
+"""Describes a module and the values of a call as JSON, with tensors by name, so that the call can be made again without the model around it."""
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from enum import Enum
 from math import isfinite
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import buffers_of, children_of, class_before_sharding, marks_of_sharding, parameters_of
 from dtypedoctor.instrument.frames import importable
-from dtypedoctor.instrument.live_call import tensors_of
-from dtypedoctor.instrument.module_tree import has_state, is_sharded, named_modules, parameter_not_here
-from dtypedoctor.unpatched import to_json
-
-if TYPE_CHECKING:
-    from dtypedoctor.instrument.session import Position
+from dtypedoctor.instrument.module_tree import has_state, is_sharded
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -142,7 +130,7 @@ def recipe(
         for name, tensor in held.items():
             described[kind][name] = _keep(tensor, tensors, f"{path}{name}") if tensor is not None else None
     for name, child in children_of(module).items():
-        if child is None or (own and not _holds_only_modules(child)):
+        if child is None or (own and not holds_only_modules(child)):
             described["children"][name] = None
         else:
             described["children"][name] = recipe(child, tensors, own=own, path=f"{path}{name}.", name_of=name_of)
@@ -260,150 +248,6 @@ _DEEPEST = 8
 """Objects in objects that are followed: a key-value cache has layers, which have tensors; a ring would have no end."""
 
 
-def _holds_only_modules(module: nn.Module) -> bool:
+def holds_only_modules(module: nn.Module) -> bool:
+    """Whether a module computes nothing itself."""
     return type(module) in (nn.ModuleList, nn.ModuleDict)
-
-
-DESCRIPTION, TENSORS = "capture.json", "capture.safetensors"
-
-
-class Capture:
-    """Watches one module of a model until its call comes.
-
-    Args:
-        model: the model, corrections installed.
-        fqn: dotted name of the module.
-        own: keep what the modules in it did, instead of these.
-        call: number of the outermost module call.
-        position: tells which call is going on.
-
-    Raises:
-        KeyError: the model has no such module.
-    """
-
-    def __init__(self, model: nn.Module, fqn: str, *, own: bool, call: int, position: "Position") -> None:
-        self._module = dict(named_modules(model))[fqn]
-        self._own = own
-        self._call = call
-        self._position = position
-        self._tensors = Tensors()
-        self._depth = 0
-        self._found: dict[str, Any] | None = None
-        self._undo: list[Callable[[], None]] = []
-        self._replace(self._module, self._around)
-        if own:
-            for name, part in named_modules(self._module):
-                if part is not self._module and not _holds_only_modules(part):
-                    self._replace(part, self._around_part(name))
-
-    def write(self, directory: Path) -> None:
-        """Takes the hooks out again and writes ``capture.json`` and ``capture.safetensors``; nothing where the call did not come."""
-        while self._undo:
-            self._undo.pop()()
-        if self._found is None:
-            return
-        from safetensors.torch import save_file  # a script's process imports this module, and captures nothing
-
-        save_file(self._tensors.named(), directory / TENSORS)
-        (directory / DESCRIPTION).write_text(to_json(self._found), encoding="utf-8")
-
-    def _replace(self, module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        present = module.__dict__.get("forward")
-        module.forward = around(module.forward)
-
-        def undo() -> None:
-            if present is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = present
-
-        self._undo.append(undo)
-
-    @property
-    def _wanted(self) -> bool:
-        return self._found is None and self._position.call == self._call and not self._position.muted
-
-    def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not self._wanted:
-                return original(*args, **kwargs)
-            with self._position.mute():
-                self._begin(args, kwargs)
-            result = original(*args, **kwargs)
-            with self._position.mute():
-                self._leaving("the output", result)
-            return result
-
-        return forward
-
-    def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        module = self._module
-        absent = "" if self._own else parameter_not_here(module)
-        if absent:
-            raise TypeError(f"this rank has only a shard of {absent} while the module runs")
-        watched = module.__dict__.pop("forward")
-        put_back = self._undo[0]
-        put_back()  # the recipe must not hold this watch's own forward
-        try:
-            described = recipe(module, self._tensors, own=self._own)
-        finally:
-            module.__dict__["forward"] = watched
-        self._found = {
-            "recipe": described,
-            "own": self._own,
-            "args": [describe(value, self._tensors, f"input.{i}") for i, value in enumerate(args)],
-            "kwargs": {name: describe(value, self._tensors, f"input.{name}") for name, value in kwargs.items()},
-            "training": module.training,
-            "grad": torch.is_grad_enabled(),
-            "autocast": list(_autocast_regions()),
-            "calls": [],
-            "leaving": [],
-        }
-
-    def _around_part(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def around(original: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                if self._depth or self._found is None or self._position.call != self._call or self._position.muted:
-                    return original(*args, **kwargs)
-                with self._position.mute():
-                    self._leaving(f"what {name} is given", (args, kwargs))
-                self._depth += 1
-                try:
-                    result = original(*args, **kwargs)
-                finally:
-                    self._depth -= 1
-                with self._position.mute():
-                    self._came_back(name, result)
-                return result
-
-            return forward
-
-        return around
-
-    def _came_back(self, name: str, result: Any) -> None:
-        assert self._found is not None  # the part is called by the captured module
-        number = len(self._found["calls"])
-        self._found["calls"].append([name, describe(result, self._tensors, f"{name}.{number}")])
-
-    def _leaving(self, what: str, value: Any) -> None:
-        """Notes that tensors leave the frame, and keeps the gradients that come back for them."""
-        assert self._found is not None  # the frame has begun
-        gradients: dict[str, str] = {}
-        self._found["leaving"].append({"what": what, "gradients": gradients})
-        place = len(self._found["leaving"]) - 1
-        for index, tensor in enumerate(tensors_of(value)):
-            if tensor.requires_grad:
-                tensor.register_hook(self._keep_gradient(gradients, index, f"gradient.{place}.{index}"))
-
-    def _keep_gradient(self, gradients: dict[str, str], index: int, key: str) -> Callable[[Tensor | None], None]:
-        def hook(gradient: Tensor | None) -> None:
-            if gradient is not None and str(index) not in gradients:
-                gradients[str(index)] = self._tensors.keep(key, gradient)
-
-        return hook
-
-
-def _autocast_regions() -> Iterator[tuple[str, str]]:
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            yield device, str(torch.get_autocast_dtype(device)).removeprefix("torch.")

@@ -250,8 +250,8 @@ _ENTERED_AT = 128
 _CALLED = struct.Struct("<Q")
 """Collectives and messages that were called on one channel, one after the other in the order of their first records."""
 _CALLED_AT = 256
-_PAGE = 4096
-_CHANNELS = (_PAGE - _CALLED_AT) // _CALLED.size
+PAGE = 4096
+_CHANNELS = (PAGE - _CALLED_AT) // _CALLED.size
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -285,18 +285,18 @@ class CursorPage:
 
     def __init__(self, path: Path | None) -> None:
         self._mapped = 0
-        self.page: Any = bytearray(_PAGE)
+        self.page: Any = bytearray(PAGE)
         """What :data:`CURSOR_FORMAT` is packed into."""
         if path is None:
             return
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            if os.write(descriptor, bytes(_PAGE)) != _PAGE:
+            if os.write(descriptor, bytes(PAGE)) != PAGE:
                 raise OSError(28, "No space left on device")
             self._mapped = _mapped(descriptor)
         finally:
             os.close(descriptor)
-        self.page = (ctypes.c_char * _PAGE).from_address(self._mapped)
+        self.page = (ctypes.c_char * PAGE).from_address(self._mapped)
 
     @classmethod
     def memory_only(cls) -> "CursorPage":
@@ -318,10 +318,10 @@ class CursorPage:
 
     def close(self) -> None:
         """Lets go of the page; what is noted from now on goes nowhere."""
-        self.page = bytearray(_PAGE)
+        self.page = bytearray(PAGE)
         mapped, self._mapped = self._mapped, 0
         if mapped:
-            _libc.munmap(mapped, _PAGE)
+            _libc.munmap(mapped, PAGE)
 
 
 def _mapped(descriptor: int) -> int:
@@ -333,7 +333,7 @@ def _mapped(descriptor: int) -> int:
     Raises:
         OSError: it cannot be mapped.
     """
-    address: int | None = _libc.mmap(None, _PAGE, _READ_WRITE, _SHARED, descriptor, 0)
+    address: int | None = _libc.mmap(None, PAGE, _READ_WRITE, _SHARED, descriptor, 0)
     if address in (None, _FAILED):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     assert address is not None
@@ -366,6 +366,6 @@ def read_entered(data: bytes) -> int | None:
 
 def read_called(data: bytes) -> tuple[int, ...]:
     """How many collectives were called on each channel, up to the last one that has any."""
-    counts = [count for (count,) in _CALLED.iter_unpack(data[_CALLED_AT:_PAGE])] if len(data) >= _PAGE else []
+    counts = [count for (count,) in _CALLED.iter_unpack(data[_CALLED_AT:PAGE])] if len(data) >= PAGE else []
     used = max((number for number, count in enumerate(counts, 1) if count), default=0)
     return tuple(counts[:used])

@@ -13,13 +13,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.foreign_files import open_file, read_head, reason
+from dtypedoctor.foreign_files import read_head, reason
 from dtypedoctor.trace.events import (
     KINDS,
     SCHEMA,
@@ -39,6 +39,7 @@ from dtypedoctor.trace.events import (
 from dtypedoctor.trace.lines import (
     CURSOR,
     EVENTS,
+    PAGE,
     Lines,
     open_lines,
     read_called,
@@ -57,7 +58,6 @@ LARGEST_MAIN = 256 << 20
 LARGEST_DETAILS = 64 << 20
 MOST_DETAILS = 256
 """Bytes of a file of details, and files that are read. A writer keeps about thirty, of a megabyte each."""
-_PAGE = 4096
 
 
 def samples_of(value: list[Any]) -> Iterator[Sample]:
@@ -168,7 +168,7 @@ def read_trace(directory: Path) -> Trace:
     damage = loader.file(data)
     if len(data) == LARGEST_MAIN:
         damage.append(f"only the first {LARGEST_MAIN >> 20} MiB of {EVENTS} were read")
-    page = _bytes_or_nothing(directory / CURSOR)[:_PAGE]
+    page = _bytes_or_nothing(directory / CURSOR)[:PAGE]
     folded = _read_details(directory, loader, damage)
     names = CanonicalNames([record for record in loader.records if isinstance(record, Root)])
     records = tuple(map(names.of, loader.records)) if names else tuple(loader.records)
@@ -342,55 +342,6 @@ def _renumbered(record: Any) -> Any:
     if hasattr(record, "step") and hasattr(record, "call"):
         return replace(record, step=max(record.call, 1))
     return record
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
-    """What a worker is doing at this moment."""
-
-    step: int
-    phase: str
-    module: str
-
-
-class Follower:
-    """Reads the cursor and the descriptions of modules of a growing trace; never blocks, never fails."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._offset = 0
-        self._sites: dict[int, tuple[str, str]] = {}
-
-    def where(self) -> Where | None:
-        """The module entered last; None before the first."""
-        try:
-            data = read_head(self._directory / CURSOR, _PAGE)
-        except OSError:
-            return None
-        mark = read_mark(data)
-        if mark is None:
-            return None
-        if mark.site not in self._sites:
-            self._read_on()
-        phase, fqn = self._sites.get(mark.site, ("", ""))
-        return Where(step=mark.step, phase=phase, module=fqn)
-
-    def _read_on(self) -> None:
-        try:
-            with open_file(self._directory / EVENTS) as file:
-                file.seek(self._offset)
-                data = file.read(LARGEST_MAIN)
-        except OSError:
-            return
-        whole, _, _ = data.rpartition(b"\n")
-        self._offset += len(whole) + 1 if whole else 0
-        for line in whole.split(b"\n"):
-            if line.startswith(b'{"e":"site"'):
-                try:
-                    site = from_json(line)
-                    self._sites[site["id"]] = (site.get("phase", ""), site.get("fqn", ""))
-                except DAMAGED:  # somebody else writes here: what is going on is shown without it
-                    continue
 
 
 FOLDED = "folded.json"

@@ -3,13 +3,11 @@
 As a program it prints a description of the machine.
 """
 
-import gc
 import hashlib
 import os
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,53 +98,18 @@ def _driver() -> str | None:
         return None
 
 
-class MemoryMeter:
-    """Peak memory over what was in use when the meter was made.
-
-    On CUDA the allocator's peak, of all devices together; on a CPU the peak resident size of the process as Linux counts it (``VmHWM``), which is
-    reset first. Where the kernel does not allow the reset the peak is that of the whole process.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        gc.collect()
-        if device.type == "cuda":
-            for one in _gpus():
-                torch.cuda.reset_peak_memory_stats(one)
-            self._base = sum(map(torch.cuda.memory_allocated, _gpus()))
-        else:
-            with suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5")
-            self._base = resident()
-
-    def peak(self) -> int:
-        """Bytes over the baseline."""
-        if self._device.type == "cuda":
-            return sum(map(torch.cuda.max_memory_allocated, _gpus())) - self._base
-        return max(0, peak_resident() - self._base)
-
-
-def _gpus() -> range:
-    """Those that this process may have memory on: a model can be spread over all."""
-    return range(torch.cuda.device_count())
-
-
 def resident() -> int:
     """Bytes of memory that the process has resident now; 0 where the system does not say."""
-    return _status("VmRSS")
+    return memory_of("VmRSS")
 
 
 def peak_resident() -> int:
     """The largest number of bytes that the process has had resident; 0 where the system does not say."""
-    return _status("VmHWM")
+    return memory_of("VmHWM")
 
 
-def available_memory() -> int:
-    """Bytes of the host's memory that could be had without swapping; 0 where the system does not say."""
-    return _status("MemAvailable", "/proc/meminfo")
-
-
-def _status(field: str, file: str = "/proc/self/status") -> int:
+def memory_of(field: str, file: str = "/proc/self/status") -> int:
+    """A line ``KEY: N kB`` of a file of the kernel, in bytes; 0 where the system does not say."""
     try:
         lines = read_text(file).splitlines()
     except OSError:

@@ -16,8 +16,9 @@ from documented import ROOT, Command, documented_commands, marked_examples
 from dtypedoctor.cli.main import with_verb
 from dtypedoctor.diagnosis import finding_ids
 from dtypedoctor.examination.fixes import remedies
+from dtypedoctor.lab.cli.matrix import render_matrix_json, row_of
 from dtypedoctor.lab.scenarios.loading import available
-from dtypedoctor.report.files import read_report, render_matrix_json, row_of
+from dtypedoctor.report.files import read_report
 
 PARSER = typer.main.get_command(with_verb(""))
 COMMANDS = documented_commands()

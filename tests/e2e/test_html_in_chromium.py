@@ -16,7 +16,8 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 
 from dtypedoctor.diagnosis.checkpoint import StaticTensor, Subject
-from dtypedoctor.report.files import matrix_document, read_report, row_of
+from dtypedoctor.lab.cli.matrix import matrix_document, row_of
+from dtypedoctor.report.files import read_report
 from dtypedoctor.report.run_document import bisection_document
 from dtypedoctor.report.surveys import Inspection, inspection_document
 from dtypedoctor.report.to_html import render_html

@@ -15,8 +15,8 @@ from transformers import DynamicCache, LlamaConfig, MixtralConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from dtypedoctor.instrument.capture import DESCRIPTION, TENSORS, Capture
 from dtypedoctor.instrument.session import Position
+from dtypedoctor.lab.worker.stage import DESCRIPTION, TENSORS, Capture
 from dtypedoctor.replay.script import Claim, script_text
 
 CLAIM = Claim(title="t", about=("a",), check="forward", limit=0.01, made_with="torch")

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import leave_forward
-from dtypedoctor.instrument.capture import Capture
 from dtypedoctor.instrument.session import Position
 from dtypedoctor.lab.models.build import build
 from dtypedoctor.lab.scenarios.model import Distributed, Model
-from dtypedoctor.lab.worker.stage import shard
+from dtypedoctor.lab.worker.stage import Capture, shard
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("group")]
 

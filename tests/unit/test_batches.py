@@ -10,11 +10,11 @@ from scenario_files import HEALTHY, written
 
 from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.lab.cli import many
+from dtypedoctor.lab.cli.matrix import MATRIX_JSON, render_matrix_json, row_of
 from dtypedoctor.lab.runner.executors import Ended, Job, Where
 from dtypedoctor.lab.scenarios.loading import load_scenario
 from dtypedoctor.lab.scenarios.model import Scenario
 from dtypedoctor.report.build import REPORT_JSON
-from dtypedoctor.report.files import MATRIX_JSON, render_matrix_json, row_of
 from dtypedoctor.report.to_json import render_json
 
 

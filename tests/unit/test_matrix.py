@@ -12,10 +12,7 @@ from rich.console import Console
 from scenario_files import HEALTHY, written
 
 from dtypedoctor.lab.cli import many
-from dtypedoctor.lab.runner.executors import Where
-from dtypedoctor.lab.scenarios.loading import load_scenario
-from dtypedoctor.lab.scenarios.model import Scenario
-from dtypedoctor.report.files import (
+from dtypedoctor.lab.cli.matrix import (
     MatrixRow,
     in_one_line,
     matrix_document,
@@ -25,6 +22,9 @@ from dtypedoctor.report.files import (
     render_matrix_json,
     row_of,
 )
+from dtypedoctor.lab.runner.executors import Where
+from dtypedoctor.lab.scenarios.loading import load_scenario
+from dtypedoctor.lab.scenarios.model import Scenario
 from dtypedoctor.report.to_json import Report, Status
 from dtypedoctor.report.to_terminal import print_document
 from dtypedoctor.text import counted

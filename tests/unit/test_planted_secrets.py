@@ -15,6 +15,7 @@ from planted_secrets import planted
 from rich.console import Console
 from test_saved_runs import left
 
+from dtypedoctor.lab.cli.matrix import matrix_document, row_of
 from dtypedoctor.lab.compare.compare import compare_runs
 from dtypedoctor.lab.compare.document import comparison_document
 from dtypedoctor.redaction.redact import (
@@ -27,7 +28,7 @@ from dtypedoctor.redaction.redact import (
 )
 from dtypedoctor.redaction.secrets import Literals, names_a_secret, without_secrets
 from dtypedoctor.report.document import Document
-from dtypedoctor.report.files import matrix_document, report_of, row_of
+from dtypedoctor.report.files import report_of
 from dtypedoctor.report.formats import FORMATS, format_named
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.surveys import environment_document

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from report_builders import everything, healthy, hostile, mismatch, overflow, worker_died
 
 from dtypedoctor.diagnosis.rule import Severity
-from dtypedoctor.report.files import matrix_document, not_run_report, refused_report, row_of
+from dtypedoctor.lab.cli.matrix import matrix_document, not_run_report, refused_report, row_of
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.to_json import Report, RunSummary
 from dtypedoctor.report.to_junit import render_junit

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from report_builders import EVIL, everything, healthy, hostile, mismatch, overflow, worker_died
 
-from dtypedoctor.report.files import matrix_document, row_of
+from dtypedoctor.lab.cli.matrix import matrix_document, row_of
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.to_json import Report
 from dtypedoctor.report.to_md import (

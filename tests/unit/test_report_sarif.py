@@ -16,7 +16,7 @@ from report_builders import everything, healthy, hostile, mismatch, overflow
 from dtypedoctor import __version__
 from dtypedoctor.diagnosis import spec_of
 from dtypedoctor.diagnosis.rule import Excerpt, Severity
-from dtypedoctor.report.files import matrix_document, row_of
+from dtypedoctor.lab.cli.matrix import matrix_document, row_of
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.to_json import Report
 from dtypedoctor.report.to_sarif import render_sarif

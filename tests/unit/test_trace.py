@@ -8,6 +8,7 @@ import pytest
 from sealed import sealed
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.lab.cli.running import Follower
 from dtypedoctor.trace.events import (
     KINDS,
     SCHEMA,
@@ -23,7 +24,7 @@ from dtypedoctor.trace.events import (
     TensorNote,
 )
 from dtypedoctor.trace.lines import EVENTS
-from dtypedoctor.trace.reader import Follower, read_trace
+from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trace.writer import TraceWriter
 
 

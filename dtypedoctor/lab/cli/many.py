@@ -16,14 +16,7 @@ from dtypedoctor.cli.reported import exit_code, kept
 from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.foreign_files import append_file, parse_json, read_file, write_file
 from dtypedoctor.interruptions import say
-from dtypedoctor.lab.cli.running import LiveView
-from dtypedoctor.lab.cli.scenario_files import allow_directory
-from dtypedoctor.lab.runner.executors import Ended, Job, Where, machines, run_jobs
-from dtypedoctor.lab.scenarios.model import Scenario
-from dtypedoctor.lab.trials.treatment import Plan
-from dtypedoctor.redaction.redact import redact, without_process_secrets
-from dtypedoctor.report.build import REPORT_JSON
-from dtypedoctor.report.files import (
+from dtypedoctor.lab.cli.matrix import (
     MATRIX_JSON,
     MatrixRow,
     in_one_line,
@@ -31,12 +24,19 @@ from dtypedoctor.report.files import (
     not_run_report,
     not_run_row,
     read_matrix_json,
-    read_report,
     refused_report,
     refused_row,
     render_matrix_json,
     row_of,
 )
+from dtypedoctor.lab.cli.running import LiveView
+from dtypedoctor.lab.cli.scenario_files import allow_directory
+from dtypedoctor.lab.runner.executors import Ended, Job, Where, machines, run_jobs
+from dtypedoctor.lab.scenarios.model import Scenario
+from dtypedoctor.lab.trials.treatment import Plan
+from dtypedoctor.redaction.redact import redact, without_process_secrets
+from dtypedoctor.report.build import REPORT_JSON
+from dtypedoctor.report.files import read_report
 from dtypedoctor.report.to_json import Report
 from dtypedoctor.runner.directories import clear, new_directory, remove_unmeasured
 from dtypedoctor.runner.process import ending_by_interrupt

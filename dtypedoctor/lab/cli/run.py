@@ -165,8 +165,8 @@ def _treat_one(scenario: "Scenario", out: Path | None, format: str, *, remedies:
 
 def _treat_several(batch: "Batch", where: "Where", format: str, *, open_page: bool) -> int:
     from dtypedoctor.lab.cli.many import treat_all
+    from dtypedoctor.lab.cli.matrix import matrix_document, matrix_exit
     from dtypedoctor.redaction.redact import redact
-    from dtypedoctor.report.files import matrix_document, matrix_exit
     from dtypedoctor.runner.directories import removed_if_refused
 
     with nullcontext() if batch.resumed else removed_if_refused(batch.directory):

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -25,6 +25,7 @@ from rich.text import Text
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.cli.reported import reported
 from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import open_file, read_head
 from dtypedoctor.lab.bisect.bisect import bisect_inside
 from dtypedoctor.lab.bisect.questions import Measured
 from dtypedoctor.lab.bisect.symptoms import part_in_words
@@ -42,7 +43,9 @@ from dtypedoctor.runner.process import (
 )
 from dtypedoctor.runner.run import Run
 from dtypedoctor.text import counted, duration, number, one_line
-from dtypedoctor.trace.reader import Follower
+from dtypedoctor.trace.lines import CURSOR, EVENTS, PAGE, read_mark
+from dtypedoctor.trace.reader import DAMAGED, LARGEST_MAIN
+from dtypedoctor.unpatched import from_json
 
 IMPORTS = "imports"
 """The part of a run before its first one, in which torch is imported; it has no directory."""
@@ -311,3 +314,52 @@ def _paths(text: str) -> list[Path]:
     if not found:
         raise UsageError(f"{text}: no scenarios here", "A scenario is a file that ends in .yaml.")
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """What a worker is doing at this moment."""
+
+    step: int
+    phase: str
+    module: str
+
+
+class Follower:
+    """Reads the cursor and the descriptions of modules of a growing trace; never blocks, never fails."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._offset = 0
+        self._sites: dict[int, tuple[str, str]] = {}
+
+    def where(self) -> Where | None:
+        """The module entered last; None before the first."""
+        try:
+            data = read_head(self._directory / CURSOR, PAGE)
+        except OSError:
+            return None
+        mark = read_mark(data)
+        if mark is None:
+            return None
+        if mark.site not in self._sites:
+            self._read_on()
+        phase, fqn = self._sites.get(mark.site, ("", ""))
+        return Where(step=mark.step, phase=phase, module=fqn)
+
+    def _read_on(self) -> None:
+        try:
+            with open_file(self._directory / EVENTS) as file:
+                file.seek(self._offset)
+                data = file.read(LARGEST_MAIN)
+        except OSError:
+            return
+        whole, _, _ = data.rpartition(b"\n")
+        self._offset += len(whole) + 1 if whole else 0
+        for line in whole.split(b"\n"):
+            if line.startswith(b'{"e":"site"'):
+                try:
+                    site = from_json(line)
+                    self._sites[site["id"]] = (site.get("phase", ""), site.get("fqn", ""))
+                except DAMAGED:  # somebody else writes here: what is going on is shown without it
+                    continue

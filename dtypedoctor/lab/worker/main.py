@@ -35,7 +35,14 @@ from dtypedoctor.trace.events import Environment, Stage
 from dtypedoctor.trace.ranks import member_of_torchrun, rank_directory
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.worker.call_fixes import is_out_of_memory
-from dtypedoctor.worker.environment import MemoryMeter, available_memory, checksum, describe_environment, tensor_digests
+from dtypedoctor.worker.environment import (
+    checksum,
+    describe_environment,
+    memory_of,
+    peak_resident,
+    resident,
+    tensor_digests,
+)
 from dtypedoctor.worker.recording import Recording, Totals
 
 _WITH_COPY, _WITHOUT_COPY = 4.0, 2.5
@@ -205,7 +212,7 @@ def _kept_by_allocator() -> int:
 
 def _free(device: torch.device) -> int:
     """Bytes that are free there."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_of("MemAvailable", "/proc/meminfo")
 
 
 _Shape = dict[str, tuple[Any, ...]]
@@ -361,8 +368,8 @@ class _Run:
         if model is not None and is_limited(model) and self._device.type == "cpu":
             # Bounds what this process may allocate from now on, by the size of the tensors and by the memory that is free
             capsule = read_capsule(Path(model.name.removeprefix(MODEL)))
-            room = min(_FIXED + _TIMES * capsule.memory, _bytes("/proc/meminfo", "MemAvailable"))
-            limit = _bytes("/proc/self/status", "VmData") + room
+            room = min(_FIXED + _TIMES * capsule.memory, memory_of("MemAvailable", "/proc/meminfo"))
+            limit = memory_of("VmData") + room
             soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
             if soft == resource.RLIM_INFINITY or limit < soft:
                 resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
@@ -507,12 +514,6 @@ _TIMES = 16
 """How often the tensors fit beside that: in two dtypes, with gradients, and once more in float32."""
 
 
-def _bytes(path: str, key: str) -> int:
-    """A line `KEY: N kB` of a file of the kernel."""
-    lines = dict(line.split(":", 1) for line in Path(path).read_text(encoding="utf-8").splitlines() if ":" in line)
-    return int(lines[key].split()[0]) << 10
-
-
 def serve_rank(directory: Path) -> None:
     """Leaves the trace and the output of this rank in its directory.
 
@@ -531,3 +532,29 @@ def serve_rank(directory: Path) -> None:
 
 if __name__ == "__main__":
     serve_rank(Path(sys.argv[1]))
+
+
+class MemoryMeter:
+    """Peak memory over what was in use when the meter was made.
+
+    On CUDA the allocator's peak, of all devices together; on a CPU the peak resident size of the process as Linux counts it (``VmHWM``), which is
+    reset first. Where the kernel does not allow the reset the peak is that of the whole process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        gc.collect()
+        if device.type == "cuda":
+            for gpu in range(torch.cuda.device_count()):
+                torch.cuda.reset_peak_memory_stats(gpu)
+            self._base = sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count())))
+        else:
+            with suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")
+            self._base = resident()
+
+    def peak(self) -> int:
+        """Bytes over the baseline."""
+        if self._device.type == "cuda":
+            return sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count()))) - self._base
+        return max(0, peak_resident() - self._base)
