@@ -50,7 +50,7 @@ class Finding:
         id: kebab-case id, the same string in YAML, JSON, docs and file names.
         fqn: dotted name of the module that originates the failure, or None where no module does.
         op: operator, e.g. ``aten.mul.Tensor``.
-        phase: ``static``, ``forward``, ``backward``, ``recompute``, ``optimizer``, ``generate`` or ``compile``.
+        phase: ``static``, ``forward``, ``backward``, ``recompute``, ``optimizer``, ``after the optimizer`` (behind its step, before anything else begins), ``generate`` or ``compile``.
         step: training step, counted from 1; where there is a ``call``, the same number.
         source: ``file.py:line`` of the user's or library's code.
         summary: the headline, one sentence.

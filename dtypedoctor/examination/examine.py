@@ -31,7 +31,7 @@ from dtypedoctor.plugins import Remedy
 from dtypedoctor.replay.capsule import CallFix, Capsule, NoCapsule
 from dtypedoctor.runner.run import Run
 from dtypedoctor.text import counted
-from dtypedoctor.trace.events import REPLAY_OF_FAILURES, Metric, NotWatched
+from dtypedoctor.trace.events import AFTER_STEP, REPLAY_OF_FAILURES, Metric, NotWatched
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import EAGER, ReplayedCall
 
@@ -48,7 +48,7 @@ _ROUNDING = 2**-4
 """How far a loss may be from that of the program as it is where that is right: half precision keeps 8 bits or more, and a deep network loses some."""
 _ABSURD = 1000.0
 """How many times larger than the losses before it a loss is that is finite and wrong: a bound in the place of an inf."""
-_AFTER_THE_LOSS = frozenset({"backward", "optimizer"})
+_AFTER_THE_LOSS = frozenset({"backward", "optimizer", AFTER_STEP})
 
 Attempt = Callable[[str, dict[str, str], int], Run | str]
 """Runs the program with other text in some of its files, under a label, for so many seconds; gives the run, or why there is none."""

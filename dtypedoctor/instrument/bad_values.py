@@ -560,15 +560,15 @@ class BadValues:
                 self.kept(ran)
 
     def _write(self, ran: Ran, inputs: list[TensorNote], outputs: list[TensorNote]) -> int:
-        position, writer = self._session.position, self._session.writer
-        n = writer.next_n()
+        writer = self._session.writer
+        n, (step, call, phase) = writer.next_n(), self._session.position.moment
         device = next((t.device.type for t in ran.operands if t.device.type != "cpu"), "cpu")
         writer.write(
             Op(
                 n=n,
-                step=position.step,
-                call=position.call,
-                phase=position.phase,
+                step=step,
+                call=call,
+                phase=phase,
                 fqn="",
                 op=str(ran.func),
                 inputs=inputs,

@@ -311,13 +311,13 @@ class OpTrace(OperatorMode):
     def _write(self, n: int, name: str, place: OpPlace, tensors: tuple[list[TensorNote], list[TensorNote]], *,
                schema: Any = None, scalars: list[str] | None = None, error: str | None = None,
                by_name: bool = False, takes: Sequence[str] = ()) -> None:  # fmt: skip
-        position = self._position
+        step, call, phase = self._position.moment
         self._writer.write(
             Op(
                 n=n,
-                step=position.step,
-                call=position.call,
-                phase=position.phase,
+                step=step,
+                call=call,
+                phase=phase,
                 fqn=place.fqn,
                 op=name,
                 inputs=tensors[0],

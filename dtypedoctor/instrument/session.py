@@ -40,7 +40,7 @@ from dtypedoctor.instrument.naming import Names, short_name
 from dtypedoctor.instrument.statistics import out_of_their_sight
 from dtypedoctor.interruptions import contained, is_interruption
 from dtypedoctor.redaction.messages import elided
-from dtypedoctor.trace.events import FAILED_THERE, Coverage, NotWatched, Observed
+from dtypedoctor.trace.events import AFTER_STEP, FAILED_THERE, Coverage, NotWatched, Observed
 from dtypedoctor.trace.records.execution import AutocastRegion
 
 if TYPE_CHECKING:
@@ -88,11 +88,13 @@ class Here:
     Attributes:
         thread: identity of the thread that has begun the outermost call which is open.
         call, stack, backward_depth, overrides, muted: as :class:`Position` says.
+        began: step in which the last outermost call or backward pass began.
     """
 
-    __slots__ = ("backward_depth", "call", "muted", "overrides", "stack", "thread")
+    __slots__ = ("backward_depth", "began", "call", "muted", "overrides", "stack", "thread")
 
     def __init__(self) -> None:
+        self.began = 0
         self.thread = 0
         self.call = 0
         self.stack: list[nn.Module] = []
@@ -169,6 +171,7 @@ class Position:
         """An outermost call begins in this thread, after ``skipped`` that were not told of; no other one gets its number."""
         here = self.of.here or self.last
         here.call = next(islice(self._calls, skipped, None)) if skipped else next(self._calls)
+        here.began = self.step
 
     @property
     def call(self) -> int:
@@ -193,7 +196,7 @@ class Position:
     @backward_depth.setter
     def backward_depth(self, depth: int) -> None:
         self.last = here = self.here
-        here.backward_depth = depth
+        here.backward_depth, here.began = depth, self.step
 
     @property
     def muted(self) -> int:
@@ -211,6 +214,14 @@ class Position:
     def phase(self) -> str:
         """The phase of a module call or op that happens now."""
         return self.here.phase
+
+    @property
+    def moment(self) -> tuple[int, int, str]:
+        """Step, call and phase that are told of what happens now: behind an optimizer's step, nobody knows yet whether it ends an iteration or begins one."""
+        here = self.here
+        if here.phase == "forward" and here.call and not here.stack and here.began < self.step:
+            return self.step - 1, here.call, AFTER_STEP
+        return self.step, here.call, here.phase
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -631,10 +642,12 @@ class Session:
             at: step and call that it belongs to, where they are not the present ones.
         """
         here = self.position
-        step, call = at if at is not None else (here.step, here.call)
-        phase = phase if phase is not None else here.phase
+        if at is None and phase is None:
+            step, call, phase = here.moment
+        else:
+            step, call = at if at is not None else (here.step, here.call)
         n = self.writer.next_n()
-        self.writer.write(Observed(n=n, step=step, call=call, phase=phase, what=record, fqn=fqn))
+        self.writer.write(Observed(n=n, step=step, call=call, phase=phase or here.phase, what=record, fqn=fqn))
 
     def once(self, record: Any, key: Any, fqn: str | None = None) -> None:
         """Does the same unless a record of this kind and ``key`` has been written, or :data:`MAX_NOTES` of this kind."""

@@ -3,8 +3,9 @@
 In a mount namespace of its own an overlay lies over the working directory. What the first run has created there is not in it, and what a later run writes
 goes to a temporary directory that is deleted afterwards. The directory of the run lies elsewhere.
 
-A trial of an edit, which nobody has asked for, is also alone: temporary files and caches are copies too, everything else is read-only, and there is no
-network. The edited files lie over those of the program.
+A trial of an edit, which nobody has asked for, is also alone: temporary files and caches are copies too, everything else is read-only, there is no
+network, and sockets that are files lead nowhere. Where the kernel has Landlock, named pipes elsewhere cannot be written to, and since Linux 6.12 no signals
+reach processes that the program has not started. The edited files lie over those of the program.
 
 Run by its path, this file is the program that makes the view and then becomes the command (``python view.py SETTINGS COMMAND…``);
 so it imports nothing of this package.
@@ -34,6 +35,8 @@ _NEW_MOUNTS, _NEW_USER, _NEW_NETWORK = 0x20000, 0x10000000, 0x40000000
 _BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000
 _MOUNT_SETATTR, _RECURSIVE_AT, _READ_ONLY = 442, 0x8000, 1
 _SET_FLAGS, _UP = 0x8914, 1
+_NEW_RULES, _ADD_RULE, _RESTRICT_SELF, _NO_NEW_PRIVILEGES = 444, 445, 446, 38
+_WRITE_FILE, _SIGNALS, _BENEATH = 1 << 1, 1 << 1, 1
 _NO_VIEW = 125
 
 
@@ -150,6 +153,7 @@ def main(settings: str, command: list[str]) -> None:
 
 def _enter(folder: str, scratch: str, run: str, edited: Mapping[str, str]) -> None:
     """Lays the overlay over ``folder``, in a mount namespace that this process and all that it starts have to themselves."""
+    sockets = _sockets() if edited else []
     options = _own_namespace(alone=bool(edited))
     _mount("none", "/", "", _RECURSIVE | _PRIVATE)
     outside = os.open(run, os.O_PATH)  # by its path it will be another one
@@ -163,9 +167,13 @@ def _enter(folder: str, scratch: str, run: str, edited: Mapping[str, str]) -> No
         _mount(f"/proc/self/fd/{outside}", run, "", _BIND)
         for path, copy in copies.items():
             _mount(f"/proc/self/fd/{copy}", path, "", _BIND)
+        for path in sockets:
+            with contextlib.suppress(OSError):  # it is gone, or not one of these files
+                _mount("/dev/null", path, "", _BIND)
         _set_read_only("/", _RECURSIVE_AT)
         for place in (*covered, run, "/dev", "/proc"):
             _set_read_only(place, _RECURSIVE_AT, writable=True)
+        _confine([*covered, run, "/dev", "/proc"])
     for descriptor in (outside, *copies.values()):
         os.close(descriptor)
     os.chdir(folder)
@@ -210,6 +218,29 @@ def _own_namespace(*, alone: bool) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sh14x", b"lo", _UP))
     return options
+
+
+def _sockets() -> list[str]:
+    """The sockets of the system that are files: those can be connected to also where they lie on what is read-only."""
+    with open("/proc/net/unix", encoding="utf-8", errors="surrogateescape") as file:
+        paths = {line.rstrip("\n").split(maxsplit=7)[-1] for line in file}
+    return [path for path in paths if path.startswith("/") and os.path.exists(path)]
+
+
+def _confine(writable: Sequence[str]) -> None:
+    """Has this process and all that it starts write to nothing but what is below ``writable``, nor signal others, as far as the kernel knows of such rules."""
+    version = _libc.syscall(_NEW_RULES, None, 0, 1)
+    wanted = struct.pack("3Q", _WRITE_FILE, 0, _SIGNALS if version >= 6 else 0)
+    rules = _libc.syscall(_NEW_RULES, wanted, len(wanted), 0) if version > 0 else -1
+    if rules < 0:
+        return
+    for place in writable:
+        folder = os.open(place, os.O_PATH)
+        _libc.syscall(_ADD_RULE, rules, _BENEATH, struct.pack("=Qi", _WRITE_FILE, folder), 0)
+        os.close(folder)
+    if _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0:
+        _libc.syscall(_RESTRICT_SELF, rules, 0)
+    os.close(rules)
 
 
 def _set_read_only(path: str, flags: int, *, writable: bool = False) -> None:

@@ -20,6 +20,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 SCHEMA = 1
 
+AFTER_STEP = "after the optimizer"
+"""Phase of what happens behind an optimizer's step, outside of modules, before a module is called or a backward pass begins."""
+
 Json = Any  # what json.loads returns
 
 What_co = TypeVar("What_co", covariant=True)

@@ -1,9 +1,14 @@
 """`exec --rerun` leaves the working directory as one run leaves it, and repeats scripts that a second run in it would change."""
 
+import contextlib
+import ctypes
 import os
+import signal
+import socket
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -179,3 +184,62 @@ def test_without_a_view_no_other_run_is_made(tmp_path: Path) -> None:
     done = ended(command, script.parent, DTYPEDOCTOR_RERUN_IN_PLACE="1")
     assert done.returncode == 10
     assert "it may change files" in done.stderr
+
+
+REACHES_OUT = """
+import os, signal, socket, subprocess, sys
+for path in sys.argv[2:]:
+    for reach in (
+        lambda: os.write(os.open(path + "/pipe", os.O_WRONLY | os.O_NONBLOCK), b"x"),
+        lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b"x", path + "/socket"),
+    ):
+        try:
+            reach()
+        except OSError:
+            pass
+try:
+    os.kill(int(sys.argv[1]), signal.SIGUSR1)
+except OSError:
+    pass
+child = subprocess.Popen(["sleep", "60"])
+child.terminate()
+assert child.wait() == -signal.SIGTERM
+open("/dev/null", "w").write("x")
+"""
+"""A program that writes into named pipes, sends to sockets that are files, and signals a process that it has not started; of its own it can do what it likes."""
+
+
+def test_an_edit_on_trial_reaches_nobody_outside(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Neither by pipes and sockets in the working directory, nor by such elsewhere, nor by signals."""
+    view_or_skip(tmp_path)
+    if ctypes.CDLL(None).syscall(444, None, 0, 1) < 6:
+        pytest.skip("this kernel keeps no signals from other processes")
+    script, elsewhere = tmp_path / "program.py", tmp_path_factory.mktemp("elsewhere")
+    script.write_text(REACHES_OUT)
+    run = tmp_path_factory.mktemp("run")
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    with contextlib.ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGUSR1, before)
+        ends = [stack.enter_context(listening(folder)) for folder in (tmp_path, elsewhere)]
+        words = stack.enter_context(View(tmp_path).before(run, {str(script): REACHES_OUT}))
+        command = [*words, sys.executable, str(script), str(os.getpid()), str(tmp_path), str(elsewhere)]
+        # so that the other folder is none of temporary files, of which there is a copy
+        subprocess.run(command, check=True, cwd=tmp_path, env=ENVIRONMENT | {"TMPDIR": str(run)})
+        for pipe, inbox in ends:
+            assert os.read(pipe, 1) == b""
+            with pytest.raises(BlockingIOError):
+                inbox.recv(1)
+    assert not heard
+
+
+@contextlib.contextmanager
+def listening(folder: Path) -> Iterator[tuple[int, socket.socket]]:
+    """Somebody reads a pipe and a socket in a folder."""
+    os.mkfifo(folder / "pipe")
+    pipe = os.open(folder / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as inbox:
+        inbox.bind(str(folder / "socket"))
+        inbox.setblocking(False)
+        yield pipe, inbox
+    os.close(pipe)

@@ -459,7 +459,7 @@ class Shadows(Observer):
         self.session.emit(use, phase=phase, at=(step, call))
 
     def _met_first(self, key: tuple[str, str, str]) -> None:
-        self._first[key] = (self.position.step, self.position.call, self.position.phase)
+        self._first[key] = self.position.moment
 
     def _takes_part(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
         """Whether an operator computes with small values in half precision, or with what was made of them; in float32 where a choice is to be expected."""

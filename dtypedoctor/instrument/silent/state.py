@@ -110,6 +110,7 @@ class _State(Uncollected):
         shift: how far it was off by then.
         elements: of the whole.
         in_step: steps of the optimizer in which it was met.
+        met: moment in which it was met last: at the end of a program there is no step of the present number.
         is_parameter: whether it is compared where that step ends.
         ops: operators that have read it or written to it since the round began.
         line, end: that changed it in the last round, first and last; ``is_new`` where none has yet in this round.
@@ -155,6 +156,7 @@ class _State(Uncollected):
     counts: bool = True
     is_off: bool = False
     step: int = 0
+    met: tuple[int, int, str] = (1, 0, "forward")
     gaps: int = 0
     sums: int = 0
     off: float = 0.0
@@ -612,7 +614,7 @@ class StateCheck(Observer):
 
     def _goes_on_elsewhere(self, state: _State, operand: _Operand, at: _At) -> bool:
         """Whether state has changed in steps, or between calls, that were not seen; then what was seen of it before is compared."""
-        before, state.step = state.step, self.position.step
+        before, state.step, state.met = state.step, self.position.step, self.position.moment
         gaps, state.gaps = state.gaps, self._gaps
         is_next = state.step <= before + 1 and gaps == self._gaps
         if not before or is_next or not self.session.readings.affords(operand.tensor):
@@ -815,7 +817,8 @@ class StateCheck(Observer):
                 error=float(off[at]),
                 in_place=state.in_place,
             ),
-            at=self._met_last(state),
+            phase=state.met[2],
+            at=state.met[:2],
         )
 
     def _tell_use(self, state: _State, use: str) -> None:
@@ -848,12 +851,9 @@ class StateCheck(Observer):
                 changed=changed,
                 of=exact.numel(),
             ),
-            at=self._met_last(state),
+            phase=state.met[2],
+            at=state.met[:2],
         )
-
-    def _met_last(self, state: _State) -> tuple[int, int]:
-        """Step in which state was met last, and the call: at the end of a program there is none of the present number."""
-        return state.step or self.position.step, self.position.call
 
     def stop(self) -> None:
         """The program is over: what holds of each state in the end, and of parameters to which something was added once."""
