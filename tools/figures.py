@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -73,6 +73,16 @@ class Code:
         """Syntax tree by dotted name of the module."""
         return {name: ast.parse(text) for name, text in self.texts.items()}
 
+    @cached_property
+    def nodes(self) -> Mapping[str, Sequence[ast.AST]]:
+        """Every node of a module's tree, by the module's name: walking takes longer than all that is asked of the nodes."""
+        return {name: list(ast.walk(tree)) for name, tree in self.trees.items()}
+
+    @cached_property
+    def imports_at_run_time(self) -> Mapping[str, set[str]]:
+        """What each module imports, also inside of functions, but not for types."""
+        return self.imports(inside_functions=True)
+
     def imports(self, *, inside_functions: bool, for_types: bool = False) -> dict[str, set[str]]:
         """For each module the modules of the package that it imports."""
         found: dict[str, set[str]] = {}
@@ -98,12 +108,12 @@ class Code:
 
     def functions_per_thousand_lines(self) -> int:
         """Methods and functions inside of functions count; a code line has more on it than a comment, and is in no docstring."""
-        functions = sum(isinstance(node, Function) for tree in self.trees.values() for node in ast.walk(tree))
-        return round(1_000 * functions / sum(map(code_lines, self.texts.values())))
+        functions = sum(isinstance(node, Function) for nodes in self.nodes.values() for node in nodes)
+        return round(1_000 * functions / sum(code_lines(self.texts[name], nodes) for name, nodes in self.nodes.items()))
 
     def depth(self) -> int:
         """Modules in the longest chain of imports; a ring counts as one step of it."""
-        imports = self.imports(inside_functions=True)
+        imports = self.imports_at_run_time
         step_of = {name: min(ring) for ring in rings(imports) for name in ring}
         after: dict[str, set[str]] = {}
         for name, imported in imports.items():
@@ -120,22 +130,22 @@ class Code:
 
     def with_one_importer(self) -> Iterator[str]:
         """Modules that exactly one other module imports, functions included."""
-        imports = self.imports(inside_functions=True)
+        imports = self.imports_at_run_time
         for name in imports:
             if sum(name in wanted for wanted in imports.values()) == 1:
                 yield name
 
     def dense_functions(self) -> Iterator[str]:
         """Short functions with many branches."""
-        for name, tree in self.trees.items():
-            for node in ast.walk(tree):
+        for name, nodes in self.nodes.items():
+            for node in nodes:
                 if isinstance(node, Function) and length(node) <= SHORT and complexity(node) > DENSE:
                     yield f"{name}:{node.lineno} {node.name}"
 
     def broad_excepts(self) -> Iterator[str]:
         """Handlers and ``suppress`` that take whatever comes."""
-        for name, tree in self.trees.items():
-            for node in ast.walk(tree):
+        for name, nodes in self.nodes.items():
+            for node in nodes:
                 if isinstance(node, ast.ExceptHandler):
                     if node.type is None or names_in(node.type) & BROAD:
                         yield f"{name}:{node.lineno}"
@@ -144,13 +154,13 @@ class Code:
 
     def with_private_torch(self) -> Iterator[str]:
         """Modules that name something of torch that begins with an underscore."""
-        for name, tree in self.trees.items():
-            if next(private_torch_names(tree), None) is not None:
+        for name, nodes in self.nodes.items():
+            if next(private_torch_names(nodes), None) is not None:
                 yield name
 
     def untyped_kinds(self) -> set[str]:
         """Kinds of ``Observation``, a record whose fields no type checker sees."""
-        return {kind for tree in self.trees.values() for node in ast.walk(tree) for kind in observed_kinds(node)}
+        return {kind for nodes in self.nodes.values() for node in nodes for kind in observed_kinds(node)}
 
 
 def imported_names(tree: ast.AST, *, inside_functions: bool, for_types: bool = False) -> Iterator[str]:
@@ -183,12 +193,11 @@ def rings(imports: Mapping[str, set[str]]) -> list[frozenset[str]]:
     )
 
 
-def code_lines(text: str) -> int:
+def code_lines(text: str, nodes: Iterable[ast.AST]) -> int:
     """Lines that hold code, and not only a comment or a part of a docstring."""
-    tree = ast.parse(text)
     documentation = {
         line
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
@@ -232,10 +241,10 @@ def names_in(node: ast.AST) -> set[str]:
     return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
 
 
-def private_torch_names(tree: ast.Module) -> Iterator[str]:
+def private_torch_names(nodes: Sequence[ast.AST]) -> Iterator[str]:
     """Dotted names of torch with a part that begins with one underscore, in imports, in expressions and in strings."""
     aliases = {"torch": "torch"}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             aliases.update((alias.asname, alias.name) for alias in node.names if alias.asname)
             yield from (alias.name for alias in node.names if is_private_torch(alias.name))
@@ -243,7 +252,7 @@ def private_torch_names(tree: ast.Module) -> Iterator[str]:
             names = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
             aliases.update(names)
             yield from filter(is_private_torch, names.values())
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if re.fullmatch(r"[\w.]+", node.value) and is_private_torch(node.value):
                 yield node.value

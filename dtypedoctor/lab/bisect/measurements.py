@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import prod
@@ -206,7 +206,8 @@ def reproduce(runner: "ProbeRunner", setup: ReferenceSetup, culprits: Sequence[s
     versions = untreated.trace.environment.get("versions", {})
     tried: list[Reproduction] = []
     for culprit in order:
-        tried.append(_attempt(runner, setup, culprit, failure, (", ".join(_known(versions)) or "unknown versions")))
+        made_with = ", ".join(f"{name} {versions[name]}" for name in _LIBRARIES if name in versions)
+        tried.append(_attempt(runner, setup, culprit, failure, made_with or "unknown versions"))
         if tried[-1].script:  # another attempt would write over its files
             return tried[-1]
     return tried[0]
@@ -242,7 +243,10 @@ def _attempt(
             text = script_text(description, claim, configs=configs)
         except CannotBeWrittenError as error:
             return Reproduction(module=culprit, reason=str(error))
-        status, said, errors = _written(runner.directory, text, captured / _CAPTURED[1])
+        write_file(runner.directory / SCRIPT, text)
+        (runner.directory / TENSORS).unlink(missing_ok=True)
+        shutil.copyfile(captured / _CAPTURED[1], runner.directory / TENSORS)
+        status, said, errors = run_clean(runner.directory / SCRIPT, TIME_LIMIT)
         line = next((line for line in said.splitlines() if line.startswith(_FAILS)), "")
         same = _IN_ANY_DTYPE.fullmatch(line)
         if status == 1 and line and not same:
@@ -255,13 +259,6 @@ def _attempt(
     for name in (SCRIPT, TENSORS):
         (runner.directory / name).unlink(missing_ok=True)
     return Reproduction(module=culprit, reason=reason)
-
-
-def _written(directory: Path, text: str, tensors: Path) -> tuple[int, str, str]:
-    write_file(directory / SCRIPT, text)
-    (directory / TENSORS).unlink(missing_ok=True)
-    shutil.copyfile(tensors, directory / TENSORS)
-    return run_clean(directory / SCRIPT, TIME_LIMIT)
 
 
 def _claim(culprit: str, failure: Symptom, setup: ReferenceSetup, description: dict[str, Any], made_with: str) -> Claim:
@@ -285,12 +282,6 @@ def _check(failure: Symptom) -> str:
     if failure.kind is Kind.INACCURATE:
         return "accuracy"
     return "backward" if failure.phase in ("backward", "recompute") else "forward"
-
-
-def _known(versions: dict[str, str]) -> Iterator[str]:
-    for name in _LIBRARIES:
-        if name in versions:
-            yield f"{name} {versions[name]}"
 
 
 def _last_line(text: str) -> str:
@@ -398,25 +389,19 @@ class ProbeRunner:
         return Done(run=run, repeated=False)
 
 
-def _is_finished(place: Path, request: Request) -> bool:
-    try:
-        _exit(place)
-        return read_file(place / REQUEST).decode("utf-8") == public_text(request.to_text())
-    except (OSError, ValueError, TypeError):
-        return False
-
-
-def _exit(place: Path) -> WorkerExit:
-    return WorkerExit(**parse_json(read_file(place / EXIT)))
-
-
 def _reopened(place: Path, request: Request) -> Run | UsageError | None:
     """What a finished run of ``request`` has left; None where there is none, or a full disk ended its recording, so that it has to be made again."""
     try:
-        run = collect(place, _exit(place)) if _is_finished(place, request) else None
+        ended = WorkerExit(**parse_json(read_file(place / EXIT)))
+        if read_file(place / REQUEST).decode("utf-8") != public_text(request.to_text()):
+            return None
+    except (OSError, ValueError, TypeError):
+        return None
+    try:
+        run = collect(place, ended)
     except UsageError as error:
         return error
-    return run if run is not None and all(one.trace.stopped is None for one in run.processes) else None
+    return run if all(process.trace.stopped is None for process in run.processes) else None
 
 
 JOURNAL = "bisection.jsonl"
@@ -477,10 +462,7 @@ class Journal:
             first = parse_json(read_head(self._path, _LONGEST).partition(b"\n")[0])
             if first["schema"] > SCHEMA:
                 raise UsageError(f"{self._path}: written by a newer version", "Update dtypedoctor to resume it.")
-            return Asked(
-                scenario=Scenario.model_validate(first["scenario"]),
-                tolerance=first["tolerance"],
-            )
+            return Asked(scenario=Scenario.model_validate(first["scenario"]), tolerance=first["tolerance"])
         except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
             raise UsageError(
                 f"{self._path.parent}: no bisection to resume here",

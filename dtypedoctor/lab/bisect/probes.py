@@ -9,6 +9,7 @@ from typing import Any
 
 from dtypedoctor.lab.bisect.results import OWN
 from dtypedoctor.lab.scenarios.model import Forward, Generate, Grpo, Request, Scenario, Sft, Train
+from dtypedoctor.lab.trials.changes import with_model
 
 KEEP = "keep-float32"
 
@@ -93,25 +94,13 @@ def reference(scenario: Scenario) -> Scenario:
 
 def unrounded(scenario: Scenario) -> Scenario:
     """The reference with the weights as they were before any dtype rounded them."""
-    exact = reference(scenario)
-    steps = exact.model_dump()["steps"]
-    for step in steps:
-        if step["model"] is not None:
-            step["model"]["dtype"] = "float32"
-    return exact.with_changes(steps=steps)
+    return with_model(dtype="float32")(reference(scenario))
 
 
 def perturbed(scenario: Scenario) -> tuple[Scenario, ...]:
     """The reference with every weight and gradient moved by one unit in the last place of the scenario's narrowest dtype, several times."""
-    exact = reference(scenario)
-    found = []
-    for seed in SEEDS:
-        steps = exact.model_dump()["steps"]
-        for step in steps:
-            if step["model"] is not None:
-                step["model"]["perturbation"] = {"dtype": narrow_dtype(scenario), "seed": seed}
-        found.append(exact.with_changes(steps=steps))
-    return tuple(found)
+    dtype, exact = narrow_dtype(scenario), reference(scenario)
+    return tuple(with_model(perturbation={"dtype": dtype, "seed": seed})(exact) for seed in SEEDS)
 
 
 def narrow_dtype(scenario: Scenario) -> str:

@@ -204,7 +204,7 @@ class Bisection:
     @property
     def probes(self) -> int:
         """How many sets of treatments were tried, repetitions included."""
-        return sum(len(answer.seconds) for answer in (self.modules, self.corrections) if answer is not None)
+        return len(self.probe_seconds)
 
     @property
     def probe_seconds(self) -> tuple[float, ...]:

@@ -332,7 +332,10 @@ def bisection_section(found: Bisection) -> dict[str, Any]:
         "note": found.note,
         "tolerance": found.tolerance,
         "probe_seconds": median(found.probe_seconds) if found.probe_seconds else None,
-        "failure": _symptom(found.failure),
+        "failure": {
+            "kind": found.failure.kind.value,
+            **_fields(found.failure, "reason", "phase", "step", "fqn", "absmax"),
+        },
         "verdicts": [_verdict(verdict) for verdict in found.verdicts],
         "cost": asdict(found.cost) if found.cost is not None else None,
         "remedy": _remedy(found),
@@ -350,30 +353,17 @@ def _disagreements(answers: list[Answer]) -> list[str]:
     ]
 
 
-def _symptom(symptom: Symptom) -> dict[str, Any]:
-    return {
-        "kind": symptom.kind.value,
-        "reason": symptom.reason,
-        "phase": symptom.phase,
-        "step": symptom.step,
-        "fqn": symptom.fqn,
-        "absmax": symptom.absmax,
-    }
-
-
 def _verdict(verdict: Verdict) -> dict[str, Any]:
-    symptom = verdict.symptom
     return {
         "mode": verdict.mode,
         "workload": verdict.workload,
         "outcome": verdict.outcome.value,
-        "phase": symptom.phase,
-        "step": symptom.step,
-        "fqn": symptom.fqn,
-        "absmax": symptom.absmax,
-        "reason": symptom.reason,
-        "seconds": symptom.seconds,
+        **_fields(verdict.symptom, "phase", "step", "fqn", "absmax", "reason", "seconds"),
     }
+
+
+def _fields(symptom: Symptom, *names: str) -> dict[str, Any]:
+    return {name: getattr(symptom, name) for name in names}
 
 
 def _remedy(found: Bisection) -> dict[str, Any] | None:

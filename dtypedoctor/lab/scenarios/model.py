@@ -5,6 +5,7 @@ Scenarios are immutable. A remedy, a reference run, a bisection probe are all sc
 """
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -384,6 +385,13 @@ class Scenario(Strict):
     def with_changes(self, **changes: Any) -> "Scenario":
         """A copy with the given fields replaced, validated again (``model_copy`` alone would not validate)."""
         return Scenario.model_validate(self.model_dump() | changes)
+
+    def with_each_step(self, edit: Callable[[dict[str, Any]], None]) -> "Scenario":
+        """A copy in which ``edit`` has changed each step, as a scenario file has it; validated again."""
+        steps = self.model_dump()["steps"]
+        for step in steps:
+            edit(step)
+        return self.with_changes(steps=steps)
 
 
 class Capture(Strict):

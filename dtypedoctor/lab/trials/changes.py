@@ -135,7 +135,7 @@ def with_model(**changes: Any) -> Change:
         if step["model"] is not None:
             step["model"] |= changes
 
-    return lambda scenario: _edited(scenario, edit)
+    return lambda scenario: scenario.with_each_step(edit)
 
 
 def with_options(model: str, **options: Any) -> Change:
@@ -145,7 +145,7 @@ def with_options(model: str, **options: Any) -> Change:
         if step["model"] is not None and step["model"]["name"] == model:
             step["model"]["options"] |= options
 
-    return lambda scenario: _edited(scenario, edit)
+    return lambda scenario: scenario.with_each_step(edit)
 
 
 def with_autocast(dtype: str | None) -> Change:
@@ -155,7 +155,7 @@ def with_autocast(dtype: str | None) -> Change:
         if step["workload"]["kind"] not in ("unload", "script"):
             step["autocast"] = None if dtype is None else (step["autocast"] or {}) | {"dtype": dtype}
 
-    return lambda scenario: _edited(scenario, edit)
+    return lambda scenario: scenario.with_each_step(edit)
 
 
 def autocast_of_model(scenario: Scenario) -> Scenario:
@@ -169,7 +169,7 @@ def autocast_of_model(scenario: Scenario) -> Scenario:
         if step["autocast"] is not None and dtype in HALF:
             step["autocast"]["dtype"] = dtype
 
-    return _edited(scenario, edit)
+    return scenario.with_each_step(edit)
 
 
 def fresh_process(scenario: Scenario) -> Scenario:
@@ -177,13 +177,6 @@ def fresh_process(scenario: Scenario) -> Scenario:
     steps = scenario.model_dump()["steps"]
     last = max(index for index, step in enumerate(steps) if step["model"] is not None or index == 0)
     return scenario.with_changes(steps=steps[last:])
-
-
-def _edited(scenario: Scenario, edit: Callable[[dict[str, Any]], None]) -> Scenario:
-    steps = scenario.model_dump()["steps"]
-    for step in steps:
-        edit(step)
-    return scenario.with_changes(steps=steps)
 
 
 CHANGES: dict[str, Change] = {
