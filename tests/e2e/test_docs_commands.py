@@ -12,6 +12,7 @@ import pytest
 import typer
 from command import in_this_process, python
 from documented import ROOT, Command, documented_commands, marked_examples
+from recorded import run_directory
 
 from dtypedoctor.cli.main import with_verb
 from dtypedoctor.diagnosis import finding_ids
@@ -82,8 +83,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as the documentation assumes it: the scenarios, and the first run of the first page."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "scenarios").symlink_to(ROOT / "scenarios")
-    finished = in_this_process("run", "gemma4_grpo_fp16", "--out", "runs/first", cwd=folder)
-    assert finished.code == 0, finished.err
+    run_directory("gemma4_grpo_fp16", folder / "runs" / "first")  # as it was recorded: test_scenarios.py makes this run
     (folder / "dtype-report").mkdir()
     shutil.copytree(folder / "runs" / "first", folder / "dtype-report" / "gemma4_grpo_fp16")
     first = read_report(folder / "runs" / "first")
