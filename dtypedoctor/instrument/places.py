@@ -4,7 +4,6 @@ A :class:`Place` is a module, or something that no module returned. A site is al
 autocast. A :class:`Recorder` measures and writes samples of sites; those there are stand in ``recorders.py``.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -13,35 +12,12 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from dtypedoctor.instrument.module_tree import children_in
 from dtypedoctor.instrument.naming import Names, short_name
 from dtypedoctor.instrument.statistics import Named
 from dtypedoctor.trace.events import Site
 
 if TYPE_CHECKING:
     from dtypedoctor.trace.writer import TraceWriter
-
-
-def residual_blocks(root: nn.Module) -> set[int]:
-    """Identities of the modules whose outputs are the residual stream of ``root``.
-
-    These are the members of the outermost ``ModuleList`` objects that hold several modules, most of one class, as the layers
-    of a transformer do; of a model without any, its own direct children.
-    """
-    found: set[int] = set()
-    waiting = list(children_in(root))
-    while waiting:
-        module = waiting.pop()
-        if isinstance(module, nn.ModuleList) and _is_stack(module):
-            found.update(id(member) for member in module)
-        else:
-            waiting += children_in(module)
-    return found or {id(child) for child in children_in(root)} or {id(root)}
-
-
-def _is_stack(members: nn.ModuleList) -> bool:
-    classes = Counter(type(member) for member in members)
-    return len(members) > 1 and classes.most_common(1)[0][1] * 2 > len(members)
 
 
 class Place:

@@ -5,12 +5,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from figures import PAGE, Code, documented, figures
+from figures import PAGE, ROOT, Code, documented, figures
+
+CODE = Code(ROOT)
 
 
 def test_no_figure_is_worse_than_the_page_says() -> None:
     """What the page states is a ceiling, to the last line; after a change that makes one better: `python tools/figures.py --write`."""
-    counts = figures()
+    counts = figures(CODE)
     rows = documented(PAGE.read_text(encoding="utf-8"))
     assert [row.name for row in rows] == list(counts)
     worse = {row.name: (counts[row.name], row.now) for row in rows if counts[row.name] > row.now}
@@ -19,11 +21,10 @@ def test_no_figure_is_worse_than_the_page_says() -> None:
 
 def test_each_place_that_catches_everything_says_why() -> None:
     """What catches every exception keeps some that mean the program: a comment stands on its line."""
-    code = Code(PAGE.parents[1])
-    lines = {name: text.splitlines() for name, text in code.texts.items()}
+    lines = {name: text.splitlines() for name, text in CODE.texts.items()}
     bare = [
         place
-        for place in code.broad_excepts()
+        for place in CODE.broad_excepts()
         if "# " not in lines[place.rpartition(":")[0]][int(place.rpartition(":")[2]) - 1]
     ]
     assert not bare

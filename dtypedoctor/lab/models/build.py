@@ -8,6 +8,7 @@ import importlib
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from dtypedoctor._torch_private import buffers_of, is_persistent
 from dtypedoctor.corrections.contract import runs_other_forward
 from dtypedoctor.errors import UsageError, is_installed, require_installed
-from dtypedoctor.instrument.places import residual_blocks
 from dtypedoctor.interruptions import contained
 from dtypedoctor.lab.scenarios.model import Lora, Model, Outlier, Perturbation, Quantization
 from dtypedoctor.plugins import BUILTIN, known, registered, resolve
@@ -193,6 +193,20 @@ def is_spread_out(spec: Model, device: torch.device) -> bool:
     return spec.device_map is not None and device.type != "cpu"
 
 
+def repeated_layers(module: nn.Module) -> list[nn.Module]:
+    """The members of the outermost ``nn.ModuleList`` objects that hold several modules, most of one class; empty where there are none.
+
+    These are the regions that libraries shard, place and compile one by one: a decoder's layers, a vision tower's blocks.
+    """
+    layers: dict[nn.Module, None] = {}
+    for child in module.children():
+        members = list(child.children()) if isinstance(child, nn.ModuleList) else []
+        most = max(Counter(map(type, members)).values(), default=0)
+        is_row = len(members) > 1 and 2 * most > len(members)
+        layers.update(dict.fromkeys(members if is_row else repeated_layers(child)))
+    return list(layers)
+
+
 def _placed(model: nn.Module, spec: Model, device: torch.device) -> nn.Module:
     """``model`` on ``device``, or spread over all GPUs as transformers spreads one that it loads, no block of it over two."""
     if not is_spread_out(spec, device):
@@ -202,7 +216,7 @@ def _placed(model: nn.Module, spec: Model, device: torch.device) -> nn.Module:
     from accelerate import dispatch_model, infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
-    blocks = {type(module) for module in model.modules() if id(module) in residual_blocks(model)} - {type(model)}
+    blocks = {type(module) for module in repeated_layers(model) or model.children()} - {type(model)}
     whole = sorted(kind.__name__ for kind in blocks)
     room = get_balanced_memory(model, no_split_module_classes=whole)
     places = infer_auto_device_map(model, max_memory=room, no_split_module_classes=whole)

@@ -22,7 +22,7 @@ from dtypedoctor.instrument.capture import Tensors, describe, holds_only_modules
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
 from dtypedoctor.instrument.live_call import tensors_of
 from dtypedoctor.instrument.module_tree import named_modules, parameter_not_here
-from dtypedoctor.instrument.places import residual_blocks
+from dtypedoctor.lab.models.build import repeated_layers
 from dtypedoctor.lab.scenarios.model import Capture as Wanted
 from dtypedoctor.lab.scenarios.model import Compile, Distributed, Generate, Grpo, Scenario, ScenarioStep, Sft, Workload
 from dtypedoctor.plugins import KEEP_FLOAT32
@@ -153,35 +153,15 @@ def _regions_compiled(context: "Context", spec: Compile) -> Iterator[None]:
         context.instruments.name_as(context.compiled, model)
         yield
         return
-    with _layers_compiled(spec, repeated_layers(model)), _without_cache(model, context.stage.workload):
+    layers = repeated_layers(model)
+    if not layers:
+        raise UsageError("compile.regions: the model has no repeated layers", "Use `regions: model`.")
+    with _layers_compiled(spec, layers), _without_cache(model, context.stage.workload):
         yield
 
 
 def _compiled(spec: Compile, what: Any) -> Any:
     return torch.compile(what, backend=spec.backend, fullgraph=spec.fullgraph, dynamic=spec.dynamic)
-
-
-def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """The members of each ``nn.ModuleList`` of at least two modules of one class; of nested lists those of the outer ones.
-
-    These are the regions that libraries compile one by one: a decoder's layers, a vision tower's blocks.
-
-    Raises:
-        UsageError: there are none.
-    """
-    found = list(_repeated(model))
-    if not found:
-        raise UsageError("compile.regions: the model has no repeated layers", "Use `regions: model`.")
-    return found
-
-
-def _repeated(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        members = list(child.children()) if isinstance(child, nn.ModuleList) else []
-        if len(members) > 1 and len({type(member) for member in members}) == 1:
-            yield from members
-        else:
-            yield from _repeated(child)
 
 
 @contextmanager
@@ -331,10 +311,8 @@ def shard(model: nn.Module, spec: Distributed) -> None:
     names = (spec.param_dtype, spec.reduce_dtype, spec.output_dtype)
     param, reduce, output = (getattr(torch, name) if name is not None else None for name in names)
     policy = fsdp.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
-    layers = residual_blocks(model) - {id(model)}
-    for module in reversed(list(model.modules())):  # what lies inside a unit comes before it
-        if id(module) in layers:
-            fsdp.fully_shard(module, mp_policy=policy)
+    for layer in repeated_layers(model) or model.children():
+        fsdp.fully_shard(layer, mp_policy=policy)
     fsdp.fully_shard(model, mp_policy=policy)
 
 
