@@ -93,6 +93,19 @@ def test_what_to_do_is_of_the_tensor_that_has_the_dtype(
     assert bool(advice) == bool(words)
 
 
+@pytest.mark.parametrize("start", [2000.0, 30000.0])
+def test_a_sum_that_begins_high_is_compared_with_what_is_added(tmp_path: Path, start: float) -> None:
+    """Of what the loop adds a good part is lost, or made up, which beside the total is little."""
+
+    def work(_: object) -> None:
+        total = torch.tensor(start, dtype=torch.float16)
+        for number in range(60):
+            total += torch.tensor(3.0 + 0.02 * (number % 5), dtype=torch.float16) * (start / 2000)
+
+    (finding,) = sums(tmp_path, work)
+    assert finding.proven_by is not None
+
+
 def test_a_sum_is_told_of_as_it_is_in_the_end(tmp_path: Path) -> None:
     """Not as it is when it first becomes wrong."""
     (finding,) = sums(tmp_path, added(torch.bfloat16, 1200, lambda _: 1.0))
@@ -108,8 +121,10 @@ def test_a_sum_is_told_of_as_it_is_in_the_end(tmp_path: Path) -> None:
         added(torch.float32, 400, lambda _: 1.0),
         added(torch.bfloat16, 400, lambda number: (-1.0) ** number * 1.01),
         added(torch.bfloat16, 60, lambda number: 0.3 + 0.1 * (number % 3)),
+        added(torch.float16, 60, lambda number: 2000.0 if number == 0 else 0.3 + 5.9 * (number * 0.618 % 1)),
+        added(torch.float16, 60, lambda number: 2000.0 if number == 0 else 3.0 * (-1) ** number),
     ],
-    ids=["few", "float16", "float32", "both signs", "losses of a short epoch"],
+    ids=["few", "float16", "float32", "both signs", "losses of a short epoch", "random roundings", "beside its start"],
 )
 def test_sums_that_are_right_are_not_told_of(tmp_path: Path, work: Callable[[object], None]) -> None:
     """Nor are terms that cancel."""

@@ -121,6 +121,7 @@ class _State(Uncollected):
         is_off: whether float64 is further away by now than one rounding, in most of what moves.
         step, gaps: in which it was met last, and how often calls had gone by by then that were not looked at.
         peak, way: largest magnitude, and how far each element has been from where the round began, in float64.
+        base, went: what it was in float64 when it was compared first, and how far it has been from there.
         adds, counts: whether nothing but additions change it, and all that it has been are whole numbers.
         sums: how often a tensor of its size was added or taken away.
         off: the largest error.
@@ -152,6 +153,8 @@ class _State(Uncollected):
     change: float = 0.0
     peak: float = 0.0
     way: Tensor | None = None
+    base: Tensor | None = None
+    went: float = 0.0
     adds: bool = True
     counts: bool = True
     is_off: bool = False
@@ -192,7 +195,7 @@ class _State(Uncollected):
         self.first = self.last = (now, now.double())
         self.shift = torch.zeros_like(self.last[1])
         self.turns = self.judged = self.still = self.wanted = self.lost = self.returns = 0
-        self.peak, self.adds, self.counts = 0.0, True, True
+        self.peak, self.went, self.base, self.adds, self.counts = 0.0, 0.0, None, True, True
         self.begin_round()
 
     def unseen(self, now: Tensor, at: _At) -> None:
@@ -208,6 +211,7 @@ class _State(Uncollected):
         to both sides would make, and it is further off than as many of each element would leave it.
         """
         (now, exact), (before, start) = self.last, self.start
+        self.base = exact if self.base is None else self.base
         size, moved, off = before.double().abs(), exact - start, (now.double() - exact).abs()
         way = moved.abs() if self.way is None else torch.maximum(moved.abs(), self.way)
         moves = (moved.abs() > NOISE * size + ON_THE_WAY * way) & exact.isfinite()
@@ -225,6 +229,7 @@ class _State(Uncollected):
             moved.abs().max(),
             off.nan_to_num(0.0, 0.0).max(),
             exact.abs().max(),
+            (exact - self.base).abs().max(),
             left.max(),
             way.max(),
             (apart > FURTHER * left).sum(),
@@ -242,6 +247,7 @@ class _State(Uncollected):
             change,
             self.off,
             peak,
+            went,
             left_over,
             far,
             others,
@@ -251,7 +257,8 @@ class _State(Uncollected):
             apart_once,
             whole,
         ) = torch.stack([number.double() for number in numbers]).tolist()
-        self.peak, self.counts = max(self.peak, peak), self.counts and bool(whole)
+        self.peak, self.went = max(self.peak, peak), max(self.went, went)
+        self.counts = self.counts and bool(whole)
         self.judged += rounds if wanted else 0
         has_settled = not wanted and not apart_once  # as near to where float64 stands still as the dtype allows
         if has_settled or (wanted and lost < least * wanted and not is_short):
@@ -272,11 +279,17 @@ class _State(Uncollected):
             return self.still >= ROUNDS
         return self.is_off and self.still >= 2 * EACH
 
+    @property
+    def is_sum(self) -> bool:
+        """Whether it adds up a few numbers, and is neither weights nor an average."""
+        return self.adds and self.elements <= SMALL and not self.in_step
+
     def has_drifted(self) -> bool:
-        """Whether it is further off than as many random roundings leave it; a count may not be off at all."""
+        """Whether it is further off than as many random roundings leave it; a count may not be off at all. What a sum began with is not what it adds up."""
         dtype = DTYPES[short_name(self.dtype)]
-        random = DEVIATIONS * dtype.epsilon / 4 * math.sqrt(self.turns)
-        least = 0.0 if self.counts and self.adds else max(digits_lost(dtype.name), random) * self.peak
+        random = DEVIATIONS * dtype.epsilon / 4 * math.sqrt(self.turns) * self.peak
+        lost = digits_lost(dtype.name) * (self.went if self.is_sum else self.peak)
+        least = 0.0 if self.counts and self.adds else max(lost, random)
         is_enough = self.turns >= FEWEST or least == 0.0
         return least < self.off <= self.peak < math.inf and is_enough
 
@@ -757,7 +770,7 @@ class StateCheck(Observer):
         if (stands or has_drifted or returns) and self._is_kept(state):
             state.still, state.returns = 0, 0
             stands = has_drifted = returns = False
-        is_sum = state.adds and state.elements <= SMALL and not state.in_step
+        is_sum = state.is_sum
         if state.adds and (has_drifted or (stands and is_sum and not self._is_parameter(state))):
             self._tell_sum(state)
         elif has_drifted:
