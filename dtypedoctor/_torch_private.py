@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from importlib import import_module
 from inspect import currentframe
+from itertools import count
 from operator import attrgetter, or_, sub
 from types import CodeType, FrameType, MethodType
 from typing import Any
@@ -36,6 +37,7 @@ from torch.nn.modules import module as _modules
 from torch.utils import _python_dispatch, _pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from dtypedoctor.unpatched import unseen_by_warnings
 
@@ -415,6 +417,24 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         target.copy_(source)
 
 
+_OWN_IDS = count(1 << 48, 1 << 10)
+
+
+def register_own(register: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The handle of a hook that ``register`` registers, with a number beyond all of a program's: its own handles have the numbers that they would have.
+
+    A thread that registers one meanwhile gets a number after it. So numbers differ all the same, and no hook takes the place of another.
+    """
+    of_program = RemovableHandle.next_id
+    if of_program >= 1 << 48:  # another thread is here
+        return register(*args, **kwargs)
+    RemovableHandle.next_id = next(_OWN_IDS)
+    try:
+        return register(*args, **kwargs)
+    finally:
+        RemovableHandle.next_id = of_program
+
+
 def hook_gradient(tensor: Tensor, hook: Any) -> None:
     """Has ``hook`` called with the gradient of a plain tensor that is no leaf; with None if nothing has used the tensor, but its siblings.
 
@@ -426,7 +446,7 @@ def hook_gradient(tensor: Tensor, hook: Any) -> None:
         hooks = tensor._backward_hooks = OrderedDict()
         tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
     if hooks is None:
-        tensor.register_hook(hook)
+        register_own(tensor.register_hook, hook)
     else:
         hooks[hook] = hook
 
@@ -632,8 +652,8 @@ class ModuleHooks:
 
     def put(self, before: Callable[..., None], after: Callable[..., None]) -> frozenset[int]:
         """Puts them in place; returns the numbers of their handles."""
-        pre = _modules.register_module_forward_pre_hook(before)
-        post = _modules.register_module_forward_hook(after, with_kwargs=True, always_call=True)
+        pre = register_own(_modules.register_module_forward_pre_hook, before)
+        post = register_own(_modules.register_module_forward_hook, after, with_kwargs=True, always_call=True)
         self.places = [
             (getattr(_modules, "_global_forward_pre_hooks", None), pre, before),
             (getattr(_modules, "_global_forward_hooks", None), post, after),
@@ -648,7 +668,8 @@ class ModuleHooks:
         if not self.can_lift:
             return
         self.lifted_for = module
-        self.own = module.register_forward_hook(ended, prepend=True, with_kwargs=True, always_call=True)
+        how = {"prepend": True, "with_kwargs": True, "always_call": True}
+        self.own = register_own(module.register_forward_hook, ended, **how)
         for hooks, handle, _ in self.places:
             hooks.pop(handle.id, None)
 

@@ -168,7 +168,7 @@ def _hint(error: BaseException, hint: str) -> str:
             return "Raise the limit of open files, for example with `ulimit -n 4096`."
         if isinstance(cause, OSError) and cause.errno in _NO_PLACE:
             return "Give another folder: --out, or DTYPEDOCTOR_RUNS."
-        cause = cause.__cause__ or cause.__context__
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return hint
 
 

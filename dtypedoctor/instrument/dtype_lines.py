@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from dtypedoctor._torch_private import buffers_of, follow_casts, parameters_of
+from dtypedoctor._torch_private import buffers_of, follow_casts, parameters_of, register_own
 from dtypedoctor.instrument.frames import Call, Statement, callee, own_statement
 from dtypedoctor.instrument.module_tree import modules_in
 from dtypedoctor.interruptions import contained
@@ -58,7 +58,7 @@ class DtypeLines:
         """Begins to follow."""
         hook = self._shield(self._registered, _WHAT)
         for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
-            self._undo.append(register(hook).remove)
+            self._undo.append(register_own(register, hook).remove)
         begin = self._shield(self._before_cast, _WHAT)
         end = self._shield(self._after_cast, _WHAT)
         self._undo.append(follow_casts(begin, end))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from dtypedoctor._torch_private import as_the_program, buffers_of, default_device, parameters_of
+from dtypedoctor._torch_private import as_the_program, buffers_of, default_device, parameters_of, register_own
 from dtypedoctor.instrument.module_tree import DEEPEST, held_in, mapped, modules_in, named_modules
 from dtypedoctor.interruptions import contained
 
@@ -331,7 +331,7 @@ class LiveCall:
         """Keeps the gradients that come back for the tensors of ``output``, which the call has just returned, by reference."""
         for index, tensor in enumerate(tensors_of(output)):
             if tensor.requires_grad:
-                tensor.register_hook(self._keep(index))
+                register_own(tensor.register_hook, self._keep(index))
 
     def _keep(self, index: int) -> Callable[[Tensor | None], None]:
         def hook(gradient: Tensor | None) -> None:

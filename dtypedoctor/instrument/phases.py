@@ -32,6 +32,7 @@ from dtypedoctor._torch_private import (
     found_inf_by,
     kind_of,
     modes_on,
+    register_own,
 )
 from dtypedoctor.instrument.frames import is_own_file
 from dtypedoctor.instrument.operators import OperatorMode
@@ -141,8 +142,8 @@ class Phases:
         if not MODES_CAN_IGNORE_COMPILED:
             self._wrap(torch, "compile", self._around_compile)
         self.follow_compiled()
-        pre = register_optimizer_step_pre_hook(self._pre_step)
-        post = register_optimizer_step_post_hook(self._post_step)
+        pre = register_own(register_optimizer_step_pre_hook, self._pre_step)
+        post = register_own(register_optimizer_step_post_hook, self._post_step)
         self._undo += [pre.remove, post.remove]
 
     def stop(self) -> None:

@@ -19,6 +19,7 @@ from dtypedoctor._torch_private import (
     is_capturing,
     is_wrapped,
     number_of_modes,
+    register_own,
     transformation,
 )
 from dtypedoctor.instrument.contents import (
@@ -451,6 +452,6 @@ def _hook_gradient(tensor: Tensor, hook: _Hook) -> None:
     """Has ``hook`` called with the gradient of ``tensor``, which is no leaf."""
     if type(tensor) is not Tensor:
         with DisableTorchFunction():
-            Tensor.register_hook(tensor, hook)
+            register_own(Tensor.register_hook, tensor, hook)
         return
     hook_gradient(tensor, hook)

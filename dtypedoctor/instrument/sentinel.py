@@ -37,6 +37,7 @@ from dtypedoctor._torch_private import (
     number_of_modes,
     pop_mode,
     push_mode,
+    register_own,
     schema_of,
     sequence_number,
 )
@@ -315,7 +316,7 @@ class Sentinel(OperatorMode):
                 continue
             self._hooked.add(number)
             if not inside or isinstance(node, self._inside):
-                node.register_prehook(self._entering)
+                register_own(node.register_prehook, self._entering)
             waiting += filter(None, map(itemgetter(0), node.next_functions))
 
     def _is_known(self, number: int) -> bool:

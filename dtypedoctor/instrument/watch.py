@@ -25,6 +25,7 @@ from dtypedoctor._torch_private import (
     count_no_global_hook_of,
     follow_compiled_calls,
     is_followed,
+    register_own,
 )
 from dtypedoctor.instrument.budget import FIRST, Budget
 from dtypedoctor.instrument.places import Looks, Place, Places, Rows, Sites, When
@@ -275,7 +276,7 @@ class ModuleWatch:
                 self._writer.mark(position.step, here.call, self.sites.entry(place, here.phase))
 
         position = self._position
-        handle = hooks.register_module_forward_pre_hook(mark)
+        handle = register_own(hooks.register_module_forward_pre_hook, mark)
         try:
             yield
         finally:

@@ -252,7 +252,8 @@ def _without_trace(place: Path) -> UsageError:
     if not place.exists():
         return UsageError(f"{place}: no such directory", "Give a directory that a run has left.")
     deep = ("*", "*/*") if place.is_dir() else ()
-    parts = [str(path.parent) for pattern in deep for path in sorted(place.glob(f"{pattern}/{EVENTS}"))]
+    traces = (path for pattern in deep for path in sorted(place.glob(f"{pattern}/{EVENTS}")))
+    parts = [str(path.parent) for path in traces if path.is_file()]
     hint = f"It holds these runs: {', '.join(parts[:_MOST_NAMED])}" + (", …" if len(parts) > _MOST_NAMED else "")
     return UsageError(f"{place}: no trace here", hint if parts else "Give a directory that a run has left.")
 

@@ -195,3 +195,32 @@ def test_a_script_may_watch_itself(tmp_path: Path) -> None:
     for directory in ("run", "own"):
         finding = report_of(tmp_path / directory)["findings"][0]
         assert (finding["id"], finding["fqn"]) == ("float16-overflow", "0")
+
+
+NUMBERED = """
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)).bfloat16()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(40):
+    x = torch.randn(2, 4, requires_grad=True).bfloat16()
+    handles = [model.register_forward_hook(lambda *_: None), x.register_hook(lambda gradient: gradient * 1)]
+    loss = model(x).float().square().mean()
+    handles += [loss.register_hook(lambda gradient: gradient), loss.grad_fn.register_hook(lambda *_: None)]
+    loss.backward()
+    optimizer.step()
+    print([handle.id for handle in handles], RemovableHandle.next_id)
+    for handle in handles:
+        handle.remove()
+"""
+
+
+def test_hooks_of_a_program_have_the_numbers_that_they_have_without(tmp_path: Path) -> None:
+    """Those of the doctor, some in each step, have others."""
+    (tmp_path / "program.py").write_text(NUMBERED)
+    command = [sys.executable, "program.py"]
+    alone = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert len(alone.splitlines()) == 40
+    assert dtypedoctor("exec", "program.py", cwd=tmp_path).out == alone

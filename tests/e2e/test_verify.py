@@ -82,6 +82,18 @@ def test_a_script_that_raises_leaves_no_verdict(tmp_path: Path) -> None:
     assert "ZeroDivisionError" in done.err or "SyntaxError" in done.err
 
 
+@pytest.mark.parametrize("broken", ["def g(:\n", "def inner():\n    raise ValueError('no')\ninner()\n"])
+@pytest.mark.parametrize("of", ["model.py", "model.py:model"])
+def test_what_a_script_raises_is_shown_from_its_own_lines_on(broken: str, of: str, tmp_path: Path) -> None:
+    """As Python shows it of the script alone."""
+    torch.save(nn.Linear(1, 1).state_dict(), tmp_path / "net.pt")
+    done = verified(tmp_path, broken, "net.pt", "--of", of)
+    assert done.code == 3, done.err
+    assert 'model.py", line' in done.err
+    assert "dtypedoctor/" not in done.err
+    assert "runpy" not in done.err
+
+
 def test_a_program_verifies_its_own_model(tmp_path: Path) -> None:
     model = nn.Linear(4, 2)
     torch.save(model.state_dict(), tmp_path / "net.pt")

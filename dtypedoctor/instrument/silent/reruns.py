@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import EntersCompiled, as_the_program
+from dtypedoctor._torch_private import EntersCompiled, as_the_program, register_own
 from dtypedoctor.instrument.module_tree import ByModule, is_of_several, named_modules
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import tensors_of
@@ -118,9 +118,8 @@ class CacheCheck(Observer):
         changed = self._changed_since(known.before, self._fingerprints(module))
         self._changed = {id(layer): name for layer, name in self._alive(module) if name in changed}
         if self._changed:
-            self._hook = hooks.register_module_forward_hook(
-                self.session.guard.shield(self._layer_returned, "layers under autocast"), with_kwargs=False
-            )
+            returned = self.session.guard.shield(self._layer_returned, "layers under autocast")
+            self._hook = register_own(hooks.register_module_forward_hook, returned, with_kwargs=False)
 
     def _changed_since(self, before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> set[str]:
         """Names of the layers whose fingerprints are not the same any more; waits for the device once."""

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import memory_key, schema_of
+from dtypedoctor._torch_private import memory_key, register_own, schema_of
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.instrument.budget import WINDOW, is_checked, is_in_window
 from dtypedoctor.instrument.frames import Line, line_of
@@ -937,7 +937,11 @@ class StateCheck(Observer):
                 state.is_new = False
                 state.becomes(value.now, value.exact)
 
-        self._accumulated[key] = (node.register_prehook(added), node, state)  # the node would go with the graph
+        self._accumulated[key] = (
+            register_own(node.register_prehook, added),
+            node,
+            state,
+        )  # the node would go with the graph
 
     def _end_gradients(self) -> None:
         """The gradients that were added up are taken, and those that follow are others."""

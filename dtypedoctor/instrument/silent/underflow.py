@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import gradient_dtype, schema_of, sequence_number, version_of
+from dtypedoctor._torch_private import gradient_dtype, register_own, schema_of, sequence_number, version_of
 from dtypedoctor.instrument.budget import is_checked
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.silent.observer import Observer, named_parameters_of, parameters_of
@@ -79,7 +79,7 @@ class GradientCheck(Observer):
                     look = self.session.guard.shield(
                         partial(self._handed_on, node, place), "gradients that become float16"
                     )
-                    self._hooks.append(node.register_hook(look))
+                    self._hooks.append(register_own(node.register_hook, look))
 
     def after_backward(self) -> None:
         """It has ended."""

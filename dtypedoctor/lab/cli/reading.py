@@ -51,7 +51,8 @@ def compare(
     found = compare_runs(open_run(run_a), open_run(run_b), tolerance)
     show(comparison_document(found if format == TERMINAL else redact(found)), format)
     if format == TERMINAL:
-        again = shlex.join(["dtypedoctor", "compare", str(run_a), str(run_b), "--format", "md"])
+        places = [f"./{run}" if str(run).startswith("-") else str(run) for run in (run_a, run_b)]
+        again = shlex.join(["dtypedoctor", "compare", *places, "--format", "md"])
         say(f"\nNext: {again}")
     return int(ExitCode.OK if found.verdict is Verdict.EQUAL else ExitCode.FINDINGS)
 

@@ -1,13 +1,14 @@
 """Verifies a saved model against the trained one: what was loaded, each tensor, ties, merges, and the function. Runs in a process of its own too."""
 
 import copy
+import importlib
 import json
 import math
 import runpy
 import sys
 from collections.abc import Iterable, Iterator
-from importlib import import_module
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -280,7 +281,7 @@ def live_model(named: str) -> tuple[nn.Module, Any]:
         raise UsageError(f"{path}: no such file", "Give FILE.py:FUNCTION, or the folder of another saved model.")
     sys.path.insert(0, str(Path(path).resolve().parent if is_file else Path.cwd()))
     if name:
-        module = import_module(Path(path).stem if is_file else path)
+        module = importlib.import_module(Path(path).stem if is_file else path)
         if not hasattr(module, name):
             raise UsageError(f"{path}: has no {name!r}", "Name a model, or a function that returns one.")
         made = getattr(module, name)
@@ -305,9 +306,21 @@ def _outermost(values: Iterable[Any]) -> Iterator[nn.Module]:
     yield from (model for key, model in models.items() if key not in inner)
 
 
+_HOME = str(Path(__file__).resolve().parents[2])
+
+
+def _as_program_raises(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Prints what Python would print of the script alone: the frames begin in it."""
+    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(
+        (_HOME, "<frozen ", importlib.__file__)
+    ):
+        traceback = traceback.tb_next
+    sys.__excepthook__(kind, error.with_traceback(traceback), traceback)
+
+
 def main(request: dict[str, str]) -> None:
     """Verifies what a request names and writes what came of it, as JSON, to the request's ``result``."""
-    of = request["of"]
+    sys.excepthook, of = _as_program_raises, request["of"]
     try:
         is_live = of.endswith(".py") or (":" in of and not Path(of).exists())
         subject, inputs = live_model(of) if is_live else (of, None)
