@@ -31,8 +31,9 @@ from dtypedoctor.lab.compare.comparison import (
     parameter_drift,
     relative_error,
 )
+from dtypedoctor.lab.trials.judge import parameters_equal
 from dtypedoctor.runner.run import SavedRun
-from dtypedoctor.trace.events import Metric, ProbeLogProbs, Resources, Sample
+from dtypedoctor.trace.events import Metric, ProbeLogProbs, Sample
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import ParameterEnds
 
@@ -373,7 +374,7 @@ def compare_runs(a: SavedRun, b: SavedRun, tolerance: float | None = None) -> Tr
         lone_a=sum(measurement.side == "A" for measurement in lone),
         lone_b=sum(measurement.side == "B" for measurement in lone),
         ends_differ=end_of(a) != end_of(b),
-        parameters_equal=_parameters_equal(ours, theirs),
+        parameters_equal=parameters_equal(ours, theirs),
         parameters=compare_parameters(ours, theirs, limit),
         first=divergence(ours, theirs, *first) if first is not None else None,
         first_nonfinite=divergence(ours, theirs, *first_nonfinite) if first_nonfinite is not None else None,
@@ -431,14 +432,6 @@ def _ends(trace: Trace) -> dict[tuple[int, str, int], End]:
             if sampled and dtype in DTYPES:
                 ends[number, name, record.steps] = End(dtype=dtype, moved=moved / sampled, distance=distance, norm=norm)
     return ends
-
-
-def _parameters_equal(a: Trace, b: Trace) -> bool | None:
-    """Whether the checksums over the trained parameters are the same; None where one is not there."""
-    ours, theirs = a.last(Resources), b.last(Resources)
-    if ours is None or theirs is None or ours.checksum is None or theirs.checksum is None:
-        return None
-    return ours.checksum == theirs.checksum
 
 
 _ABOUT = frozenset(

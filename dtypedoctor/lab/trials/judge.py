@@ -536,12 +536,19 @@ def _compare(watched: Run, unwatched: Run) -> Observer:
 
 def _by_parameters(watched: Run, unwatched: Run) -> Observer:
     """Long runs, of which not every step is kept: the trained parameters tell."""
-    ours, theirs = watched.trace.last(Resources), unwatched.trace.last(Resources)
-    if ours is None or theirs is None or ours.checksum is None or theirs.checksum is None:
+    equal = parameters_equal(watched.trace, unwatched.trace)
+    if equal is None:
         return Observer(bitwise_equal=None, reason="steps of so long a run are not all kept for comparison")
-    equal = ours.checksum == theirs.checksum
     verdict = "are bitwise equal with and without instrumentation" if equal else "differ"
     return Observer(bitwise_equal=equal, reason=f"the trained parameters {verdict}")
+
+
+def parameters_equal(a: Trace, b: Trace) -> bool | None:
+    """Whether the checksums over the trained parameters are the same; None where one is not there."""
+    ours, theirs = a.last(Resources), b.last(Resources)
+    if ours is None or theirs is None or ours.checksum is None or theirs.checksum is None:
+        return None
+    return ours.checksum == theirs.checksum
 
 
 def _compared(run: Run) -> str:
