@@ -178,6 +178,7 @@ class OpTrace(OperatorMode):
         with self._aside():
             inputs = self._notes(tensors_of(arguments))
             kept = keep_written(func, arguments)
+            self._whereabouts.note_function()
         n = self._writer.next_n()
 
         def refused(error: Exception) -> None:
@@ -270,9 +271,9 @@ class OpTrace(OperatorMode):
         with self._aside():
             self._last_error = str(error)
             arguments = (args, kwargs)
-            n = self._writer.next_n()
             operands = tensors_of(arguments)
             place = self._whereabouts.here(sys._getframe(), _device(operands))
+            n = self._writer.next_n()
             self._write(n, name, place, (self._notes(operands), []), error=_line(error), takes=_takes(arguments))
             self._note_regions(n, _device(operands))
             replay_refused(self._writer, n, func, arguments)

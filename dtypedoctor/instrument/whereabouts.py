@@ -108,6 +108,13 @@ class Whereabouts:
             self._origins.setdefault(made, place)
         return place
 
+    def note_function(self) -> None:
+        """Writes the custom function whose backward begins: its first operator, which may be rejected, is to have a later number."""
+        node = autograd_node()
+        is_custom = isinstance(node, FunctionCtx)
+        if node is not None and is_custom and not self._session.position.stack:
+            self._in_backward(node, None, None)
+
     def line_and_module(self, frame: FrameType) -> tuple[str | None, str | None]:
         """``file:line`` of the operator that is called from ``frame``, and the dotted name of its module; None outside of modules."""
         place = self.here(frame, "cpu")

@@ -206,3 +206,41 @@ def test_what_a_program_adds_up_in_another_dtype_is_no_cache(tmp_path: Path) -> 
         found = findings(tmp_path / name, lambda _: does())  # noqa: B023
         assert found
         assert "kv-cache-dtype" not in {finding.id for finding in found}
+
+
+class LeanProduct(torch.autograd.Function):
+    """A product whose backward begins with the operator that is rejected: no other shows first in what function it runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """Saves the weight as it is, while autocast casts it for the product."""
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """The gradient has the dtype of the region."""
+        x, weight = ctx.saved_tensors
+        return torch.mm(grads[0], weight), torch.mm(x, grads[0])
+
+
+def test_the_first_operator_of_a_custom_backward_is_known_to_be_of_that_function(tmp_path: Path) -> None:
+    """Which region its forward ran in decides, and is written before that operator has its number."""
+
+    class Lean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(8))
+
+        def forward(self, x: Tensor) -> Any:
+            return LeanProduct.apply(x, self.weight)  # type: ignore[no-untyped-call]
+
+    model = nn.Sequential(nn.Linear(8, 8), Lean())
+
+    def work(_: Instruments) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.ones(8, 8)).sum()
+        loss.backward()
+
+    (finding,) = findings(tmp_path, work)
+    assert (finding.id, finding.confidence) == ("custom-function-autocast", "proven")
