@@ -208,7 +208,7 @@ def _fix(program: "Program", out: Path | None, *, in_place: bool, capsule_limit:
     folder = new_record(out, program.name, program.folder)
     report, _, fixed = fix_script(program, folder, in_place=in_place, capsule_limit=capsule_limit)
     _show(report, folder.directory, is_first=True, open_page=False)
-    print_fixed(fixed, folder.directory)
+    print_fixed(fixed)
     return int(ExitCode.OK if fixed.healthy else ExitCode.FINDINGS)
 
 

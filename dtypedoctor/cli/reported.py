@@ -38,14 +38,26 @@ def exit_code(report: Report) -> int:
     return int(next(code for _, holds, code in ENDINGS if holds(report)))
 
 
-def reported(treatment: Treatment, directory: Path, shown: Path | None = None) -> Report:
-    """The report of a finished treatment, which is also written into ``directory``; it names ``shown``, to which that is going to be moved."""
+def reported(
+    treatment: Treatment, directory: Path, shown: Path | None = None, *, patch: str = "", applied: bool = False
+) -> Report:
+    """The report of a finished treatment, which is also written into ``directory``.
+
+    Args:
+        treatment: what was found out.
+        directory: of the run.
+        shown: what the report names in its place, since the directory is going to be moved there.
+        patch: the file in it that has the edits already; empty for one that is written with the report.
+        applied: whether the program has the edits already.
+    """
     shown = directory if shown is None else shown
     files = {"report": REPORT_JSON, "markdown": REPORT_MD, "before": "before"}
     for key, name in (("raw_stdout", STDOUT), ("raw_stderr", STDERR)):
         kept_output = directory / "before" / name
         if kept_output.exists() and kept_output.stat().st_size:
             files[key] = files["raw_output"] = f"before/{name}"
+    if patch:
+        files["patch"] = patch
     if (directory / "server.log").exists():
         files["log"] = "server.log"
     report = build_report(
@@ -54,9 +66,10 @@ def reported(treatment: Treatment, directory: Path, shown: Path | None = None) -
         files=files,
         next_command=next_command(treatment, directory, shown),
     )
-    following = as_typed_here(_next_of_script(report, shown, treatment.rerun) or report.next_command)
-    if report.asks_for_edit and report.do_this[0].edits and "dtypedoctor exec " in following:
-        following = f"patch -p0 < {shlex.quote(str(shown / PATCH))} && {following}"
+    following = _next_of_script(report, shown, treatment.rerun, fixed=bool(patch)) or report.next_command
+    following = as_typed_here(following)
+    if report.asks_for_edit and report.do_this[0].edits and not applied and "dtypedoctor exec " in following:
+        following = f"patch -p0 < {shlex.quote(str(shown / (patch or PATCH)))} && {following}"
     return kept(directory, replace(report, next_command=following))
 
 
@@ -72,7 +85,7 @@ def as_typed_here(command: str) -> str:
     return f"{word} -m {command}"
 
 
-def _next_of_script(report: Report, directory: Path, rerun: str = "") -> str:
+def _next_of_script(report: Report, directory: Path, rerun: str = "", *, fixed: bool = False) -> str:
     """What runs a script again after the edit that the report shows, or with the options by which it would tell more, or with the first fix that can
     be tried on it; empty where there is none of that.
     """
@@ -81,9 +94,13 @@ def _next_of_script(report: Report, directory: Path, rerun: str = "") -> str:
     verb = "dtypedoctor exec "
     if not report.command.startswith(verb):
         return ""
-    again = shlex.join(_without_out(shlex.split(report.command), directory))
+    words = _without_out(shlex.split(report.command), directory)
     if report.asks_for_edit:
-        return again
+        for option in ("--fix", "--in-place") if fixed else ():  # nothing is left that it would try
+            if option in words:
+                words.remove(option)
+        return shlex.join(words)
+    again = shlex.join(words)
     program = again.removeprefix(verb)
     options = rerun.partition(": ")[0]
     if options and " N " not in options:  # nobody but its launcher knows how many processes

@@ -267,7 +267,8 @@ def write_report(directory: Path, report: Report) -> None:
     write_file(directory / REPORT_JSON, render_json(public))
     write_file(directory / REPORT_MD, render_markdown(run_document(public)))
     edits = report.do_this[0].edits if report.do_this else ()
-    if edits and Path(edits[0].file).is_file():  # not a cell of a notebook; what may be a secret is in no edit
+    # Not a cell of a notebook, nor what lies there already; what may be a secret is in no edit
+    if edits and "patch" not in report.files and Path(edits[0].file).is_file():
         write_file(directory / PATCH, f"{diff_of(edits)}\n")
 
 

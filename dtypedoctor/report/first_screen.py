@@ -94,7 +94,7 @@ def print_first_screen(report: Report, console: Console, directory: str, files: 
     if console.is_terminal:  # the user's own; a log may be read by others
         report = replace(report, excerpts=tuple(replace(one, text=one.own or one.text) for one in report.excerpts))
     at = f"Full report: {directory}/{files[0]}" + (f" ({', '.join(files[1:])})" if len(files) > 1 else "")
-    patch = quote(f"{directory}/{PATCH}")
+    patch = quote(f"{directory}/{report.files.get('patch', PATCH)}")
     for room in ROOMS:
         page, drawn = first_screen(report, at, room, patch), StringIO()
         print_document(page, Console(file=drawn, width=max(console.width, WIDTH), no_color=True))

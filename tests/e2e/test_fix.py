@@ -44,7 +44,7 @@ def written(folder: Path, source: str) -> Path:
 def test_two_mistakes_in_a_row_are_mended_in_a_copy(tmp_path: Path) -> None:
     """The patch cures the program that it was made of, whose folder nothing has changed until then."""
     script = written(tmp_path, TWO_IN_A_ROW)
-    done = dtypedoctor("exec", "--fix", "--out", str(tmp_path / "run"), "train.py", cwd=tmp_path)
+    done = dtypedoctor("exec", "--fix", "--out", "run", "train.py", cwd=tmp_path)
     assert done.code == 0, done.err
     assert "FIXED: with 2 edits the program runs without a finding." in done.err
     assert script.read_text() == TWO_IN_A_ROW
@@ -54,7 +54,15 @@ def test_two_mistakes_in_a_row_are_mended_in_a_copy(tmp_path: Path) -> None:
     story = json.loads((tmp_path / "run" / "fix.json").read_text())
     assert story["healthy"]
     assert [one["where"] for one in story["tries"] if one["kept"]] == [["train.py:9"], ["train.py:10"]]
-    subprocess.run(["patch", "-p0", "-i", str(patch)], cwd=tmp_path, check=True, capture_output=True)
+    assert not (tmp_path / "run" / "do-this.patch").exists()
+    brief = json.loads(dtypedoctor("report", "run", "--format", "json", "--brief", cwd=tmp_path).out)
+    assert brief["do_this"].startswith("FIXED: with 2 edits the program runs without a finding.")
+    assert all(cast in brief["edit"] for cast in ("+h = net(x.to(torch.bfloat16))", "+loss = head("))
+    follows, _, again = brief["next"].partition(" && ")
+    assert follows == "patch -p0 < run/fix.patch"
+    assert f"{follows} && " in done.err
+    assert again.endswith("exec train.py")
+    subprocess.run(follows, shell=True, cwd=tmp_path, check=True, capture_output=True)
     subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True)
 
 
@@ -82,6 +90,7 @@ def test_files_are_edited_in_place_in_a_clean_work_tree_alone(tmp_path: Path) ->
     subprocess.run([*git, "commit", "-q", "-m", "one"], check=True)
     done = dtypedoctor(*command, cwd=tmp_path)
     assert done.code == 0, done.err
+    assert "patch -p0" not in done.err, "the files have the edits already"
     assert "net(x.to(torch.bfloat16))" in script.read_text()
 
 

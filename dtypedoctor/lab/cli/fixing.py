@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from difflib import unified_diff
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from dtypedoctor.lab.runner.launch import asked_of, run_script_of
 from dtypedoctor.lab.scenarios.loading import dotted, in_words
 from dtypedoctor.lab.scenarios.model import Request, Scenario
 from dtypedoctor.lab.trials.treatment import Plan, treat
+from dtypedoctor.report.run_facts import diff_of
 from dtypedoctor.report.to_json import Report
 from dtypedoctor.runner.command import Program
 from dtypedoctor.runner.directories import RecordFolder, runs_folder
@@ -132,13 +133,21 @@ class Tree:
             Path(path).write_text(text, encoding="utf-8")
         return was
 
-    def patch(self) -> str:
-        """All that has changed, as a unified diff with paths from the working directory."""
-        found: list[str] = []
+    def edits(self) -> tuple[Edit, ...]:
+        """All that has changed, line by line, with paths from the working directory; a line that was added comes with one beside it."""
+        edits: list[Edit] = []
         for path, text in self.texts.items():
-            shown, now = os.path.relpath(path), Path(path).read_text(encoding="utf-8")
-            found += unified_diff(text.splitlines(keepends=True), now.splitlines(keepends=True), shown, shown)
-        return "".join(found)
+            old, new = text.splitlines(), Path(path).read_text(encoding="utf-8").splitlines()
+            for tag, begin, end, first, last in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+                added = new[first:last]
+                if tag == "insert":
+                    is_last = begin == len(old)
+                    begin, end = begin - is_last, begin - is_last + 1
+                    added = [old[begin], *added] if is_last else [*added, old[begin]]
+                texts = ["\n".join(added), *[""] * (end - begin - 1)]
+                for line, text_there in enumerate(texts if tag != "equal" else (), begin + 1):
+                    edits.append(Edit(file=os.path.relpath(path), line=line, old=old[line - 1], new=text_there))
+        return tuple(edits)
 
 
 def fix_script(
@@ -177,12 +186,14 @@ def fix_script(
 
         fixed, advice = _fixed(tree, first, run)
         treatment = examine(tree.program.described(), first, capsule_limit=capsule_limit, rerun="--rerun")
-        if advice is not None:
+        edits = tree.edits()
+        fixed.patch = f"{diff_of(edits)}\n" if edits else ""
+        if advice is not None:  # with all edits, which are one patch: the first one alone is not what was kept
+            advice = replace(advice, text=f"{_outcome(fixed)} {advice.text}", edits=edits)
             treatment = replace(treatment, advice=(advice, *treatment.advice[1:]))
-        fixed.patch = tree.patch()
         write_file(folder.private / PATCH, fixed.patch)
         write_file(folder.private / STORY, json.dumps(_story(fixed), indent=1))
-        report, status = finished(treatment, folder)
+        report, status = finished(treatment, folder, patch=PATCH, applied=in_place)
         return report, status, fixed
 
 
@@ -390,7 +401,7 @@ def _require_small(root: Path) -> None:
             )
 
 
-def print_fixed(fixed: Fixed, directory: Path) -> None:
+def print_fixed(fixed: Fixed) -> None:
     """Prints the patch to stdout, and the runs side by side to stderr."""
     from rich.table import Table
 
@@ -404,15 +415,19 @@ def print_fixed(fixed: Fixed, directory: Path) -> None:
         table.add_row(f"fix-{number}", ", ".join(one.where), outcome, str(one.steps), loss)
     console = console_for(sys.stderr)
     console.print(table)
-    if fixed.healthy:
-        words = f"FIXED: with {counted(sum(not one.objection for one in fixed.tries), 'edit')} the program runs without a finding."
-        words = words if fixed.tries else "HEALTHY: there is nothing to fix."
-    else:
-        words = f"NOT FIXED: {fixed.why_not}."
-    console.print(words, markup=False, highlight=False)
-    if fixed.patch:
-        sys.stdout.write(fixed.patch)
-        console.print(f"Apply:  patch -p0 < {directory / PATCH}", markup=False, highlight=False, soft_wrap=True)
+    console.print(_outcome(fixed), markup=False, highlight=False)
+    sys.stdout.write(fixed.patch)
+
+
+def _outcome(fixed: Fixed) -> str:
+    if not fixed.healthy:
+        return f"NOT FIXED: {fixed.why_not}."
+    edits = counted(sum(not one.objection for one in fixed.tries), "edit")
+    return (
+        f"FIXED: with {edits} the program runs without a finding."
+        if fixed.tries
+        else "HEALTHY: there is nothing to fix."
+    )
 
 
 def _cells(run: Run) -> tuple[str, str, str]:
