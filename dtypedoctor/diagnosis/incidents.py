@@ -187,7 +187,7 @@ def links(trace: Trace, numbers: Collection[int], call: int) -> Iterator[Observe
     for seen in trace.observed(NonfiniteReached):
         what = seen.what.what
         if (what in ("loss", "gradient") and seen.what.sample in numbers) or (
-            what == "call" and seen.call == call and seen.what.value != "-inf" and seen.n < min(numbers)
+            what == "call" and seen.call == call and seen.n < min(numbers)
         ):
             yield seen
 

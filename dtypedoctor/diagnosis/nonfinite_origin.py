@@ -254,7 +254,10 @@ def _seen_outside(graph: OpGraph, incident: Incident) -> Origin | None:
 def _origins_outside(graph: OpGraph, incident: Incident) -> Iterator[Origin]:
     for link in links(graph.trace, incident.numbers, incident.call):
         op = behind(graph, link)
-        if op is not None and (origin := _origin(graph, op, incident)) is not None:
+        origin = _origin(graph, op, incident) if op is not None else None
+        # -inf that a model is given is a mask, unless ordinary numbers overflow to it
+        is_mask = link.what.what == "call" and link.what.value == "-inf"
+        if origin is not None and not (is_mask and not _leaves_the_range(graph, origin.op)):
             yield origin
 
 

@@ -93,3 +93,37 @@ def test_rows_that_are_used_or_that_half_precision_has_spoiled_are_told(
 ) -> None:
     """A decision uses them, too; and what overflows is a failure of the dtype, whoever leaves it out."""
     assert told in findings(tmp_path, model, use)
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_ordinary_numbers_that_overflow_before_a_model_are_its_origin_whatever_their_sign(
+    tmp_path: Path, sign: float
+) -> None:
+    """The model makes NaN of the infinities that it is given."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).half()
+
+    def program() -> None:
+        for step in range(4):
+            scale = torch.ones(4, 8).half()
+            scale[3, 3] = sign * (40_000.0 if step == 3 else 1.0)
+            (model(torch.full((4, 8), 2.0).half() * scale) ** 2).mean().backward()
+
+    (finding,) = (one for one in diagnose(in_place(tmp_path, program)) if one.severity is Severity.ERROR)
+    assert (finding.id, finding.op) == ("float16-overflow", "aten.mul.Tensor")
+    assert finding.source is not None and finding.source.startswith("test_selected_away.py")
+
+
+def test_the_negative_infinities_of_a_mask_are_no_overflow_before_a_model(tmp_path: Path) -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return (x + mask).softmax(-1)
+
+    def program() -> None:
+        for _ in range(3):
+            mask = torch.tensor([[torch.finfo(torch.float32).min] * 2]).half()
+            Masked()(torch.ones(1, 2).half(), mask + mask).sum().item()
+
+    assert [one.id for one in diagnose(in_place(tmp_path, program)) if one.severity is Severity.ERROR] == [
+        "fully-masked-row"
+    ]

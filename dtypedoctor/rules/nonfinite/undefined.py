@@ -123,6 +123,7 @@ def judge_rounded(origin: Origin) -> Finding | None:
     rounded = rounded_before(origin.graph, op)
     where = f" at {rounded.source}" if rounded is not None and rounded.source not in (None, op.source) else ""
     result = "NaN" if origin.result.num_nan else "inf"
+    operands = "finite" if all_finite(op.inputs) else "not all finite"
     statement = Statement(
         id="rounds-out-of-domain",
         proven_by=(
@@ -132,7 +133,7 @@ def judge_rounded(origin: Origin) -> Finding | None:
         summary=f"{_what_rounds(rounded)}{where}, and {op.op} in {short(place(op))} makes {result} of it in step {op.step} ({op.phase}).",
         cause=_cause_of_rounding(rounded),
         evidence=(
-            f"{bad_elements(origin.result)} of the {origin.result.dtype} result of {op.op} are inf or NaN; its operands are finite.",
+            f"{bad_elements(origin.result)} of the {origin.result.dtype} result of {op.op} are inf or NaN; its operands are {operands}.",
             *_rounded_to(rounded),
             *how_the_run_ended(origin.trace),
         ),
