@@ -21,6 +21,7 @@ from dtypedoctor._torch_private import (
     number_of_modes,
     outside_of_transformations,
     set_frame_callback,
+    set_grad_enabled,
     transformation,
     without_autocast,
     without_modes,
@@ -210,7 +211,9 @@ def modes_are_on() -> bool:
 
 
 def out_of_their_sight() -> AbstractContextManager[object]:
-    """Inside, no torch mode of the program sees what is computed, no transformation changes it, and Dynamo compiles none of it.
+    """Inside, no torch mode of the program sees what is computed, no transformation changes it, Dynamo compiles none of it, and no graph is made.
+
+    What a graph saves is handed to hooks of the program: torch's checkpoints count it, and raise where a recomputation saves more than the call did.
 
     Dynamo leaves alone what runs under a dispatch mode. Once the modes are off, it would compile the doctor's own functions in the
     program's name, where a call is made inside of a region that it runs uncompiled.
@@ -229,15 +232,18 @@ def _out_of_sight_of_modes() -> Iterator[None]:
 class _Uncompiled:
     """Inside, Dynamo compiles nothing, and no tensor class is asked. A plain class, since several are entered in each step: it takes a fifth of the time."""
 
-    __slots__ = ("_callback", "_compiles", "_functions")
+    __slots__ = ("_callback", "_compiles", "_functions", "_grad")
 
     def __enter__(self) -> None:
         self._compiles = COMPILER in sys.modules
         self._callback = set_frame_callback(None) if self._compiles else None
         self._functions = DisableTorchFunction()
         self._functions.__enter__()
+        self._grad = torch.is_grad_enabled()
+        set_grad_enabled(False)
 
     def __exit__(self, *raised: object) -> None:
+        set_grad_enabled(self._grad)
         self._functions.__exit__(None, None, None)
         if self._compiles:
             set_frame_callback(self._callback)
