@@ -94,15 +94,15 @@ def _next_of_script(report: Report, directory: Path, rerun: str = "", *, fixed: 
     verb = "dtypedoctor exec "
     if not report.command.startswith(verb):
         return ""
-    words = _without_out(shlex.split(report.command), directory)
-    if report.asks_for_edit:
-        for option in ("--fix", "--in-place") if fixed else ():  # nothing is left that it would try
-            if option in words:
-                words.remove(option)
-        return shlex.join(words)
+    words, options = _without_out(shlex.split(report.command), directory), rerun.partition(": ")[0]
+    # After --fix nothing is left that it would try, and before it --once is the only option that does not go with it
+    for option in ("--fix", "--in-place") if fixed else ("--once",) if options == "--fix" else ():
+        if option in words:
+            words.remove(option)
     again = shlex.join(words)
+    if report.asks_for_edit:
+        return again
     program = again.removeprefix(verb)
-    options = rerun.partition(": ")[0]
     if options and " N " not in options:  # nobody but its launcher knows how many processes
         return f"{verb}{options} {program}"
     nothing_was_tried = all(trial.outcome is Outcome.NOT_TRIED for trial in report.trials)

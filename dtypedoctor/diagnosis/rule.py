@@ -126,6 +126,7 @@ class Advice:
         maker: what has made the edits; empty where there are none.
         tried: on what the edits were tried: ``call``, ``step`` or ``run``; None where they were not, or there are none.
         others: other ways, each with its edits, the best first.
+        waits: whether an edit was found that is not shown, and with which `exec --fix` may come further.
     """
 
     finding: str
@@ -135,6 +136,7 @@ class Advice:
     maker: str = ""
     tried: str | None = None
     others: "tuple[Advice, ...]" = ()
+    waits: bool = field(default=False, metadata={STAYS: True})
 
     @property
     def is_shown(self) -> bool:

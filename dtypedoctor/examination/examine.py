@@ -38,9 +38,7 @@ from dtypedoctor.trace.records.execution import EAGER, ReplayedCall
 MOST_TRIALS = 4
 """Runs with an edit, at most."""
 SECONDS = 60.0
-"""Time for all runs with edits together; twice as long as the first run, and a little more, is enough for most."""
-CHEAP = 30.0
-"""Longest first run, in seconds, after which the program is run again for an edit without having been asked for."""
+"""Time for all runs with edits together, and the longest first run after which there are any; twice as long as that, and a little more, is enough for most."""
 SECONDS_FOR_NOTE = 5.0
 """Longest run of a healthy program that is repeated for the edit of a note."""
 _LARGEST_FILE = 4 << 20
@@ -66,6 +64,7 @@ class EditTrials:
         made: edited runs so far.
         spent: seconds that they have taken.
         shown: what the last of them has shown, as a sentence.
+        moved: whether it failed, and otherwise than the program as it is.
     """
 
     before: Run
@@ -75,6 +74,7 @@ class EditTrials:
     made: int = 0
     spent: float = 0.0
     shown: str = ""
+    moved: bool = False
 
     def judged(self, finding: Finding, advice: Advice) -> Advice:
         """The advice: its edits with how they were tried, or without edits, in words, with the reason."""
@@ -88,18 +88,18 @@ class EditTrials:
             how, verdict = (called, why_not) if called is not None else (None, verdict)
         places = ", ".join(dict.fromkeys(f"{edit.file}:{edit.line}" for edit in advice.edits[:3]))
         if how is None:
-            return replace(advice, text=f"{advice.text} Not tried at {places}: {verdict}.", edits=())
+            return replace(advice, text=f"{advice.text} Not tried at {places}: {verdict}.", edits=(), waits=True)
         if verdict:
-            text = f"{advice.text} Tried {_WHERE[how]} ({places}), where it does not help: {verdict}."
-            return replace(advice, text=text, edits=(), tried=how)
+            text = f"Tried {_WHERE[how]} ({places}), where it does not help: {verdict}."
+            return replace(advice, text=text, edits=(), tried=how, waits=self.moved)
         return replace(advice, text=advice.text + (self.shown if how == "run" else _ON_THE_CALL), tried=how)
 
     def _run(self, finding: Finding, edits: Sequence[Edit]) -> tuple[str | None, str]:
         """``run`` and what speaks against the edit, empty where nothing does; or None, and why the edited program was not run."""
         if self.attempt is None:
             return None, "the program is not run again from here"
-        if self.before.exit.seconds > CHEAP:
-            return None, f"a run of the program takes {self.before.exit.seconds:.0f} s"
+        if self.before.exit.seconds > SECONDS:
+            return None, f"a run of the program takes {self.before.exit.seconds:.0f} s, and edits get {SECONDS:.0f} s"
         if self.made >= MOST_TRIALS or self.spent >= SECONDS:
             return None, f"{self.made} others were tried before it"
         try:
@@ -119,6 +119,7 @@ class EditTrials:
         self.shown = f" Tried: {steps if run.trace.steps_done else 'the program runs'} without the failure."
         if run.exit.timed_out and run.trace.steps_done <= max(finding.step or 0, self.before.trace.steps_done):
             return None, f"in {seconds} s the program does not come to where it fails"
+        self.moved = all(left.id != finding.id or left.source != finding.source for left in findings_of(run))
         for process in run.processes:
             for objection in _objections(finding, self.before, process):
                 return "run", objection
@@ -176,8 +177,18 @@ def judge_edits(findings: Sequence[Finding], advice: Sequence[Advice], trials: E
                 trials = replace(trials, attempt=None)
                 break
         trials = replace(trials, capsule=None)  # the call of the capsule fails as the first finding says
-        judged.append(ways[-1] if ways[-1].edits else ways[0])
+        judged.append(ways[-1] if ways[-1].edits else _in_words(finding, ways))
     return tuple(judged)
+
+
+def _in_words(finding: Finding, ways: Sequence[Advice]) -> Advice:
+    """The advice where no way has shown that it helps: the first that was not tried; where all were and fail, what each has shown."""
+    untried = next((way for way in ways if way.tried is None), None)
+    if untried is not None:
+        return replace(untried, waits=any(way.waits for way in ways))
+    shown = dict.fromkeys(way.text for way in ways)
+    text = f"No edit helps. {' '.join(shown)} `dtypedoctor explain {finding.id}` names other ways."
+    return replace(ways[0], text=text, waits=any(way.waits for way in ways))
 
 
 def edited_files(edits: Sequence[Edit]) -> dict[str, str]:
@@ -300,7 +311,11 @@ def examine(
         not_tried(fix, untried(fix) if rerun else WATCHED_LIVE, condition=bool(rerun) and is_ablation(fix))
         for fix in fixes
     )
-    advice, excerpts = advised(findings, run, ran["steps"][0]["workload"].get("path"), own_files=own_files)
+    program = ran["steps"][0]["workload"]
+    advice, excerpts = advised(findings, run, program.get("path"), own_files=own_files)
+    advice = judge_edits(findings, advice, EditTrials(run, capsule, attempt=attempt))
+    may_be_edited = rerun == "--rerun" and "code" not in program and program.get("path") != "-"
+    asked = _FIX if may_be_edited and advice and advice[0].waits else rerun_advice(findings, trials, rerun)
     return Treatment(
         name=str(ran["name"]),
         scenario=ran,
@@ -310,15 +325,18 @@ def examine(
         replayed=look.certificate,
         capsule=capsule,
         findings=findings,
-        advice=judge_edits(findings, advice, EditTrials(run, capsule, attempt=attempt)),
+        advice=advice,
         excerpts=excerpts,
         observer=NOT_COMPARED if rerun else Observer(bitwise_equal=None, reason=WATCHED_LIVE),
         reference=None,
         reference_summary=None,
         trials=trials,
         complete=False,
-        rerun=rerun_advice(findings, trials, rerun) if rerun else "",
+        rerun=asked if rerun else "",
     )
+
+
+_FIX = "--fix: it tries edits in a copy of the program, however long that takes"
 
 
 def findings_of(run: Run, static: tuple[Finding, ...] = ()) -> tuple[Finding, ...]:

@@ -142,6 +142,16 @@ def test_what_to_type_next_applies_the_edit_and_runs_again(tmp_path: Path) -> No
     assert report.next_command.endswith("dtypedoctor exec train.py")
 
 
+def test_what_to_type_next_tries_the_edit_that_was_not_tried(tmp_path: Path) -> None:
+    """As it was asked for otherwise, of which running once does not go with it."""
+    treatment = replace(play("overflow_gated_product_llama", tmp_path / "recorded"), rerun="--fix: it tries edits")
+    (tmp_path / "run").mkdir()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reported.sys, "argv", ["dtypedoctor", "exec", "--once", "train.py", "--once"])
+        report = reported.reported(treatment, tmp_path / "run")
+    assert report.next_command.endswith("dtypedoctor exec --fix train.py --once")
+
+
 def test_what_to_type_next_is_found_by_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the command on the path, or with that of another installation, the interpreter that runs is named."""
     monkeypatch.setattr(reported, "which", lambda name: None)

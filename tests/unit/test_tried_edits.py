@@ -12,7 +12,7 @@ from test_judge import raised, run, trained
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.rule import Advice, Confidence, Edit, Finding, Severity
-from dtypedoctor.examination.examine import EditTrials, edited_files, insane_losses, judge_edits
+from dtypedoctor.examination.examine import SECONDS, EditTrials, edited_files, insane_losses, judge_edits
 from dtypedoctor.examination.results import Outcome, Trial
 from dtypedoctor.replay.capsule import Capsule
 from dtypedoctor.runner.run import Run
@@ -92,7 +92,29 @@ def test_an_edit_that_does_not_help_is_told_in_words() -> None:
     """What the run showed, and where the edit would have been."""
     one = judged(runs=dict.fromkeys((EDIT.new, OTHER.new), run(raised("RuntimeError"))))
     assert (one.edits, one.tried) == ((), "run")
-    assert "Tried in a run (train.py:3), where it does not help: RuntimeError" in one.text
+    assert one.text.startswith("No edit helps. Tried in a run (train.py:3), where it does not help: RuntimeError")
+    assert "Use bfloat16" not in one.text
+    assert one.text.endswith("`dtypedoctor explain float16-overflow` names other ways.")
+    assert one.waits, "the program fails otherwise then, so exec --fix may come further"
+
+
+def test_an_edit_that_failed_gives_way_to_one_that_was_not_tried() -> None:
+    """What is known not to help is not what to do."""
+    one = judged(runs={EDIT.new: run(raised("RuntimeError")), OTHER.new: "the disk is full"})
+    assert one.text == "Use float32. Not tried at train.py:3: the disk is full."
+    assert one.waits
+
+
+def test_a_run_as_long_as_edits_may_take_is_tried_and_a_longer_one_is_not() -> None:
+    """The limit is the one that the help states."""
+
+    def text_after(seconds: float) -> str:
+        made = EditTrials(run(trained(), ended=replace(OK, seconds=seconds)), attempt=lambda *_: "the disk is full")
+        advice = Advice(finding=FINDING.id, text="Use bfloat16.", edits=(EDIT,))
+        return judge_edits([FINDING], [advice], made)[0].text
+
+    assert "the disk is full" in text_after(SECONDS)
+    assert "a run of the program takes 61 s, and edits get 60 s" in text_after(SECONDS + 1)
 
 
 def test_an_edit_that_changes_a_right_loss_does_not_help() -> None:
@@ -145,23 +167,27 @@ def on_the_call(outcome: str) -> tuple[dict[str, Any], ...]:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "tried", "edits"),
-    [("fixed", "call", (EDIT,)), ("not-fixed", "call", ()), ("not-tried", None, ())],
+    ("outcome", "tried", "edits", "text"),
+    [
+        ("fixed", "call", (EDIT,), "Use bfloat16."),
+        ("not-fixed", None, (), "Use float32."),
+        ("not-tried", None, (), "Use bfloat16."),
+    ],
 )
 def test_where_the_program_is_not_run_again_the_failing_call_tells(
-    outcome: str, tried: str | None, edits: tuple[Edit, ...]
+    outcome: str, tried: str | None, edits: tuple[Edit, ...], text: str
 ) -> None:
-    """The fix that changes the call as the edit would is its trial."""
+    """The fix that changes the call as the edit would is its trial; one that fails there is not what to do."""
     one = judged(fixes=on_the_call(outcome))
     assert (one.tried, one.edits) == (tried, edits)
+    assert one.text.startswith(text)
 
 
 def test_a_run_with_a_fix_counts_more_than_the_call() -> None:
     """The call passes, and the run with the same fix fails later."""
     trial = Trial(remedy="bfloat16", summary="", outcome=Outcome.NOT_FIXED, reason="raises in step 2", safe=False)
     one = judged(fixes=on_the_call("fixed"), trials=(trial,))
-    assert (one.tried, one.edits) == ("run", ())
-    assert "in a run (train.py:3), where it does not help: raises in step 2" in one.text
+    assert one.text.startswith("Use float32. Not tried")
 
 
 @pytest.mark.parametrize(("proof", "tried"), [("the op run again does not raise", "call"), (None, None)])
