@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 NOT_REQUESTED = "not requested"
 """How the reason of a trial begins that nobody has asked for."""
+NOT_MADE = " could not be made: "
+"""Between a run that was asked for and why there is none, among what was not covered."""
 WRONG_OUTPUT = 0.25
 """Outputs with a larger relative error are wrong, not rounded: float16 and bfloat16 stay below 0.02 on the builtin models,
 weights that were read in another format than they were written in give 0.7 and more."""

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.wording import THE_RUN_ENDED
+from dtypedoctor.examination.results import NOT_MADE
 from dtypedoctor.report.document import (
     Block,
     Document,
@@ -176,11 +177,13 @@ def _short(line: Line, left: int) -> Line:
 
 
 def _trust(report: Report) -> Iterator[Block]:
-    """What changes how the verdict is to be taken: an expectation, a run that instrumentation changed, how much was measured."""
+    """What changes how the verdict is to be taken: an expectation, a run that instrumentation changed or that was asked for in vain, how much was measured."""
     if report.expectation:
         yield Paragraph(expectation_line(report))
     if report.observer.bitwise_equal is False:
         yield Paragraph(clipped(observer_sentence(report.observer), _LONGEST))
+    if not_made := next((gap for gap in report.coverage if NOT_MADE in gap), ""):
+        yield Paragraph(clipped(f"{not_made[:1].upper()}{not_made[1:]}.", _LONGEST))
     if measured := measured_sentence(report):
         yield Paragraph(measured, Look.DIM)
 

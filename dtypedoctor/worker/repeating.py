@@ -6,7 +6,7 @@ import functools
 import os
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,8 @@ _CODE = (".py", ".pyc", ".so")
 """Suffixes of what is imported: somebody who edits their code while it runs changes nothing that the first run has written."""
 _CACHES = ("/.cache/", "/.triton/", "/torchinductor_", "/__pycache__/")
 """Directories of what is computed again where it is missing: whether it is there changes nothing but time."""
+_CACHE_TAG = "CACHEDIR.TAG"
+"""File by which tools mark a directory as such a cache (https://bford.info/cachedir), as pytest, mypy and pip do."""
 
 
 class FirstRunFiles:
@@ -128,4 +130,12 @@ class FirstRunFiles:
         if path.startswith(self._ours) or path.endswith(_CODE) or any(cache in path for cache in _CACHES):
             return False
         status = os.stat(path)
-        return stat.S_ISREG(status.st_mode) and self._began <= status.st_mtime_ns < self._ended
+        if not stat.S_ISREG(status.st_mode) or not self._began <= status.st_mtime_ns < self._ended:
+            return False
+        return not any(os.path.exists(os.path.join(folder, _CACHE_TAG)) for folder in _folders_around(path))
+
+
+def _folders_around(path: str) -> Iterator[str]:
+    while (folder := os.path.dirname(path)) != path:
+        yield folder
+        path = folder

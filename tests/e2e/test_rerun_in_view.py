@@ -116,6 +116,10 @@ REPLACES = {
         "start = 1",
         "torch.save(step, 'state.pt'); assert torch.load('state.pt') == step",
     ),
+    "has a cache of its own, marked as such": (
+        "import pathlib; start = 1; seen = pathlib.Path('tool/v/seen.txt'); seen.exists() and seen.read_text()",
+        "seen.parent.mkdir(parents=True, exist_ok=True); pathlib.Path('tool/CACHEDIR.TAG').touch(); seen.write_text('step')",
+    ),
     "opens what is no file": (
         "import sys; start = 1; os.mkdir(f'gone{os.getpid()}'); os.chdir(f'gone{os.getpid()}'); os.rmdir(os.getcwd()); sys.audit('open', 'x')",
         """os.close(os.dup(1))
@@ -139,6 +143,7 @@ def test_a_rerun_in_place_does_not_continue_what_the_first_run_wrote(begin: str,
     assert files(script.parent) == files(alone.parent)
     assert [(one["id"], one["fqn"], one["step"]) for one in report["findings"]] == [("float16-overflow", "1", 3)]
     assert "written during its first run" in str(report["coverage"])
+    assert "written during its first run" in " ".join(finished.err.split()), "that is why no ablation tells anything"
 
 
 @pytest.mark.release(all_but=1)

@@ -30,7 +30,7 @@ from dtypedoctor.examination.examine import (
     untried,
 )
 from dtypedoctor.examination.processes import Leading
-from dtypedoctor.examination.results import Observer, Treatment, Trial, not_tried, run_of_fix
+from dtypedoctor.examination.results import NOT_MADE, Observer, Treatment, Trial, not_tried, run_of_fix
 from dtypedoctor.lab.scenarios.loading import require_builtin
 from dtypedoctor.lab.scenarios.model import Model, Request, Scenario, ScenarioStep, Script, Unload, is_limited
 from dtypedoctor.lab.trials.changes import (
@@ -124,7 +124,7 @@ class LaterRuns:
         made = self.attempt(label, request)
         if isinstance(made, Run):
             return made
-        self.refusals.append(f"the run {label!r} could not be made: {made}")
+        self.refusals.append(f"the run {label!r}{NOT_MADE}{made}")
         return None
 
     def attempt(self, label: str, request: Request) -> Run | str:
