@@ -29,6 +29,8 @@ _NOT_THE_USERS = (
     "dtypedoctor.interruptions",
     "dtypedoctor._torch_private",
 )
+_WORKER = "dtypedoctor.lab.worker.main"
+"""What runs a scenario: whatever has called it is no program of the user's."""
 _PASSING_ON = frozenset({"__torch_function__", "__torch_dispatch__"})
 """Methods by which a subclass of tensors hands on what somebody else computes with it."""
 _OF_GRAPHS = ("<eval_with_key>", "codegen(")
@@ -82,6 +84,8 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
             is_of_graph = _OF_GRAPHS[0] in code.co_filename or _OF_GRAPHS[1] in code.co_filename
             if code.co_name not in _PASSING_ON and not is_of_graph:
                 return frame
+        elif module == _WORKER:
+            return None
         frame = frame.f_back
     return None
 

@@ -116,6 +116,26 @@ def test_a_capsule_replays_without_its_script(tmp_path: Path) -> None:
     assert "dtypedoctor" not in script.out
 
 
+WEIGHTED = """
+import torch
+from torch import nn
+net = nn.Linear(4, 3).bfloat16()
+loss = nn.CrossEntropyLoss(weight=torch.ones(3))
+loss(net(torch.ones(2, 4).bfloat16()), torch.tensor([0, 1]))
+"""
+
+
+@pytest.mark.release
+def test_a_replay_names_no_line_of_ours_and_no_dtype_that_the_model_has(tmp_path: Path) -> None:
+    """Nobody's program makes the call again; and the module is a loss, the model of which is in bfloat16 already."""
+    capsule = caught(WEIGHTED, tmp_path)
+    assert isinstance(capsule, Capsule), capsule
+    finished = dtypedoctor("replay", tmp_path, "--out", tmp_path / "again", cwd=tmp_path)
+    assert "dtypedoctor/lab" not in finished.said
+    assert "Load the model" not in finished.said
+    assert "Cast the module to bfloat16" in finished.said
+
+
 ATTENTION = """
 import torch
 from torch import nn

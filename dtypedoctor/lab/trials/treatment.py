@@ -4,7 +4,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,6 +201,8 @@ def treat(
     baselines, healthy = _baselines(scenario, before, findings, later, failed=failed, compare=compare)
     asked_for = [*scenario.remedies, *(scenario.expect.cured_by + scenario.expect.not_cured_by if failed else ())]
     fixes = proposed(findings, asked_for, baselines.failed) if plan.remedies else ()
+    if is_capsule(scenario):
+        fixes = (replace(fix, summary=_ON_A_CALL.get(fix.id, fix.summary)) for fix in fixes)
     trials = tuple(_try(remedy, scenario, later, baselines, plan) for remedy in fixes)
     inside: Inside | None = None
     if compare and search is not None:
@@ -235,6 +237,10 @@ def treat(
             scenario.expect, before, explained, trials if plan.remedies and plan.only is None else None
         ),
     )
+
+
+_ON_A_CALL = {"bfloat16": "cast the module to bfloat16"}
+"""What a fix of a model does to the module of a capsule, which is a loss or a layer of a model in another dtype as often."""
 
 
 def _facts(inside: "Inside") -> dict[str, Any]:

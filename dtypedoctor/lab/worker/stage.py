@@ -30,6 +30,7 @@ from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.ranks import Member, member_of_torchrun
 from dtypedoctor.trace.records.execution import StreamLaunches
 from dtypedoctor.unpatched import to_json
+from dtypedoctor.worker.call_fixes import call_of
 
 if TYPE_CHECKING:
     from dtypedoctor.instrument.session import Position
@@ -456,6 +457,29 @@ class Capture:
                 gradients[str(index)] = self._tensors.keep(key, gradient)
 
         return hook
+
+
+def run_capsule_call(context: "Context") -> None:
+    """Makes the one call of a capsule, and the backward pass through it where the capsule holds the gradients that come back.
+
+    It stands here and not among the workloads, whose lines count as the program's: in a replay no line of ours is the user's.
+
+    Raises:
+        UsageError: the model is not the module of a capsule.
+    """
+    call = call_of(context.built.model)
+    context.begin_step()
+    if call.random is not None:
+        torch.set_rng_state(call.random)
+    with call.settings.in_force(), torch.set_grad_enabled(call.grad), context.region():
+        output = context.model(*call.args, **call.kwargs)
+    found = list(tensors_of(output))
+    ends = [index for index in call.gradients if index < len(found) and found[index].requires_grad]
+    if ends:
+        torch.autograd.backward(
+            [found[index] for index in ends], [call.gradients[index].to(found[index].dtype) for index in ends]
+        )
+    context.steps_completed = 1
 
 
 def _autocast_regions() -> Iterator[tuple[str, str]]:

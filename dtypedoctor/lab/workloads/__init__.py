@@ -11,6 +11,6 @@ WORKLOADS = (
     Workload(name="forward", run="dtypedoctor.lab.workloads.loops:run_forward"),
     Workload(name="generate", run="dtypedoctor.lab.workloads.loops:run_generate"),
     Workload(name="unload", run="dtypedoctor.lab.workloads.loops:run_unload"),
-    Workload(name="capsule-call", run="dtypedoctor.lab.workloads.loops:run_capsule_call"),
+    Workload(name="capsule-call", run="dtypedoctor.lab.worker.stage:run_capsule_call"),
 )
 """The workloads that come with dtypedoctor, each by the ``kind`` that stands in a scenario."""

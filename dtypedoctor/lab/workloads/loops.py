@@ -12,10 +12,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.instrument.live_call import tensors_of
 from dtypedoctor.lab.scenarios.model import Forward, Generate, Train
 from dtypedoctor.lab.workloads.context import Context, language_model_loss, training_tokens, value_of
-from dtypedoctor.worker.call_fixes import call_of
 
 
 def run_forward(context: Context) -> None:
@@ -141,27 +139,6 @@ def run_generate(context: Context) -> None:
         context.metric(step, {"step_time": seconds, "new_tokens": float(tokens.shape[1] - PROMPT_TOKENS)})
         with context.region():
             context.probe(step)
-
-
-def run_capsule_call(context: Context) -> None:
-    """Makes the one call of a capsule, and the backward pass through it where the capsule holds the gradients that come back.
-
-    Raises:
-        UsageError: the model is not the module of a capsule.
-    """
-    call = call_of(context.built.model)
-    context.begin_step()
-    if call.random is not None:
-        torch.set_rng_state(call.random)
-    with call.settings.in_force(), torch.set_grad_enabled(call.grad), context.region():
-        output = context.model(*call.args, **call.kwargs)
-    found = list(tensors_of(output))
-    ends = [index for index in call.gradients if index < len(found) and found[index].requires_grad]
-    if ends:
-        torch.autograd.backward(
-            [found[index] for index in ends], [call.gradients[index].to(found[index].dtype) for index in ends]
-        )
-    context.steps_completed = 1
 
 
 def run_unload(context: Context) -> None:
