@@ -9,23 +9,25 @@ changes them. Nothing raises, and the trial of the edit need not show it. So eac
 """
 
 import ast
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from math import prod
 from pathlib import Path
 
 from dtypedoctor.diagnosis import dtype_edits, page, spec_of, value_edits
+from dtypedoctor.diagnosis.nonfinite_origin import SDPA, attention_experiment
+from dtypedoctor.diagnosis.ops import graph_of
 from dtypedoctor.diagnosis.rule import Advice, Edit, Excerpt, Finding, FindingSpec, Severity
 from dtypedoctor.diagnosis.scene import Change, Changes, Scene, Source, masked_line, may_be_shown
 from dtypedoctor.diagnosis.value_edits import fitting
-from dtypedoctor.diagnosis.wording import class_of, short, shown_line
+from dtypedoctor.diagnosis.wording import class_of, limit_of, short, shown_line
 from dtypedoctor.errors import DoctorError
 from dtypedoctor.foreign_files import working_directory
 from dtypedoctor.text import counted, memory
-from dtypedoctor.trace.events import ParameterNote
+from dtypedoctor.trace.events import Op, ParameterNote
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import Updates
 
@@ -162,6 +164,8 @@ def _filled(text: str, scene: Scene) -> str:
         values["cost"] = _cost_of_float32(scene)
     if "{model}" in text or "{before_optimizer}" in text:
         values["model"], values["before_optimizer"] = _optimizer_of(scene)
+    if "{scores}" in text:
+        values["scores"] = _other_attention(scene)
     filled = text.format(**values)
     return filled.replace("`the operator`", "the operator")
 
@@ -179,6 +183,21 @@ def _is_partly_frozen(scene: Scene) -> bool:
     )
 
 
+def _other_attention(scene: Scene) -> str:
+    """What else keeps the scores of attention finite, as measured on its own operands, to follow a clause."""
+    products = (op for op in scene.trace.all(Op) if (op.op, op.source) == (scene.finding.op, scene.finding.source))
+    for op in products:
+        tried, exact = attention_experiment(scene.trace, op), graph_of(scene.trace).replay(op, "float32")
+        if tried is None:
+            continue
+        fused = f", or call `{SDPA}`, which is finite on the same operands" if tried.is_of_the_scores else ""
+        reached = (exact.absmax if exact is not None else None) or math.inf
+        scaled = reached * abs(tried.what.scale or 1.0)
+        is_enough = scaled <= limit_of(scene.finding.dtype or "")
+        return fused + (f", or scale the query before the product, which then reaches {scaled:,.0f}" * is_enough)
+    return ""
+
+
 _MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Lion": 1, "Adagrad": 1}
 """Tensors that an optimizer keeps of each parameter, in its dtype; not of SGD and RMSprop, which keep more with momentum."""
 
@@ -186,7 +205,7 @@ _MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Lion": 1, "Adagrad":
 def _cost_of_float32(scene: Scene) -> str:
     """What it costs to train in float32 what is trained in half precision, to follow a clause; empty where that is not known."""
     half = [note for note in _parameters_of(scene) if note.requires_grad and note.dtype == scene.finding.dtype]
-    elements = sum(prod(note.shape) for note in half)
+    elements = sum(math.prod(note.shape) for note in half)
     optimizer = next((seen.what.optimizer for seen in scene.trace.observed(Updates)), "")
     if not elements or optimizer not in _MOMENTS:
         return ""

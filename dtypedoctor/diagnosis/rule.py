@@ -250,7 +250,7 @@ class FindingSpec:
         in_float32_too: it claims that the dtype is not the cause: a run without autocast that fails in the same place proves it.
         nonfinite: it names the origin of an inf or NaN, so that magnitudes of the modules around it say something.
         do_this: what to change, as a sentence about ``{module}``, ``{op}``, ``{dtype}``, ``{other}`` (the dtype that it meets) ``{alike}`` (all
-            modules of that class and dtype) and ``{device}``; where it is empty the first way of fixing on the page stands for it.
+            modules of that class and dtype), ``{scores}`` (what else was measured to keep attention finite) and ``{device}``; where it is empty the first way of fixing on the page stands for it.
         of_line: the same of a finding that names a line; empty where ``do_this`` fits it too.
         instead: makes that sentence of a finding whose cause ``do_this`` and ``edits`` do not fit; it returns an empty one where they do.
         partly_frozen: the same, and a line of code to add, where some weights of that dtype are frozen: no edit may widen these.

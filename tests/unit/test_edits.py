@@ -125,7 +125,7 @@ def test_every_maker_that_a_spec_names_is_there() -> None:
     """And each template takes the values that a finding has."""
     for spec in map(spec_of, finding_ids()):
         assert set(spec.edits) <= set(MAKERS)
-        values = dict.fromkeys(("module", "op", "dtype", "other", "alike", "device", "cost", "bound"), "x")
+        values = dict.fromkeys(("module", "op", "dtype", "other", "alike", "device", "cost", "bound", "scores"), "x")
         assert spec.do_this.format(**values) is not None
 
 

@@ -16,6 +16,7 @@ from nonfinite_examples import (
 from traces import TraceBuilder, tensor
 
 from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.edits import advise
 from dtypedoctor.diagnosis.incidents import incidents
 from dtypedoctor.diagnosis.nonfinite_origin import is_unsettled
 from dtypedoctor.diagnosis.rule import Confidence, Finding
@@ -56,6 +57,19 @@ def test_fused_attention_on_the_same_operands_proves_that_the_scores_overflow() 
     finding = only(scores(float32=60000.0, nan_rows=2))
     assert (finding.id, finding.confidence) == ("attention-score-overflow", Confidence.PROVEN)
     assert any("scaled_dot_product_attention are finite, absmax 3.5" in one for one in finding.evidence)
+
+
+@pytest.mark.parametrize(("reached", "is_scaled"), [(93_000.0, True), (9_841_363.0, False)])
+def test_attention_is_advised_what_was_measured_to_be_finite(reached: float, is_scaled: bool) -> None:
+    """A query that is scaled before the product helps where the product fits then: here it is scaled by a quarter."""
+
+    def text_for(trace: TraceBuilder) -> str:
+        return advise([only(trace)], trace.build(), None, began=0.0, own_files=False)[0][0].text
+
+    text = text_for(scores(float32=reached, nan_rows=2))
+    assert "scaled_dot_product_attention`, which is finite on the same operands" in text
+    assert ("scale the query before the product, which then reaches 23,250" in text) is is_scaled
+    assert text_for(scores()) == "Use bfloat16 in the place of float16."
 
 
 def test_rows_of_both_kinds_are_counted_and_the_earlier_op_is_blamed() -> None:

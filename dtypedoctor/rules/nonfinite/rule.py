@@ -155,7 +155,7 @@ SPECS = (
         ablations=("autocast-off", *OF_ANY_FINDING),
         fits_wider_dtype=True,
         nonfinite=True,
-        do_this="Use bfloat16 in the place of float16, or scale the query before the product.",
+        do_this="Use bfloat16 in the place of float16{scores}.",
         edits=("half-to-bfloat16", "half-to-float32"),
     ),
     FindingSpec(
