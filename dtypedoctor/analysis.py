@@ -28,6 +28,7 @@ from dtypedoctor.diagnosis.wording import (
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Caught, Metric, Raised, Root, Sample, Site
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.records.execution import ReturnedSince
 
 Place = tuple[str | None, ...]
 """Where something fails, in terms that are the same for two runs that fail alike."""
@@ -300,12 +301,17 @@ def _is_complaint(raised: Raised) -> bool:
 
 def _went_on(trace: Trace, caught: Caught) -> bool:
     """Whether what raised it, or what was around it, has succeeded since, or the program has gone on training."""
-    if any(metric.n > caught.n for metric in trace.all(Metric)):
+    if _has_returned(trace, caught) or any(metric.n > caught.n for metric in trace.all(Metric)):
         return True
     if _is_outside(caught) and sum(_is_same(one, caught) for one in trace.all(Caught)) >= OFTEN:
         return False
     later = (sample for sample in trace.samples if sample.n >= caught.n)
     return any(_is_success(sample, trace.sites[sample.site], caught) for sample in later)
+
+
+def _has_returned(trace: Trace, caught: Caught) -> bool:
+    """Whether the operator outside of modules that raised it has returned since, from operands of the same shapes."""
+    return any(seen.what.caught == caught.n for seen in trace.observed(ReturnedSince))
 
 
 def _is_outside(caught: Caught) -> bool:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from operator import itemgetter
 from typing import Any
@@ -40,8 +41,10 @@ from dtypedoctor.instrument.statistics import HALF, Rooted
 from dtypedoctor.instrument.watch import ModuleWatch
 from dtypedoctor.instrument.whereabouts import CaughtLog, RegionLog, behind, call_arguments, raised_record
 from dtypedoctor.trace.events import COMPILED_OUTSIDE, END_OF_PROGRAM, REPLAY_OF_FAILURES, WORKED_ELSEWHERE, NotWatched
+from dtypedoctor.trace.records.execution import ReturnedSince
 from dtypedoctor.trace.writer import TraceWriter
 
+CAUGHT = "exceptions that the program may have caught"
 FOLLOWED = 1 << 18
 """Elements of the operands and results of an operator outside of modules up to which it is remembered how a value came about."""
 MAX_ACCUMULATED = 100
@@ -436,7 +439,7 @@ class Instruments:
     def _new_sentinel(self) -> Sentinel:
         sentinel = Sentinel(self.session, self._bad, self._sample_operator)
         sentinel.quiet = lambda: self._stopped
-        sentinel.raised = self.guard.shield(self._note_outside, "exceptions that the program may have caught")
+        sentinel.raised = self.guard.shield(partial(self._note_outside, sentinel), CAUGHT)
         sentinel.computed = self._note_child
         sentinel.writing = self.checks.hearing("writing")
         sentinel.state, sentinel.in_scaler = self.checks[StateCheck], lambda: self.phases.in_scaler
@@ -529,10 +532,13 @@ class Instruments:
         found = self.names.find(module)
         self.note_caught(error, root=found[0] if found is not None else -1)
 
-    def _note_outside(self, error: BaseException) -> None:
-        """An operator outside of modules has just raised."""
+    def _note_outside(self, sentinel: Sentinel, func: Any, arguments: Arguments, error: BaseException) -> None:
+        """An operator outside of modules has just raised; where it returns later, as in a fallback, that is recorded, too."""
         self.modules.raised_in = (id(error), [])
-        self._caught.note(error, [], self._phase_of(error), fresh=True)
+        number = self._caught.note(error, [], self._phase_of(error), fresh=True)
+        if number is not None:
+            returned = self.guard.shield(partial(self.session.emit, ReturnedSince(caught=number)), CAUGHT)
+            sentinel.follow_until_it_returns(func, arguments, returned)
 
     def _raised_in(self, error: BaseException) -> tuple[list[str], str]:
         """The module calls that were open where an exception was raised, outermost first, and the phase."""

@@ -146,8 +146,7 @@ class Sentinel(OperatorMode):
 
     Attributes:
         quiet: says whether somebody else looks at the operators now.
-        raised: called with what an operator has raised; raises nothing itself.
-        rejected: called with an operator that has raised, its arguments, and what it raised; raises nothing itself.
+        raised, rejected: called with an operator that has raised, its arguments, and what it raised; raise nothing themselves.
         writing: called with an operator that is about to write to its operands.
         state: is shown each operator, and alone those of an optimizer's step.
         in_scaler: says whether a gradient scaler is at work, of which nothing is looked at but the step of its optimizer.
@@ -200,7 +199,7 @@ class Sentinel(OperatorMode):
         self._has_compiled = False
         self._forked_mode: Computing | None = None
         self.quiet: Callable[[], bool] = lambda: False
-        self.raised: Callable[[BaseException], None] = lambda _: None
+        self.raised: Callable[[Any, Arguments, BaseException], None] = lambda *_: None
         self.rejected: Callable[[Any, Arguments, BaseException], None] = lambda *_: None
         self.computed: Callable[[], None] = lambda: None
         self.writing: Sequence[Callable[[Any, tuple[Any, ...], dict[str, Any]], None]] = ()
@@ -468,7 +467,7 @@ class Sentinel(OperatorMode):
         try:
             result = self._moving(func, args, kwargs)
         except Exception as error:  # told and passed on; nothing cheaper stands around each operator of a program
-            self.raised(error)
+            self.raised(func, kept, error)
             self.rejected(func, kept, error)
             raise
         with self._looking:
@@ -476,6 +475,20 @@ class Sentinel(OperatorMode):
         for follow in plan.followed:
             follow(func, (args, kwargs), result)
         return result
+
+    def follow_until_it_returns(self, func: Any, arguments: Arguments, returned: Callable[[], None]) -> None:
+        """Calls ``returned``, which raises nothing, once: when ``func`` returns what it makes of operands of these shapes."""
+        shapes = [tensor.shape for tensor in tensors_of(arguments)]
+
+        def follow(_: Any, given: Arguments, __: Any) -> None:
+            with self._looking:
+                if [tensor.shape for tensor in tensors_of(given)] == shapes:
+                    plan = self._plans[func]
+                    self._plans[func] = plan._replace(followed=[one for one in plan.followed if one is not follow])
+                    returned()
+
+        plan = self._plans[func]
+        self._plans[func] = plan._replace(followed=[*plan.followed, follow])
 
     def _is_inside_of_a_module(self) -> bool:
         node = autograd_node()

@@ -325,7 +325,7 @@ class CaughtLog:
         ending: bool = False,
         thread: bool = False,
         fresh: bool = False,
-    ) -> None:
+    ) -> int | None:
         """Records an exception; the same one is recorded once, however many calls it leaves.
 
         Args:
@@ -336,15 +336,17 @@ class CaughtLog:
             ending: whether the program, or with ``thread`` this thread of it, is about to end because of it.
             thread: see ``ending``.
             fresh: whether it has just been raised, so that it cannot be one that was recorded before.
+
+        Returns the number of the record; None where none is made.
         """
         if not isinstance(error, Exception) or isinstance(error, _CONTROL_FLOW):
-            return
+            return None
         place = (*_place(error), ending)
         last = (id(error), self._session.position.call, place)  # an address is soon another exception's
         if (last == self._last and not fresh) or self._times[place] >= MAX_TIMES:
-            return
+            return None
         if place not in self._times and len(self._times) >= MAX_PLACES:
-            return
+            return None
         self._last = last
         self._times[place] += 1
         found = raised_record(error, self._session, modules, phase)
@@ -357,6 +359,7 @@ class CaughtLog:
         )
         tested = any(frame.f_code.co_filename.endswith(_RUNNERS) for frame, _ in traceback.walk_stack(None))
         self._session.writer.write(Caught.of(found, ending=ending, tested=tested, root=root, thread=thread))
+        return found.n
 
 
 def behind(error: BaseException | None) -> Iterator[BaseException]:

@@ -104,6 +104,14 @@ def outside(_: Any) -> None:
             torch.mm(model(torch.ones(1, 2)), torch.ones(2, 2).half())
 
 
+def beside_other_shapes(_: Any) -> None:
+    """The operator that raises returns elsewhere, what it makes of other operands."""
+    for _ in range(2):
+        with contextlib.suppress(RuntimeError):
+            torch.mm(torch.ones(1, 2), torch.ones(2, 2).half())
+        torch.mm(torch.ones(3, 2), torch.ones(2, 2))
+
+
 def of_whole_numbers(_: Any) -> None:
     """A layer is called with whole numbers, and with nothing else."""
     with contextlib.suppress(RuntimeError):
@@ -132,6 +140,7 @@ def probes_outside(_: Any) -> None:
         (of_whole_numbers, 0, "forward"),
         (in_backward, 0, "backward"),
         (outside, 0, "forward"),
+        (beside_other_shapes, 0, "forward"),
         (guarded, 1, "forward"),
     ],
 )
@@ -187,6 +196,24 @@ def retries(_: Any) -> None:
     model(torch.ones(1, 2).bfloat16())
 
 
+def falls_back_outside(_: Any) -> None:
+    """Each step tries an operator outside of modules in half precision, and takes float32 where it is caught."""
+    half, weight = torch.ones(2, 2).half(), torch.ones(2, 2)
+    for _ in range(4):
+        try:
+            half @ weight
+        except RuntimeError:
+            half.float() @ weight
+
+
+def falls_back_later(_: Any) -> None:
+    """The fallback is another function, called after the exception has been dealt with."""
+    probabilities, labels = torch.full((3,), 0.5), torch.ones(3).double()
+    for kind in (torch.float32, torch.float64):
+        with contextlib.suppress(RuntimeError):
+            nn.functional.binary_cross_entropy(probabilities.to(kind), labels)
+
+
 class Raising(nn.Module):
     def forward(self, x: torch.Tensor, error: Exception) -> torch.Tensor:
         raise error
@@ -202,7 +229,19 @@ def others(_: Any) -> None:
             model(torch.ones(1), error)
 
 
-@pytest.mark.parametrize("work", [falls_back, probes, probes_with_whole_numbers, probes_outside, retries, others])
+GONE_ON_FROM = [
+    falls_back,
+    falls_back_outside,
+    falls_back_later,
+    probes,
+    probes_with_whole_numbers,
+    probes_outside,
+    retries,
+    others,
+]
+
+
+@pytest.mark.parametrize("work", GONE_ON_FROM)
 def test_an_exception_that_the_program_goes_on_from_is_no_finding(
     work: Callable[[Instruments], Any], tmp_path: Path
 ) -> None:

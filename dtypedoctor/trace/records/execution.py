@@ -30,6 +30,19 @@ class NonfiniteReached:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReturnedSince:
+    """An operator outside of modules has returned that had raised an exception on operands of the same shapes.
+
+    Attributes:
+        caught: number of the record of that exception.
+    """
+
+    KIND: ClassVar[str] = "returned-since"
+
+    caught: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TestPassed:
     """A test, or a part of one, has ended as it should.
 
