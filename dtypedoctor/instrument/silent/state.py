@@ -1126,13 +1126,20 @@ def _broadcast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[
     """The tensors of a call with the shape that each is broadcast to: all to one, or in lists each to that at its position."""
     if not (args and isinstance(args[0], (list, tuple))):
         tensors = tensors_of((args, kwargs))
-        shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+        shape = _common_shape([tensor.shape for tensor in tensors])
         yield from ((0, tensor, shape) for tensor in tensors)
         return
     for value in (*args, *kwargs.values()):
         if isinstance(value, (list, tuple)):
             pairs = enumerate(zip(value, args[0], strict=False))
             yield from ((number, one, like.shape) for number, (one, like) in pairs if isinstance(one, Tensor))
+
+
+def _common_shape(shapes: Sequence[torch.Size]) -> torch.Size:
+    """What all are broadcast to. torch's own function imports sympy, whose filter for warnings makes those of the program come once more."""
+    longest = max(map(len, shapes), default=0)
+    columns = zip(*((1,) * (longest - len(shape)) + tuple(shape) for shape in shapes), strict=True)
+    return torch.Size(next((size for size in column if size != 1), 1) for column in columns)
 
 
 def _as_they_are(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[int, Tensor, torch.Size]]:
