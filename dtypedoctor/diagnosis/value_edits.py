@@ -37,18 +37,19 @@ def lower_learning_rate(scene: Scene) -> Changes | None:
 
 _ARGUMENT = {
     "log": ".clamp_min(1e-6)", "log2": ".clamp_min(1e-6)", "log10": ".clamp_min(1e-6)", "sqrt": ".clamp_min(1e-12)",
-    "rsqrt": ".clamp_min(1e-12)", "acos": ".clamp(-1 + 1e-6, 1 - 1e-6)", "asin": ".clamp(-1 + 1e-6, 1 - 1e-6)",
-    "exp": ".clamp(max=80)", "div": ".clamp_min(1e-6)",
+    "rsqrt": ".clamp_min(1e-12)", "acos": ".clamp(-1 + 1e-7, 1 - 1e-7)", "asin": ".clamp(-1 + 1e-7, 1 - 1e-7)",
+    "exp": ".clamp(max=88)", "div": ".clamp_min(1e-6)",
 }  # fmt: skip
-"""What keeps the argument of a function inside of its domain."""
+"""What keeps the argument of a function inside of its domain, and leaves as much of that as float32 can tell from its border."""
 
-_IN_FLOAT16 = {
-    "sqrt": ".clamp_min(1e-6)", "rsqrt": ".clamp_min(1e-6)", "exp": ".clamp(max=10)", "div": ".clamp_min(1e-4)",
+_IN_HALF = {
+    "float16": {
+        "sqrt": ".clamp_min(1e-6)", "rsqrt": ".clamp_min(1e-6)", "exp": ".clamp(max=11)", "div": ".clamp_min(1e-4)",
+        **dict.fromkeys(("acos", "asin"), ".clamp(-0.9995, 0.9995)"),
+    },
+    "bfloat16": dict.fromkeys(("acos", "asin"), ".clamp(-0.996, 0.996)"),
 }  # fmt: skip
-"""The same for float16, whose numbers are between 6e-8 and 65,504."""
-
-_IN_HALF = dict.fromkeys(("acos", "asin"), ".clamp(-0.99, 0.99)")
-"""The same for float16 and bfloat16, in which 1 - 1e-6 is 1."""
+"""The same for half precision: float16's numbers are between 6e-8 and 65,504, and the largest below 1 are 1 - 2**-11 and 1 - 2**-8."""
 
 
 def keep_in_domain(scene: Scene) -> list[Changes]:
@@ -63,27 +64,28 @@ def keep_in_domain(scene: Scene) -> list[Changes]:
 
 def bound_of(scene: Scene) -> str:
     """What keeps the argument of the failing operator inside of its domain, as a call of a method; empty where none is known."""
-    return next(iter(_bounds(scene).values()), "")
+    bounds = _bounds(scene)
+    return bounds.get(_family(scene)) or next(iter(bounds.values()), "")
 
 
 def _bounds(scene: Scene) -> Mapping[str, str]:
     """By the names that the failing operator may have in the source what keeps its argument inside of its domain."""
-    known, dtype = dict(_ARGUMENT), scene.finding.dtype
-    if dtype in ("float16", "bfloat16"):
-        known |= _IN_HALF
-    if dtype == "float16":
-        known |= _IN_FLOAT16
+    known = _ARGUMENT | _IN_HALF.get(scene.finding.dtype or "", {})
     names = _names_of_operator(scene)
     return {name: bound for name, bound in known.items() if name in names}
 
 
 def _names_of_operator(scene: Scene) -> set[str]:
     """What the failing operator is called in Python, or the one that it differentiates."""
-    family = overload_free(scene.finding.op or "").rstrip("_")
+    family = _family(scene)
     here = [op for op in scene.trace.all(Op) if op.source == scene.finding.source]
     derived = {name for op in here if (name := differentiated(op))}
     of_division = {"sqrt"} if family == "div" else set()  # the backward pass of a square root divides by it
     return {family, family.removesuffix("_backward"), *derived, *of_division}
+
+
+def _family(scene: Scene) -> str:
+    return overload_free(scene.finding.op or "").rstrip("_")
 
 
 def domain_in_float32(scene: Scene) -> list[Changes]:

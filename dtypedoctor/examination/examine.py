@@ -239,7 +239,7 @@ def insane_losses(finding: Finding, before: Run, run: Run) -> Iterator[str]:
     if not math.isfinite(worst):
         yield "the loss is not finite"
         return
-    usual = max(filter(math.isfinite, was), default=math.inf)
+    usual = max(filter(math.isfinite, was), default=1.0)
     # What float16 cannot hold may be that large. What float32 could not hold is bounded now.
     if finding.dtype != "float16" and worst > _ABSURD * max(usual, 1.0):
         yield f"the loss is {worst:.3g} then"

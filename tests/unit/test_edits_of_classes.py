@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_edits import first_edits
 from traces import TraceBuilder, tensor
 
@@ -96,16 +97,33 @@ def test_a_mask_is_finite_however_it_is_filled(old: str, new: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("dtype", "op", "old", "new"),
     [
-        ("float16", "exp", "y = torch.exp(x)", "y = torch.exp(x.clamp(max=10))"),
-        ("bfloat16", "exp", "y = torch.exp(x)", "y = torch.exp(x.clamp(max=80))"),
+        ("float16", "exp", "y = torch.exp(x)", "y = torch.exp(x.clamp(max=11))"),
+        ("bfloat16", "exp", "y = torch.exp(x)", "y = torch.exp(x.clamp(max=88))"),
         ("float16", "div", "y = torch.div(a, n.norm())", "y = torch.div(a, n.norm().clamp_min(1e-4))"),
         ("float32", "div", "y = a.div(n.norm())", "y = a.div(n.norm().clamp_min(1e-6))"),
-        ("bfloat16", "acos", "y = x.acos()", "y = x.clamp(-0.99, 0.99).acos()"),
+        ("bfloat16", "acos", "y = x.acos()", "y = x.clamp(-0.996, 0.996).acos()"),
     ],
 )
 def test_a_bound_is_one_that_the_dtype_can_hold(dtype: str, op: str, old: str, new: str, tmp_path: Path) -> None:
     """exp(80) is inf in float16, and 1 - 1e-6 is 1 in bfloat16."""
     assert edited(program(tmp_path, old, op=f"aten.{op}.default", dtype=dtype), "keep-in-domain") == new
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("op", ["exp", "acos", "asin"])
+def test_a_bound_takes_nothing_from_a_domain_that_the_dtype_can_tell(dtype: str, op: str, tmp_path: Path) -> None:
+    """Values that had a finite result keep it, but for a rounding."""
+    line = edited(program(tmp_path, f"y = x.{op}()", op=f"aten.{op}.default", dtype=dtype), "keep-in-domain")
+    kind = getattr(torch, dtype)
+    inside = torch.tensor([10.0] if op == "exp" else [-1.0, 1.0])
+    border = torch.tensor([torch.finfo(kind).max]).log().floor() if op == "exp" else inside
+    x = torch.cat((inside, border, border * 0.5)).to(kind)
+    names = {"x": x}
+    exec(line, {"torch": torch}, names)  # noqa: S102  # the edit itself
+    assert names["y"].isfinite().all()
+    close = 0.0 if op == "exp" else 4 * torch.finfo(kind).eps
+    assert torch.allclose(names["y"].cos() if op == "acos" else names["y"].sin() if op == "asin" else names["y"],
+                          x if op != "exp" else x.exp(), rtol=close, atol=close)  # fmt: skip
 
 
 @pytest.mark.parametrize(

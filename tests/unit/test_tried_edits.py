@@ -145,6 +145,9 @@ def test_an_absurd_loss_of_a_program_without_an_optimizer_does_not_help() -> Non
         "the loss is 7e+12 then"
     ]
     assert not list(insane_losses(replace(FINDING, dtype="bfloat16"), before, losses(2.0, 7.0)))
+    assert list(insane_losses(replace(FINDING, dtype="float32"), losses(), losses(1.3e7))) == [
+        "the loss is 1.3e+07 then"
+    ]  # what was never finite tells nothing of how large it should be
 
 
 def test_an_edit_that_was_not_tried_is_told_in_words() -> None:
