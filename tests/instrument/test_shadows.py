@@ -370,6 +370,19 @@ def mesh() -> None:
     Warp().to(HALF)(torch.rand(1, 1, 24, 600).to(HALF))
 
 
+def interpolated() -> None:
+    """A table between whose rows half precision tells nothing apart."""
+    at = torch.rand(256).to(HALF) * 199
+    low = at.floor().long().clamp(max=198)
+    (at - low).float().mul(torch.randn(256))
+
+
+def pairs() -> None:
+    """Distances of all pairs of positions, of which neighbors coincide."""
+    positions = torch.arange(700, dtype=HALF)
+    (positions[None, :] - positions[:, None]).float().mul(0.5).exp()
+
+
 def looked_up() -> None:
     """A schedule in half precision, of which a few entries are used at a time."""
     kept = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0).to(HALF)
@@ -427,6 +440,8 @@ def stored_moments() -> None:
         (discounted, "rounded-result", "returns = (rewards * decay", "torch.tensor at "),
         (seconds, "rounded-result", "times[1:] - times[:-1]", "torch.tensor at "),
         (priorities, "rounded-result", "torch.multinomial(chances.float()", "never what has one in float64"),
+        (interpolated, "rounded-result", "(at - low)", "takes the fraction"),
+        (pairs, "rounded-result", "positions[None, :] -", "a step of 0"),
         (passed_back, "rounded-result", "return (large - 100).float()", "it goes on as a gradient"),
         (centered, "rounded-result", "parameter.grad = (large - 64).float()", "it goes on as a gradient"),
         (schedule, "rounded-result", "torch.argmin((times - time)", " of 100 results"),

@@ -229,6 +229,18 @@ def by_hand() -> None:
                 weight.grad = None
 
 
+def decay_beside_a_step() -> None:
+    """Weights that an optimizer moves, and a decay by hand that half precision has no room for."""
+    model = nn.Linear(32, 8, bias=False).to(HALF)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    for _ in range(8):
+        with torch.no_grad():
+            model.weight.mul_(1 - 1e-4)
+        model(torch.randn(4, 32).to(HALF)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def measured() -> None:
     """Weights whose distance from the first ones is measured: it has the error of the weights, and keeps nothing of it."""
     weight = torch.ones(64, dtype=HALF)
@@ -243,6 +255,7 @@ def measured() -> None:
     ("work", "id", "line"),
     [
         (measured, "update-stall", "weight -= 1e-5 * torch.randn(64)"),
+        (decay_beside_a_step, "update-stall", "model.weight.mul_(1 - 1e-4)"),
         (stuck_count, "rounded-sum", 'totals["seen"] += 1'),
         (second_moment, "update-stall", "moment.mul_(0.999)"),
         (second_moments_on_lists, "update-stall", "torch._foreach_mul_(moments"),

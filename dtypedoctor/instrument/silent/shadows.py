@@ -119,6 +119,8 @@ _LOOKUPS = frozenset(
         "take",
     }
 )
+_OF_WHOLE = frozenset({"_to_copy", "clamp", "clamp_min", "clamp_max"})
+_PERIODIC = frozenset({"remainder", "fmod"})
 _SINES = frozenset({"sin", "cos"})
 _DRAWS = frozenset({"rand", "rand_like"})
 NOISE, CHANCE = 4 * torch.finfo(torch.float32).eps, 1e-3
@@ -281,6 +283,8 @@ class Shadows(Observer):
         """Float64 values of numbers that have left torch, and where they were rounded."""
         self._ids: dict[int, tuple[StorageWeakRef, Callable[[], None]]] = {}
         """Memories of whole numbers, and what there is to tell if something is looked up by them."""
+        self._floors: dict[int, tuple[StorageWeakRef, int]] = {}
+        """Memories of whole numbers that were made of others, and the memory of those."""
         self._met: dict[int, StorageWeakRef] = {}
         """Memories of which it is known whether they hold such numbers."""
         self.noticed: Callable[[], None] = lambda: None
@@ -468,6 +472,8 @@ class Shadows(Observer):
             self._judge_draw(str(func), operands[0], results[0])
             return False
         self._expect_choice(func, operands)
+        if self._floors and results and operands and _name(func) in _OF_WHOLE:
+            self._follow_whole(results[0], self._whole_of(operands[0]))
         if self._ids and results:
             self._look_up(func, operands, results)
         if self._numbers:
@@ -635,6 +641,7 @@ class Shadows(Observer):
         self._judge_real_part(call)
         if known and _rounds(call):
             self._judge_cast(call)
+            self._follow_whole(results[0], _key(operands[0][1]))
             return  # what is whole now has been judged, and begins anew
         if known:
             self._judge(call)
@@ -767,6 +774,7 @@ class Shadows(Observer):
                     self._judge_schedule(memory, str(call.func), call.line)
         if call.name in _COMPARISONS:
             self._judge_comparison(call)
+        self._judge_fraction(call)
         if call.name in _SINES and not call.operands[0][1].requires_grad:  # else it is an activation
             self._judge_angles(call)
         self._judge_step(call)
@@ -810,6 +818,32 @@ class Shadows(Observer):
             apart=origin.apart if cast else None,
         )
         self.session.once(told, (fqn, told.source), fqn)
+
+    def _judge_fraction(self, call: _Call) -> None:
+        """What is left of numbers beyond whole ones, or beyond multiples of a period, where they are off by a good part of one: weights of an interpolation, phases."""
+        name, (copy, operand) = call.name.rstrip("_"), call.operands[0]
+        if id(copy) not in call.known:
+            return
+        period = call.arguments[0][-1]
+        if name == "sub" and len(call.operands) == 2:
+            if self._whole_of(call.operands[1][1]) != _key(operand):
+                return
+            period = 1.0
+        elif name not in _PERIODIC or not isinstance(period, (int, float)):
+            return
+        off = (copy.double() - call.values[id(copy)]).abs()
+        self._used("fraction", call, off.isfinite() & (off >= abs(period) / 4), call.results[0], call.exact[0])
+
+    def _whole_of(self, tensor: Tensor) -> int | None:
+        """The memory of the numbers of which a tensor holds the whole ones next to them."""
+        held, of = self._floors.get(_key(tensor), (None, None))
+        return None if held is None or held.expired() else of
+
+    def _follow_whole(self, tensor: Tensor, of: int | None) -> None:
+        if of is not None:
+            self._floors[_key(tensor)] = StorageWeakRef(tensor.untyped_storage()), of
+        if len(self._floors) > NUMBERS:
+            self._floors.clear()
 
     def _judge_cast(self, call: _Call) -> None:
         """Whole numbers that are others, and fractions that end up more than one from where they belong."""
@@ -901,7 +935,9 @@ class Shadows(Observer):
             real, exact = call.results[0], call.exact[0]
             entries = [call.values[id(copy)] for copy, _ in call.operands]
             if _is_grid(sides[0].exact) or all(one.dim() == 1 and _is_grid(one) for one in entries):
-                self._used("step", call, (real == 0) & (exact != 0), real, exact)
+                neighbors = 2 * max(len(sides[0].exact), *(one.numel() for one in entries))  # also of all pairs
+                changed = (real == 0) & (exact != 0)
+                self._used("step", call, changed, real, exact, min(real.numel(), max(neighbors, int(changed.sum()))))
 
     def _judge_factor(self, call: _Call) -> None:
         """A factor that is 0 only because a number of the program was rounded: 1 - 0.999."""

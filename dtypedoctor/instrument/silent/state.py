@@ -441,6 +441,40 @@ class _Parameter:
 
 
 @dataclass(slots=True)
+class _Statement:
+    """What a line of the program does to a parameter that an optimizer trains, beside the rest of its step: a decay, a constraint.
+
+    Attributes:
+        signs: sums of the signs of the movements.
+    """
+
+    state: _State
+    line: Line
+    signs: Tensor
+    rounds: int = 0
+    wanted: int = 0
+    lost: int = 0
+    absmax: float = 0.0
+    change: float = 0.0
+
+    def add(self, before: _Pair, after: _Pair) -> None:
+        """Adds one round."""
+        moved, size = after[1] - before[1], before[0].double().abs()
+        moves = (moved.abs() > NOISE * size) & moved.isfinite()
+        self.rounds, self.wanted = self.rounds + 1, self.wanted + int(moves.sum())
+        self.lost += int((moves & (after[0] == before[0])).sum())
+        self.signs += torch.where(moves, moved.sign(), 0.0)
+        self.absmax = max(self.absmax, float(size.max()))
+        self.change = max(self.change, float(torch.where(moves, moved.abs(), 0.0).max()))
+
+    @property
+    def is_without_effect(self) -> bool:
+        """Whether nearly nothing is left of it, although it moves most elements, each to the same side each time: what only takes back a step does not."""
+        most, steady = MOSTLY * self.rounds * self.signs.numel(), float(self.signs.abs().sum())
+        return self.rounds >= ROUNDS and self.wanted >= most and min(self.lost, steady) >= LOST * self.wanted
+
+
+@dataclass(slots=True)
 class _Steps:
     """The steps of an optimizer.
 
@@ -449,12 +483,14 @@ class _Steps:
         first: number of its first one.
         last: number of the last one that could be looked at.
         is_half: whether it has parameters in half precision.
+        is_torchs: whether its class is one of torch's.
         has_half: whether half precision takes part in its steps.
     """
 
     of: str
     first: int
     is_half: bool
+    is_torchs: bool
     parameters: dict[tuple[int, str], _Parameter] = field(default_factory=dict)
     number: int = 0
     last: int = 0
@@ -479,6 +515,7 @@ class StateCheck(Observer):
         self._followed: dict[int, _State] = {}
         """State that has been through enough rounds to be judged."""
         self._merges: list[_State] = []
+        self._statements: dict[tuple[int, Line], _Statement] = {}
         self._results: OrderedDict[_Key, _Value] = OrderedDict()
         """What is computed from state, and may become a parameter."""
         self._told: dict[Line | None, int] = {}
@@ -693,6 +730,8 @@ class StateCheck(Observer):
             began, adds = source.began[1], source.adds
             if call.operands[1].tensor.dtype not in HALF:
                 state.source = StorageWeakRef(call.operands[1].tensor.untyped_storage())
+        if state.is_parameter:
+            self._note_statement(call, value, state)
         state.becomes(value.now, value.exact)
         state.in_place, state.end = True, call.line
         state.parents |= {id(one.state) for one in come_from}
@@ -959,7 +998,10 @@ class StateCheck(Observer):
         if any(isinstance(held, Optimizer) for held in vars(optimizer).values()):
             return  # a wrapper; the optimizer inside tells of itself
         half = list(filter(_is_in_half, parameters_of(optimizer)))
-        steps = self._steps.setdefault(optimizer, _Steps(type(optimizer).__name__, self.position.step, bool(half)))
+        cls = type(optimizer)
+        steps = self._steps.setdefault(
+            optimizer, _Steps(cls.__name__, self.position.step, bool(half), cls.__module__.startswith("torch."))
+        )
         steps.number += 1
         is_asked = half or steps.has_half or steps.number <= ROUNDS  # its state shows in the first steps
         last, steps.last = steps.last, self.position.step
@@ -996,6 +1038,44 @@ class StateCheck(Observer):
         parameter.signs += _elements(tensor.grad, tensor.shape).double().sign().nan_to_num()  # type: ignore[arg-type]
         return parameter
 
+    def _note_statement(self, call: _Call, value: _Value, state: _State) -> None:
+        """A line has changed a parameter; what torch's own optimizers do is judged as a whole."""
+        is_torchs = self._optimizer is not None and self._optimizer.is_torchs
+        if call.line is None or is_torchs or not self.session.readings.affords(value.now):
+            return
+        key, target = (id(state), call.line), call.operands[0]
+        if key not in self._statements and len(self._statements) < MOST:
+            signs = uncollected(torch.zeros_like(value.exact))
+            self._statements[key] = _Statement(state, call.line, signs)
+        statement = self._statements.get(key)
+        if statement is not None and target.now.shape == value.now.shape:
+            statement.add((target.now, target.exact), (value.now, value.exact))
+
+    def _tell_statements(self, steps: _Steps) -> None:
+        """Tells of lines whose changes of most parameters are lost, although these move."""
+        still = {one.name for one in steps.parameters.values() if one.lost >= MOSTLY * one.wanted > 0}
+        if len(still) == len(steps.parameters) and not steps.is_torchs:
+            return  # told of as a whole
+        for line in {one.line for one in self._statements.values()}:
+            of_line = [one for one in self._statements.values() if one.line == line and one.state.in_step is steps]
+            lost = [one for one in of_line if one.is_without_effect]
+            if not lost or 2 * len(lost) <= len(of_line):
+                continue
+            self.session.emit(
+                LostWrites(
+                    source=_source(line),
+                    dtype=short_name(lost[0].state.dtype),
+                    tensors=len(lost),
+                    compared=len(of_line),
+                    checks=max(one.rounds for one in lost),
+                    wanted=sum(one.wanted for one in lost),
+                    lost=sum(one.lost for one in lost),
+                    absmax=max(one.absmax for one in lost),
+                    change=max(one.change for one in lost),
+                    in_place=True,
+                )
+            )
+
     def after_step(self, optimizer: Optimizer) -> None:
         """It has stepped."""
         stepped, self._stepping, self._optimizer = self._stepping, None, None
@@ -1024,6 +1104,7 @@ class StateCheck(Observer):
                     update=update,
                 )
         self._tell_steps(optimizer, steps)
+        self._tell_statements(steps)
         if overshot and not steps.overshot:
             steps.overshot = True
             worst = sorted(overshot.items(), key=lambda pair: -pair[1].overshot / pair[1].elements)[:MOST_TOLD]

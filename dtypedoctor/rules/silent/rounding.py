@@ -374,6 +374,7 @@ _CHANGES = {
     "factor": "multiplies by 0, which it would not be in float64",
     "tie": "chooses by their order between values that are equal only after rounding",
     "step": "makes a step of 0 between two entries of a grid, which are apart in float64",
+    "fraction": "takes the fraction of numbers that are off by a quarter of what it is a fraction of",
     "state": "leaves inf in memory that outlives the call, where the same operators in float64 leave finite values",
     "mask": "makes another mask than the same operators do in float64",
     "condition": "decides a condition otherwise than the same operators do in float64",
