@@ -208,6 +208,13 @@ def test_what_a_program_adds_up_in_another_dtype_is_no_cache(tmp_path: Path) -> 
         assert "kv-cache-dtype" not in {finding.id for finding in found}
 
 
+def test_a_loss_and_its_class_weights_are_named_as_they_are(tmp_path: Path) -> None:
+    """It is the module that is called, and no model; what its input meets is its buffer."""
+    loss, logits = nn.CrossEntropyLoss(weight=torch.ones(3)), torch.ones(2, 3, dtype=torch.bfloat16)
+    (finding,) = findings(tmp_path, lambda _: loss(logits, torch.tensor([0, 1])))
+    assert finding.summary.startswith("CrossEntropyLoss gets bfloat16 input where its buffer weight is float32; ")
+
+
 class LeanProduct(torch.autograd.Function):
     """A product whose backward begins with the operator that is rejected: no other shows first in what function it runs."""
 

@@ -21,6 +21,7 @@ from dtypedoctor.diagnosis.wording import (
     raising_line,
     rejection_in,
     short,
+    short_parameter,
 )
 from dtypedoctor.dtypes import DTYPES, WHOLE
 from dtypedoctor.rules import Statement, make_finding
@@ -130,16 +131,25 @@ def _buffer(case: Case, odd: Operand) -> Verdict:
 
 
 def _input(case: Case, odd: Operand) -> Verdict:
-    given = described(odd.origin)
-    ruling = "its weights are" if case.rule == case.model_dtype else "what it is computed with is"
+    # A loss, a metric or a layer of its own is called like a model: it has its name, and so has what meets the input there
+    called = case.census.class_of(case.op.root, "") or "The model"
+    met = [operand.tensor for operand in case.operands if operand.dtype == case.rule and operand.tensor.name]
+    names = [f"{'its ' * (t.origin in _OWN)}{_OWN.get(t.origin or '', '')}{short_parameter(t.name or '')}" for t in met]
+    ruling = "its weights are"
+    if case.rule != case.model_dtype:
+        ruling = f"{listed(names)} {'are' if len(names) > 1 else 'is'}" if names else "the other operand is"
     return Verdict(
         id="model-input-dtype",
         fqn=place(case.op),
-        summary=f"The model gets {odd.dtype} input where {ruling} {case.rule}; {_rejecting(case)} raises.",
+        summary=f"{called} gets {odd.dtype} input where {ruling} {case.rule}; {_rejecting(case)} raises.",
         cause=(
-            f"{given[0].upper()}{given[1:]} reaches {op_name(case)} in that dtype. Nothing between the caller and {short(place(case.op))} casts it."
+            f"The {odd.dtype} input {odd.origin.name}{set_in_words(odd.origin)} reaches {op_name(case)} in that dtype. "
+            f"Nothing between the caller and {short(place(case.op))} casts it."
         ),
     )
+
+
+_OWN = {"parameter": "", "buffer": "buffer ", "attribute": "attribute "}
 
 
 def _adapter(case: Case, odd: Operand) -> Verdict:

@@ -242,7 +242,7 @@ SPECS = (
         family=DTYPE_MISMATCH,
         references=("https://github.com/kadirnar/whisper-plus/issues/58",),
         ablations=("autocast-off", *OF_ANY_FINDING),
-        do_this="Cast the input to {other}, the dtype of what it is computed with, before the call.",
+        do_this="Cast the input to {other} before the call.",
         edits=("cast-operand", "autocast-around"),
     ),
     FindingSpec(
