@@ -65,7 +65,12 @@ def judge_domain(origin: Origin) -> Finding | None:
     if beyond:
         cause = BEYOND_FLOAT32
     elif proof is not None or (program is None and not saw_half):
-        cause = f"{_UNDEFINED}, or its result is larger than float32 can hold. This is not a mixed-precision problem."
+        cause = f"{_UNDEFINED}, or its result is larger than float32 can hold. " + (
+            "This is not a mixed-precision problem."
+            if program is not None
+            else "A wider dtype of this operator does not help. What comes before it was not computed in float64: a difference of nearly equal numbers may "
+            "have the wrong sign."
+        )
     else:
         cause = (
             f"{_UNDEFINED}. What it computes with goes back to half precision, and was computed again in float32 at most from there on: a number that was "
