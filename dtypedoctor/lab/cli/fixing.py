@@ -188,13 +188,13 @@ def fix_script(
         treatment = examine(tree.program.described(), first, capsule_limit=capsule_limit, rerun="--rerun")
         edits = tree.edits()
         fixed.patch = f"{diff_of(edits)}\n" if edits else ""
-        if treatment.advice:  # with all edits, which are one patch: the first one alone is not what was kept
+        if fixed.tries:  # with all edits, which are one patch: the first one alone is not what was kept
             words = advice.text if advice else f"`dtypedoctor explain {treatment.findings[0].id}` names other ways."
             first_advice = replace(advice or treatment.advice[0], text=f"{_outcome(fixed)} {words}", edits=edits)
             treatment = replace(treatment, advice=(first_advice, *treatment.advice[1:]), rerun="")
         write_file(folder.private / PATCH, fixed.patch)
         write_file(folder.private / STORY, json.dumps(_story(fixed), indent=1))
-        report, status = finished(treatment, folder, patch=PATCH, applied=in_place)
+        report, status = finished(treatment, folder, patch=PATCH if fixed.patch else "", applied=in_place)
         return report, status, fixed
 
 
