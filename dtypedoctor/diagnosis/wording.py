@@ -347,6 +347,13 @@ def bad_elements(tensor: TensorNote) -> str:
     return f"{count:,} of {prod(tensor.shape):,} elements"
 
 
+def worst_of(tensor: TensorNote) -> str:
+    """``NaN`` where a tensor that is not finite holds any, else ``inf``, or ``-inf`` where that is all."""
+    if tensor.num_nan:
+        return "NaN"
+    return "inf" if tensor.num_posinf or not tensor.num_neginf else "-inf"
+
+
 def listed(names: Sequence[str]) -> str:
     """The first three names in a sentence, the others counted; of four all, since a count is no shorter than a name."""
     more = len(names) - 3

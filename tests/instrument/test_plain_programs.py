@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from plain_programs import FAULTY, HEALTHY
 from watched import watched
 
@@ -47,3 +48,12 @@ def test_infinities_that_are_meant_are_no_finding(program: Callable[[], None], t
     trace = watched(tmp_path, lambda _: program())
     assert not [finding for finding in diagnose(trace) if finding.severity is not Severity.INFO]
     assert not trace.all(NotWatched)
+
+
+@pytest.mark.parametrize(("of", "infinity"), [(torch.log, " returns -inf in "), (torch.reciprocal, " returns inf in ")])
+def test_an_infinity_is_named_with_its_sign(
+    of: Callable[[torch.Tensor], torch.Tensor], infinity: str, tmp_path: Path
+) -> None:
+    """The logarithm of 0 is another infinity than what is divided by it."""
+    (finding,) = found_in(tmp_path, lambda: print(of(torch.tensor([2.0, 0.0])).sum().item()))
+    assert infinity in finding.summary

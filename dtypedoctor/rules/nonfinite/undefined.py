@@ -36,6 +36,7 @@ from dtypedoctor.diagnosis.wording import (
     rejection_in,
     short,
     unmeasured,
+    worst_of,
 )
 from dtypedoctor.dtypes import DTYPES, HALF, parts_of
 from dtypedoctor.rules import Statement, make_finding, make_finding_at
@@ -81,7 +82,7 @@ def judge_domain(origin: Origin) -> Finding | None:
     statement = Statement(
         id="domain-error",
         proven_by=proof,
-        summary=f"{op.op} {where} returns {'NaN' if origin.result.num_nan else 'inf'} in step {op.step} ({op.phase}){in_float32}.",
+        summary=f"{op.op} {where} returns {worst_of(origin.result)} in step {op.step} ({op.phase}){in_float32}.",
         cause=cause,
         evidence=(
             f"{operands_are_finite(op)}."
@@ -127,7 +128,6 @@ def judge_rounded(origin: Origin) -> Finding | None:
         return None  # a wider dtype is all that this op needs
     rounded = rounded_before(origin.graph, op)
     where = f" at {rounded.source}" if rounded is not None and rounded.source not in (None, op.source) else ""
-    result = "NaN" if origin.result.num_nan else "inf"
     operands = "finite" if all_finite(op.inputs) else "not all finite"
     statement = Statement(
         id="rounds-out-of-domain",
@@ -135,7 +135,7 @@ def judge_rounded(origin: Origin) -> Finding | None:
             f"{op.op} on the operands of the same program in float32 is finite (up to {program.absmax:,.6g}); on its own operands it is not, in "
             f"{again.how} either"
         ),
-        summary=f"{_what_rounds(rounded)}{where}, and {op.op} in {short(place(op))} makes {result} of it in step {op.step} ({op.phase}).",
+        summary=f"{_what_rounds(rounded)}{where}, and {op.op} in {short(place(op))} makes {worst_of(origin.result)} of it in step {op.step} ({op.phase}).",
         cause=_cause_of_rounding(rounded),
         evidence=(
             f"{bad_elements(origin.result)} of the {origin.result.dtype} result of {op.op} are inf or NaN; its operands are {operands}.",
@@ -331,8 +331,7 @@ def judge_written(origin: Origin) -> Finding | None:
         return None
     op, result = origin.op, origin.result
     writer = f"The code of {short(place(op))}" if place(op) is not None else "The program"
-    infinite = "inf" if result.num_posinf or not result.num_neginf else "-inf"
-    what = "NaN" if result.num_nan else infinite
+    what = worst_of(result)
     if is_uninitialized(op):
         does, cause, held = "uses memory that it has not written", _UNWRITTEN, "hands out memory as it was"
     else:
