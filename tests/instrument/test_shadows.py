@@ -550,6 +550,14 @@ def tables() -> None:
     (torch.randn(400, 8) * 4).softmax(-1).to(HALF).topk(1, -1)
 
 
+def overflown() -> None:
+    """Targets and returns that grow evenly, and of which many are inf in half precision: no neighbors are equal but these."""
+    prices = torch.linspace(50_000, 250_000, 16).half()
+    (torch.zeros(16).half() - prices).abs().mean()
+    returns = torch.full((200,), 500.0).half().flip(0).cumsum(0).flip(0)
+    returns - returns.mean()
+
+
 def nearest() -> None:
     """Codes and bins, of which few are near a border; a short grid."""
     rows, table = torch.randn(512, 8).to(HALF), torch.randn(32, 8).to(HALF)
@@ -753,6 +761,7 @@ def reported() -> None:
         drops,
         reported,
         tables,
+        overflown,
         boundaries,
         constants,
         binned,
