@@ -649,10 +649,10 @@ class Session:
         n = self.writer.next_n()
         self.writer.write(Observed(n=n, step=step, call=call, phase=phase or here.phase, what=record, fqn=fqn))
 
-    def once(self, record: Any, key: Any, fqn: str | None = None) -> None:
+    def once(self, record: Any, key: Any, fqn: str | None = None, **when: Any) -> None:
         """Does the same unless a record of this kind and ``key`` has been written, or :data:`MAX_NOTES` of this kind."""
         written = self._once.setdefault(record.KIND, set())
         if key not in written and len(written) < MAX_NOTES:
             written.add(key)
-            self.emit(record, fqn=fqn)
+            self.emit(record, fqn=fqn, **when)
             self.seen_once(record, fqn)

@@ -1,6 +1,7 @@
 """``scaled-gradients``: gradients that are used with the loss scale on them are told of, those that are used as torch's examples do are not."""
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,12 @@ def found(directory: Path, body: Body, *, enabled: bool = True, whole_batch: boo
 def clipped_first(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scaler, loss: Tensor) -> None:
     scaler.scale(loss).backward()
     clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scaler, loss: Tensor) -> None:
+    scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
 
@@ -138,6 +145,19 @@ def test_gradients_that_are_used_with_the_scale_on_them_are_found(
     assert line in Path(__file__).read_text(encoding="utf-8").splitlines()[number - 1]
     assert says in finding.summary
     assert "1,024" in finding.summary
+
+
+def test_the_first_step_that_is_clipped_is_named(tmp_path: Path) -> None:
+    """Several show that they are clipped; the first of them was, after its backward pass."""
+    steps = count(1)
+
+    def clipped_from_the_third_on(
+        model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scaler, loss: Tensor
+    ) -> None:
+        (clipped_first if next(steps) >= 3 else stepped)(model, optimizer, scaler, loss)
+
+    (finding,) = found(tmp_path, clipped_from_the_third_on)
+    assert (finding.step, finding.phase) == (3, "optimizer")
 
 
 @pytest.mark.parametrize("body", [clipped_first, clipped_by_hand], ids=lambda one: one.__name__)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from math import inf, log2
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -251,7 +251,7 @@ class ScaleCheck(Observer):
         self._versions: dict[int, int] = {}
         self._pass: _Pass | None = None
         self._passes = 0
-        self._limits: dict[str, list[tuple[float, float]]] = {}
+        self._limits: dict[str, list[_Limit]] = {}
 
     def scaled(self, scaled: Tensor, loss: Tensor) -> None:
         """A gradient scaler has multiplied ``loss``."""
@@ -319,15 +319,16 @@ class ScaleCheck(Observer):
 
     def _limited(self, done: _Pass, limit: float, factor: float) -> None:
         known = self._limits.setdefault("" if done.line is None else done.line.source, [])
-        known.append((limit, factor))
+        known.append(_Limit(limit, factor, self.session.position.moment[:2]))
         if done.name in _BOUNDS or _is_a_limit(known):
-            self._tell(CLIPPED, done.line, done, limit)
+            first = next(one for one in known if one.is_as(known[-1]))  # it takes several to tell clipping
+            self._tell(CLIPPED, done.line, done, limit, at=first.at, phase="optimizer")
 
-    def _tell(self, use: str, line: Line | None, of: _Pass, limit: float) -> None:
+    def _tell(self, use: str, line: Line | None, of: _Pass, limit: float, **when: Any) -> None:
         source = "" if line is None else line.source
         with self.session.position.aside():
             scale = of.scale
-        self.session.once(ScaledUse(use=use, source=source, scale=scale, limit=limit), (use, source))
+        self.session.once(ScaledUse(use=use, source=source, scale=scale, limit=limit), (use, source), **when)
 
     def _parameters(self) -> Iterable[Tensor]:
         return [p for _, _, p, _, is_buffer in self.session.names.tensors() if not is_buffer and p.requires_grad]
@@ -349,11 +350,24 @@ def _limit_of(done: _Pass, gradients: list[Tensor]) -> tuple[float, float]:
     return (float(norms.norm()), factor) if 0.0 < factor < 1.0 else (0.0, factor)
 
 
-def _is_a_limit(known: list[tuple[float, float]]) -> bool:
+class _Limit(NamedTuple):
+    """What gradients were limited to, by which factor, and in which step and call."""
+
+    limit: float
+    factor: float
+    at: tuple[int, int]
+
+    def apart(self, other: "_Limit") -> float:
+        """How far this limit is from that of ``other``, relative to that."""
+        return abs(self.limit / other.limit - 1.0)
+
+    def is_as(self, other: "_Limit") -> bool:
+        """Whether the two limits are the same."""
+        return self.apart(other) <= SAME
+
+
+def _is_a_limit(known: list[_Limit]) -> bool:
     """Whether several factors have brought gradients to one norm, which only clipping does."""
-    last_limit, last_factor = known[-1]
-    for limit, factor in known[:-1]:
-        apart, changed = abs(limit / last_limit - 1.0), abs(factor / last_factor - 1.0)
-        if apart <= SAME and changed > max(CHANGED, STEADIER * apart):
-            return True
-    return False
+    last = known[-1]
+    same = (one for one in known[:-1] if one.is_as(last))
+    return any(abs(one.factor / last.factor - 1.0) > max(CHANGED, STEADIER * one.apart(last)) for one in same)
