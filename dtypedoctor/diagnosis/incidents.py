@@ -172,8 +172,15 @@ def _was_asked(trace: Trace, seen: Observed[NonfiniteReached]) -> bool:
 
 
 def _saw_half(graph: OpGraph, last: Op) -> bool:
-    """Whether any op up to ``last`` used or made a tensor in less than float32."""
-    tensors = (tensor for op in graph.ops if op.n <= last.n for tensor in (*op.inputs, *op.outputs))
+    """Whether what made the value behind ``last`` used or made less than float32, or what had been computed from that: then a float32 program is known of it.
+
+    Where nothing is known to have made it, any op before counts.
+    """
+    makers = _makers(graph, last)
+    if any(graph.replay(op, "float32-program") is not None for op in makers):
+        return True
+    ops = makers or [op for op in graph.ops if op.n <= last.n]
+    tensors = (tensor for op in ops for tensor in (*op.inputs, *op.outputs))
     return any(DTYPES[parts_of(t.dtype)].bits < DTYPES["float32"].bits for t in tensors if parts_of(t.dtype) in DTYPES)
 
 

@@ -195,6 +195,14 @@ def numbers_that_a_dtype_holds() -> None:
     print([number for number in (1e3, 1e5) if torch.tensor(number, dtype=torch.float16).isfinite()])
 
 
+def limits_of_several_dtypes() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        number = torch.ones((), dtype=dtype)
+        while torch.isfinite(number * 2):
+            number = number * 2
+        print(number.item())
+
+
 def steps_up_to_the_end_of_a_dtype() -> None:
     number = torch.ones((), dtype=torch.float16)
     while not math.isinf((number * 4).item()):
@@ -335,6 +343,7 @@ HEALTHY: tuple[Callable[[], None], ...] = (
     largest_power_that_a_dtype_holds,
     numbers_that_a_dtype_holds,
     steps_up_to_the_end_of_a_dtype,
+    limits_of_several_dtypes,
     a_probe_after_one_that_raised,
 )
 FAULTY: tuple[Callable[[], None], ...] = (

@@ -57,3 +57,9 @@ def test_an_infinity_is_named_with_its_sign(
     """The logarithm of 0 is another infinity than what is divided by it."""
     (finding,) = found_in(tmp_path, lambda: print(of(torch.tensor([2.0, 0.0])).sum().item()))
     assert infinity in finding.summary
+
+
+def test_what_is_just_above_a_maximum_is_not_said_to_be_it(tmp_path: Path) -> None:
+    """Twice the largest power of two that float32 holds is its maximum in six digits."""
+    (finding,) = found_in(tmp_path, lambda: print((torch.tensor(2.0**127) * 2).item()))
+    assert [line for line in finding.evidence if "float32 max, 3.40282e+38, or just above" in line]

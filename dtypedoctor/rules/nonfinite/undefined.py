@@ -108,15 +108,22 @@ def _in_a_wider_dtype(replay: Replay | None, program: Replay | None) -> Iterator
         why = f": {replay.note}" if replay is not None else ""
         yield f"It could not be run again in a wider dtype{why}."
     elif replay.finite:
-        magnitude = (
-            f", absmax {replay.absmax:.6g} (float32 max is {FLOAT32_MAX:.6g})" if replay.absmax is not None else ""
-        )
-        yield f"The same op in {replay.how} is finite{magnitude}."
+        yield f"The same op in {replay.how} is finite{_beside_max(replay.absmax)}."
     else:
         yield f"The same op on the same operands in {replay.how} is not finite either."
         if program is not None and not program.finite and not program.note:
             since = "from the last exact values on" if program.exact else "as far back as is known"
             yield f"Nor is it on the operands that the program has when it is computed in float32 {since}."
+
+
+def _beside_max(absmax: float | None) -> str:
+    """A magnitude beside the largest of float32, which six digits may not tell apart."""
+    if absmax is None:
+        return ""
+    said, most = f"{absmax:.6g}", f"{FLOAT32_MAX:.6g}"
+    return (
+        f", absmax {said} (float32 max is {most})" if said != most else f", absmax float32 max, {most}, or just above"
+    )
 
 
 def judge_rounded(origin: Origin) -> Finding | None:
