@@ -1,5 +1,6 @@
 """``rounded-sum``: sums in half precision that are wrong are told of with what they should be, and sums that are right are not."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -111,6 +112,35 @@ def test_a_sum_is_told_of_as_it_is_in_the_end(tmp_path: Path) -> None:
     (finding,) = sums(tmp_path, added(torch.bfloat16, 1200, lambda _: 1.0))
     assert "1,200 terms" in finding.summary
     assert "gets 256; their sum is 1,200" in finding.summary
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_as_many_terms_are_told_of_as_are_in_the_sum(tmp_path: Path, in_place: bool) -> None:
+    """Of ones the sum is their number."""
+    (finding,) = sums(tmp_path, added(torch.bfloat16, 403, lambda _: 1.0, in_place=in_place))
+    terms, exact = re.findall(r"adds up (\d+) terms.* their sum is (\d+)", finding.summary)[0]
+    assert terms == exact
+
+
+def with_a_part_taken_away(in_place: bool) -> Callable[[object], None]:
+    """A moving average that is written as an addition of a part of its difference."""
+
+    def work(_: object) -> None:
+        average, now = torch.full((8,), 2.0).half(), torch.ones(8).half()
+        for _ in range(100):
+            if in_place:
+                average.add_((now - average) * 1e-4)
+            else:
+                average = average + (now - average) * 1e-4
+
+    return work
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_an_average_that_stands_still_is_no_sum(tmp_path: Path, in_place: bool) -> None:
+    """What is added depends on what it is, so there are no terms whose sum it should be."""
+    found = [finding.id for finding in diagnose(watched(tmp_path, with_a_part_taken_away(in_place)))]
+    assert found == ["update-stall"]
 
 
 @pytest.mark.parametrize(

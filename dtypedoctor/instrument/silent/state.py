@@ -363,6 +363,11 @@ class _Call(NamedTuple):
         name = _name(self.func).removeprefix("_foreach_").rstrip("_")
         return name in ("add", "index_add", "scatter_add") and "alpha" not in self.kwargs
 
+    def adds_to(self, state: "_State") -> bool:
+        """Whether it only adds to ``state``, and nothing that is computed from it: an average, which takes a part of itself away, is no sum."""
+        of_it = [one for one in self.operands if one.value and any(a.state is state for a in one.value.come_from)]
+        return self.adds and len(of_it) < 2
+
     @property
     def copies_half(self) -> bool:
         """Whether it copies a tensor of half precision, element by element."""
@@ -713,7 +718,7 @@ class StateCheck(Observer):
 
     def _change(self, call: _Call, value: _Value, real: Tensor, state: _State) -> None:
         """State has been written to."""
-        operands, began, adds = call.operands, call.line, call.adds
+        operands, began, adds = call.operands, call.line, call.adds_to(state)
         come_from = [one for operand in operands if operand.value for one in operand.value.come_from]
         if _name(call.func) in _FILLING:
             value.exact = value.now.double()
@@ -925,7 +930,9 @@ class StateCheck(Observer):
 
     def _end(self, state: _State) -> None:
         """Compares state that nothing will change any more."""
-        state.turns += 1
+        state.turns += (
+            state.in_place
+        )  # of what is computed anew the last result was not met again, and is not in what it has come to
         state.compare()
         self._judge(state)
         state.begin_round()
@@ -1180,7 +1187,8 @@ def _ancestors(call: _Call, result: Tensor, at: _At) -> tuple[_From, ...]:
             operand.value.come_from if operand.value is not None and operand.is_whole else ()
         ):
             before = (operand.now, operand.exact) if began is None else before
-            found.setdefault(id(state), _From(state, began or at, adds and call.adds, before))
+            adds = adds and call.adds_to(state)
+            found.setdefault(id(state), _From(state, began or at, adds, before))
     return tuple(sorted(found.values(), key=lambda one: -one.state.turns)[:MOST_ANCESTORS])
 
 
