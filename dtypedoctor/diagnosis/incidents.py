@@ -29,7 +29,7 @@ from dtypedoctor.diagnosis.wording import OF_NO_TENSOR, is_own_statement, own_li
 from dtypedoctor.dtypes import DTYPES, parts_of
 from dtypedoctor.trace.events import Caught, Observed, Op, Raised, Sample, ScalerState, Site
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.execution import NonfiniteReached, TestPassed
+from dtypedoctor.trace.records.execution import ComputedInstead, NonfiniteReached, TestPassed
 
 ENDS = {
     "item": "is read as a number",
@@ -124,6 +124,8 @@ def _is_failure(graph: OpGraph, seen: Observed[NonfiniteReached]) -> bool:
     is_idle = goes_on and end in ("guard", "unused")
     if is_idle and (not _saw_half(graph, last) or _is_undefined(graph, last) or _is_of_numbers(graph, last)):
         return False
+    if end == "guard" and goes_on and _was_computed_instead(graph, seen, last):
+        return False
     if (
         end in _AFTER_A_TEST
         and _is_undefined(graph, last)
@@ -163,6 +165,12 @@ def _is_of_numbers(graph: OpGraph, last: Op) -> bool:
 def _makers(graph: OpGraph, last: Op) -> list[Op]:
     found = ancestry(graph, last)
     return [*found.computed, *found.nan_makers]
+
+
+def _was_computed_instead(graph: OpGraph, seen: Observed[NonfiniteReached], last: Op) -> bool:
+    """Whether the program has computed again in float32 what made the value, because its test has found it."""
+    instead = {one.what.op for one in graph.trace.observed(ComputedInstead) if one.what.id == seen.what.id}
+    return any(op.op in instead for op in _makers(graph, last))
 
 
 def _was_asked(trace: Trace, seen: Observed[NonfiniteReached]) -> bool:

@@ -31,7 +31,7 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Extent, extent_of, measurable, out_of_their_sight, real_of
 from dtypedoctor.instrument.whereabouts import OUTSIDE
 from dtypedoctor.trace.events import Op, TensorNote
-from dtypedoctor.trace.records.execution import NonfiniteReached
+from dtypedoctor.trace.records.execution import ComputedInstead, NonfiniteReached
 from dtypedoctor.unpatched import to_json
 
 ASSERTED, TESTED, OTHER = "asserted", "guard", "item"
@@ -55,6 +55,52 @@ def use_of_number(frame: FrameType | None) -> str:
             return use
         frame = frame.f_back
     return OTHER
+
+
+@dataclass(slots=True)
+class Branch:
+    """The lines that run, or do not, by what a test says of a value that is not finite.
+
+    Attributes:
+        about: the value.
+        code: in which the test is.
+        lines: those that depend on it.
+    """
+
+    about: "Bad"
+    code: CodeType
+    lines: range
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the program is there now, or in what is called from there."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code is not self.code:
+            frame = frame.f_back
+        return frame is not None and frame.f_lineno in self.lines
+
+
+def _branch_of(frame: FrameType | None, about: "Bad") -> Branch | None:
+    """What depends on the test in the user's line, there or where its answer is returned to."""
+    frame = users_frame(frame)
+    while frame is not None:
+        tree, span = _tree(frame.f_code.co_filename), span_of(frame.f_code, frame.f_lasti)
+        around = list(_around(tree, (span[0], span[1], span[2], span[3]))) if tree is not None and span else []
+        lines = _lines_of_branch(around)
+        if lines:
+            return Branch(about, frame.f_code, lines)
+        frame = frame.f_back if any(isinstance(node, ast.Return) for node in around) else None
+    return None
+
+
+def _lines_of_branch(around: Sequence[ast.AST]) -> range:
+    """The lines that the innermost of nodes decides on, as a condition does; none where it is part of no condition."""
+    for node in around:
+        # Python jumps by what it is told of the condition, or of all that depends on it
+        if isinstance(node, ast.If | ast.IfExp) and (node is around[0] or node.test in around):
+            first = node.body[0].lineno if isinstance(node, ast.If) else node.lineno
+            return range(first, (node.end_lineno or first) + 1)
+    return range(0)
 
 
 @lru_cache(maxsize=1024)
@@ -272,6 +318,7 @@ class BadValues:
         self._records = 0
         self.made: int | None = None
         """Number of the record of the operator that has just run, where it has made what is not finite of finite operands."""
+        self._branch: Branch | None = None
         self.noticed: Callable[[], None] = lambda: None
         self.kept: Callable[[Ran], None] = lambda ran: None
 
@@ -316,6 +363,18 @@ class BadValues:
             self._passed_on(ran)
         elif ran.sources:
             self._ended(ran)
+        elif self._branch is not None:
+            self._computed_instead(ran, self._branch)
+
+    def _computed_instead(self, ran: Ran, branch: Branch) -> None:
+        """Tells of an operator in float32 or wider with finite results, where it runs because a test has found a value that is not finite."""
+        if not branch.is_running:
+            self._branch = None
+        elif any(ends is FINITE and t.itemsize >= 4 for t, ends in zip(ran.results, ran.ends, strict=True)):
+            key = ("instead", branch.about.id, ran.func)
+            self._seen[key] += 1
+            if self._seen[key] == 1:
+                self._session.emit(ComputedInstead(id=branch.about.id, op=str(ran.func)))
 
     def overwritten(self, tensors: Sequence[Tensor]) -> None:
         """Something that was not measured has been written to ``tensors``: what is in there now is not known."""
@@ -335,6 +394,8 @@ class BadValues:
             self.reached(way, bad if bad is not None and bad.says is None else None, source, value=kind)
         elif bad is not None and bad.says is not None:
             self.reached(ASSERTED if use_of_number(sys._getframe()) == ASSERTED else "guard", bad.says, source)
+            is_told = self._seen["guard", source, 0] <= EACH
+            self._branch = _branch_of(sys._getframe(), bad.says) if is_told else None
 
     def left(self, way: str, tensor: Tensor) -> None:
         """A tensor is read as a whole, by something that is no operator."""

@@ -184,6 +184,14 @@ def half_that_is_tested() -> None:
         print("no sum")
 
 
+def half_that_is_tested_and_reported() -> None:
+    rows = torch.full((64,), 60.0, dtype=torch.float16)
+    total = (rows * rows).sum()  # makes: sum
+    if torch.isinf(total):
+        print("no sum of", rows.float().abs().max().item())
+    print((rows.float() * rows.float()).sum().item())
+
+
 def largest_power_that_a_dtype_holds() -> None:
     limit = 1.0
     while torch.isfinite(torch.tensor(limit, dtype=torch.float16) * 2):
@@ -201,6 +209,23 @@ def limits_of_several_dtypes() -> None:
         while torch.isfinite(number * 2):
             number = number * 2
         print(number.item())
+
+
+def half_that_is_computed_again_in_float32() -> None:
+    def dot(rows: Tensor) -> Tensor:
+        total = (rows * rows).sum()
+        if not torch.isfinite(total):
+            total = (rows.float() * rows.float()).sum()
+        return total
+
+    def in_float32(rows: Tensor) -> Tensor:
+        return (rows.float() * rows.float()).sum()
+
+    rows = torch.full((64,), 60.0, dtype=torch.float16)
+    for _ in range(5):
+        print(dot(rows).item())
+        total = (rows * rows).sum()
+        print((in_float32(rows) if total.isinf() else total).item())
 
 
 def steps_up_to_the_end_of_a_dtype() -> None:
@@ -343,6 +368,7 @@ HEALTHY: tuple[Callable[[], None], ...] = (
     largest_power_that_a_dtype_holds,
     numbers_that_a_dtype_holds,
     steps_up_to_the_end_of_a_dtype,
+    half_that_is_computed_again_in_float32,
     limits_of_several_dtypes,
     a_probe_after_one_that_raised,
 )
@@ -351,6 +377,7 @@ FAULTY: tuple[Callable[[], None], ...] = (
     distance_of_equal_points,
     where_in_backward,
     half_that_is_tested,
+    half_that_is_tested_and_reported,
     half_that_is_tested_as_a_number,
     newton_at_an_inflection,
     transformed_gradient,

@@ -30,6 +30,21 @@ class NonfiniteReached:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ComputedInstead:
+    """An operator has returned finite values in float32 or wider in what the program runs because a test has found a value that is not finite.
+
+    Attributes:
+        id: of the tensor that was tested, as in :class:`NonfiniteReached`.
+        op: the operator.
+    """
+
+    KIND: ClassVar[str] = "computed-instead"
+
+    id: int
+    op: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnedSince:
     """An operator outside of modules has returned that had raised an exception on operands of the same shapes.
 
