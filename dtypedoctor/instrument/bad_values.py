@@ -110,10 +110,18 @@ def _use(code: CodeType, instruction: int) -> str:
         return OTHER
     around = list(_around(tree, (span[0], span[1], span[2], span[3])))
     name = _name_bound_to(around)
-    if name is None:
-        use = _tested_as(around)
-        statement = next((node for node in around if isinstance(node, ast.stmt)), None)
-        return RETURNED if isinstance(statement, ast.Return) and use == OTHER else use
+    return _use_of_value(around) if name is None else _use_of_name(name, around, tree)
+
+
+def _use_of_value(around: Sequence[ast.AST]) -> str:
+    """What becomes of a number that gets no name."""
+    use = _tested_as(around)
+    statement = next((node for node in around if isinstance(node, ast.stmt)), None)
+    return RETURNED if isinstance(statement, ast.Return) and use == OTHER else use
+
+
+def _use_of_name(name: str, around: Sequence[ast.AST], tree: ast.AST) -> str:
+    """What becomes of a number wherever its name is read, in the function around it or else in the file."""
     scope = next((node for node in around if isinstance(node, ast.FunctionDef)), tree)
     names = [node for node in ast.walk(scope) if isinstance(node, ast.Name) and node.id == name]
     uses = {_tested_as(_around(tree, _span(node))) for node in names if isinstance(node.ctx, ast.Load)}
