@@ -6,7 +6,7 @@ incidents are failures; last, what an op trace would have to settle of a run and
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, behind, incidents, links, unsettled
@@ -25,7 +25,7 @@ from dtypedoctor.diagnosis.ops import (
 )
 from dtypedoctor.diagnosis.wording import is_dtype_error, limit_of, module_of, operators_were_seen
 from dtypedoctor.dtypes import DTYPES
-from dtypedoctor.trace.events import Op, ParameterNote, Raised, Replay, ScalerState, TensorNote
+from dtypedoctor.trace.events import AFTER_STEP, Op, ParameterNote, Raised, Replay, ScalerState, TensorNote
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import AttentionReplayed, EagerCall, PackedWeight, RoundedBefore
 from dtypedoctor.trace.records.silent import GradientZeros, ScaledBackward
@@ -257,8 +257,13 @@ def _origins_outside(graph: OpGraph, incident: Incident) -> Iterator[Origin]:
         origin = _origin(graph, op, incident) if op is not None else None
         # -inf that a model is given is a mask, unless ordinary numbers overflow to it
         is_mask = link.what.what == "call" and link.what.value == "-inf"
-        if origin is not None and not (is_mask and not _leaves_the_range(graph, origin.op)):
-            yield origin
+        if origin is None or (is_mask and not _leaves_the_range(graph, origin.op)):
+            continue
+        if (
+            origin.op.phase == AFTER_STEP and link.what.what == "call"
+        ):  # what is prepared for a call belongs to its step
+            origin = replace(origin, op=replace(origin.op, step=link.step, call=link.call, phase=link.phase))
+        yield origin
 
 
 def _earliest(origins: Iterable[Origin]) -> Origin | None:

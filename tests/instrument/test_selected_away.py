@@ -99,18 +99,21 @@ def test_rows_that_are_used_or_that_half_precision_has_spoiled_are_told(
 def test_ordinary_numbers_that_overflow_before_a_model_are_its_origin_whatever_their_sign(
     tmp_path: Path, sign: float
 ) -> None:
-    """The model makes NaN of the infinities that it is given."""
+    """The model makes NaN of the infinities that it is given. They were made behind the optimizer's third step, for the fourth."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def program() -> None:
         for step in range(4):
             scale = torch.ones(4, 8).half()
             scale[3, 3] = sign * (40_000.0 if step == 3 else 1.0)
             (model(torch.full((4, 8), 2.0).half() * scale) ** 2).mean().backward()
+            optimizer.step()
 
     (finding,) = (one for one in diagnose(in_place(tmp_path, program)) if one.severity is Severity.ERROR)
     assert (finding.id, finding.op) == ("float16-overflow", "aten.mul.Tensor")
+    assert (finding.step, finding.phase) == (4, "forward")
     assert str(finding.source).startswith("test_selected_away.py")
 
 
