@@ -1,5 +1,5 @@
 # expect: {id: float16-overflow, family: nonfinite, raises: null}
-# at: {fqn: null, op: aten.add_.Tensor, phase: after the optimizer, step: 3}
+# at: {fqn: null, op: aten.add_.Tensor, phase: forward, step: 4}
 # shows: "3 inf"
 # why: a float16 teacher is the sum of its students instead of their mean; its bias overflows between two calls
 
