@@ -193,8 +193,9 @@ def _other_attention(scene: Scene) -> str:
         fused = f", or call `{SDPA}`, which is finite on the same operands" if tried.is_of_the_scores else ""
         reached = (exact.absmax if exact is not None else None) or math.inf
         scaled = reached * abs(tried.what.scale or 1.0)
-        is_enough = scaled <= limit_of(scene.finding.dtype or "")
-        return fused + (f", or scale the query before the product, which then reaches {scaled:,.0f}" * is_enough)
+        if scaled > limit_of(scene.finding.dtype or ""):
+            return fused
+        return f"{fused}, or scale the query before the product, which then reaches {scaled:,.0f}"
     return ""
 
 

@@ -259,9 +259,8 @@ def _origins_outside(graph: OpGraph, incident: Incident) -> Iterator[Origin]:
         is_mask = link.what.what == "call" and link.what.value == "-inf"
         if origin is None or (is_mask and not _leaves_the_range(graph, origin.op)):
             continue
-        if (
-            origin.op.phase == AFTER_STEP and link.what.what == "call"
-        ):  # what is prepared for a call belongs to its step
+        # What is prepared for a call belongs to its step
+        if origin.op.phase == AFTER_STEP and link.what.what == "call":
             origin = replace(origin, op=replace(origin.op, step=link.step, call=link.call, phase=link.phase))
         yield origin
 

@@ -978,9 +978,8 @@ class Shadows(Observer):
         if memory.origin.dtype not in NARROW or not _is_grid(memory.exact):
             return
         equal = memory.now == torch.cat([memory.now.new_full((1,), torch.nan), memory.now[:-1]])
-        lost = (
-            equal & memory.now.isfinite()
-        )  # infinities are equal, too: an overflow, which is told of where it is made
+        # Infinities are equal, too: an overflow, which is told of where it is made
+        lost = equal & memory.now.isfinite()
         if bool(lost.any()):
             self._add("schedule", op, line, memory.origin, lost, memory.now, memory.exact, last=True)
 

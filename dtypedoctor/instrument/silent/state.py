@@ -930,9 +930,8 @@ class StateCheck(Observer):
 
     def _end(self, state: _State) -> None:
         """Compares state that nothing will change any more."""
-        state.turns += (
-            state.in_place
-        )  # of what is computed anew the last result was not met again, and is not in what it has come to
+        # Of what is computed anew the last result was not met again, and is not in what it has come to
+        state.turns += state.in_place
         state.compare()
         self._judge(state)
         state.begin_round()
@@ -983,11 +982,8 @@ class StateCheck(Observer):
                 state.is_new = False
                 state.becomes(value.now, value.exact)
 
-        self._accumulated[key] = (
-            register_own(node.register_prehook, added),
-            node,
-            state,
-        )  # the node would go with the graph
+        # The node would go with the graph
+        self._accumulated[key] = register_own(node.register_prehook, added), node, state
 
     def _end_gradients(self) -> None:
         """The gradients that were added up are taken, and those that follow are others."""
