@@ -186,17 +186,20 @@ def _is_partly_frozen(scene: Scene) -> bool:
 def _other_attention(scene: Scene) -> str:
     """What else keeps the scores of attention finite, as measured on its own operands, to follow a clause."""
     products = (op for op in scene.trace.all(Op) if (op.op, op.source) == (scene.finding.op, scene.finding.source))
-    for op in products:
-        tried, exact = attention_experiment(scene.trace, op), graph_of(scene.trace).replay(op, "float32")
-        if tried is None:
-            continue
-        fused = f", or call `{SDPA}`, which is finite on the same operands" if tried.is_of_the_scores else ""
-        reached = (exact.absmax if exact is not None else None) or math.inf
-        scaled = reached * abs(tried.what.scale or 1.0)
-        if scaled > limit_of(scene.finding.dtype or ""):
-            return fused
-        return f"{fused}, or scale the query before the product, which then reaches {scaled:,.0f}"
-    return ""
+    tried, op = next(((tried, op) for op in products if (tried := attention_experiment(scene.trace, op))), (None, None))
+    if tried is None or op is None:
+        return ""
+    fused = f", or call `{SDPA}`, which is finite on the same operands" if tried.is_of_the_scores else ""
+    exact = graph_of(scene.trace).replay(op, "float32")
+    reached = (exact.absmax if exact is not None else None) or math.inf
+    return fused + _scaled_query(scene, reached * abs(tried.what.scale or 1.0))
+
+
+def _scaled_query(scene: Scene, reached: float) -> str:
+    """That the query can be scaled before the product, where what it then reaches fits the dtype."""
+    if reached > limit_of(scene.finding.dtype or ""):
+        return ""
+    return f", or scale the query before the product, which then reaches {reached:,.0f}"
 
 
 _MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Lion": 1, "Adagrad": 1}
