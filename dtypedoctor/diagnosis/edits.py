@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from dtypedoctor.diagnosis import dtype_edits, page, spec_of, value_edits
-from dtypedoctor.diagnosis.nonfinite_origin import SDPA, attention_experiment
+from dtypedoctor.diagnosis.nonfinite_origin import SDPA, AttentionExperiment, attention_experiment
 from dtypedoctor.diagnosis.ops import graph_of
 from dtypedoctor.diagnosis.rule import Advice, Edit, Excerpt, Finding, FindingSpec, Severity
 from dtypedoctor.diagnosis.scene import Change, Changes, Scene, Source, masked_line, may_be_shown
@@ -186,9 +186,12 @@ def _is_partly_frozen(scene: Scene) -> bool:
 def _other_attention(scene: Scene) -> str:
     """What else keeps the scores of attention finite, as measured on its own operands, to follow a clause."""
     products = (op for op in scene.trace.all(Op) if (op.op, op.source) == (scene.finding.op, scene.finding.source))
-    tried, op = next(((tried, op) for op in products if (tried := attention_experiment(scene.trace, op))), (None, None))
-    if tried is None or op is None:
-        return ""
+    return next(
+        (_measured_of(scene, tried, op) for op in products if (tried := attention_experiment(scene.trace, op))), ""
+    )
+
+
+def _measured_of(scene: Scene, tried: AttentionExperiment, op: Op) -> str:
     fused = f", or call `{SDPA}`, which is finite on the same operands" if tried.is_of_the_scores else ""
     exact = graph_of(scene.trace).replay(op, "float32")
     reached = (exact.absmax if exact is not None else None) or math.inf
