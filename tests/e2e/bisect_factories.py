@@ -110,6 +110,11 @@ def domain() -> nn.Module:
     return Tower(Plain(), NoLogarithm())
 
 
+def overflowing() -> nn.Module:
+    """Overflows in the own operators of its second block."""
+    return Tower(Plain(), Overflowing())
+
+
 def untouchable() -> nn.Module:
     """Fails otherwise as soon as the culprit is kept in float32."""
     return Tower(Plain(), Untouchable())

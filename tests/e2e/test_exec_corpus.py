@@ -61,6 +61,7 @@ def test_the_snapshot_holds_no_other_script(rewrite_snapshot: bool) -> None:
     assert read_snapshot()["scripts"].keys() <= names
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in BY_COMMAND], ids=ids)
 def test_the_command_line_says_the_same(case: Case, tmp_path: Path) -> None:
     """A fresh interpreter finds first what the fork found first, as surely and at the same place, and exits as it should."""
