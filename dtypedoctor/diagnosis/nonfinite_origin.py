@@ -14,6 +14,7 @@ from dtypedoctor.diagnosis.ops import (
     Ancestry,
     OpGraph,
     ancestry,
+    asked_for,
     bad_ends,
     graph_of,
     has_nan,
@@ -115,6 +116,9 @@ class Origin:
         incident: what the watch saw of it.
         masked: whether ``op`` is a softmax over rows in which everything is ``-inf``.
         written: whether ``op`` writes inf or NaN because the code names it, or leaves memory as it was.
+        unseen: an operand that held something else when an op had made it than when another, the first of the two here, used it: code that passes no
+            operator has written to it. ``op`` comes before it, and is taken to have reached it; or it is the one that has made the operand, where nothing
+            was bad before it.
     """
 
     graph: OpGraph
@@ -123,6 +127,7 @@ class Origin:
     given: TensorNote | None = None
     masked: bool = False
     written: bool = False
+    unseen: tuple[Op, TensorNote] | None = None
 
     @property
     def trace(self) -> Trace:
@@ -280,10 +285,25 @@ def _origin(graph: OpGraph, last: Op, incident: Incident) -> Origin | None:
         return Origin(graph, first[0], incident, given=first[1])
     if computed is not None:
         return Origin(graph, _root_of(graph, computed), incident)
+    if found.unseen:
+        return _behind_unseen(graph, found.unseen[0], incident)
     wrote = _written(graph, found, maker, incident)
     if wrote is not None:
         return Origin(graph, wrote, incident, written=True)
     return Origin(graph, maker, incident) if maker is not None else None
+
+
+def _behind_unseen(graph: OpGraph, use: tuple[Op, TensorNote], incident: Incident) -> Origin | None:
+    """The origin of what code that passes no operator has written to an operand: of the last bad value that it can have read, where there is one."""
+    user, tensor = use
+    earlier = (op for op in graph.ops if op.n < user.n and (op.call, op.sentinel) == (user.call, user.sentinel))
+    bad = [op for op in earlier if nonfinite(op.outputs) and not asked_for(op)]
+    origins = (_origin(graph, op, incident) for op in reversed(bad[-MAX_TRIED:]))
+    before = next((origin for origin in origins if origin is not None), None)
+    if before is not None:
+        return replace(before, unseen=before.unseen or use)
+    maker = graph.producer(tensor)
+    return Origin(graph, maker, incident, unseen=use) if maker is not None else None
 
 
 def _given_before(found: Ancestry, computed: Op | None) -> tuple[Op, TensorNote] | None:

@@ -60,6 +60,15 @@ class OpGraph:
         """The last op before ``user`` that wrote to the memory of ``tensor``, maybe through a view of it."""
         return next((op for op in reversed(self._writers.get(tensor.storage, [])) if op.n < user.n), None)
 
+    @staticmethod
+    def leaves_otherwise(maker: Op, tensor: TensorNote) -> bool:
+        """Whether ``tensor`` holds something else where it is used than ``maker`` has left: an op that writes would have made another tensor of it.
+
+        The sentinel's ops do not tell views of a tensor apart from it.
+        """
+        left = next((made for made in maker.outputs if made.id == tensor.id and not maker.sentinel), None)
+        return left is not None and left.absmax is not None and _held(left) != _held(tensor)
+
     def assigns_number(self, op: Op) -> bool:
         """Whether ``op`` writes a number of the code that is not finite, as ``x[0] = inf`` does: torch makes a tensor of it first."""
         given = nonfinite(getting_through(op))
@@ -154,12 +163,19 @@ class Ancestry:
         asked: ops that made them because they were told to (a fill value, an assigned number), or left memory as it was.
         nan_makers: ops that made NaN of operands without NaN; those among ``computed``, and those fed with infinities.
         given: operands that no op in the window has made, with the op that used them first.
+        unseen: operands that held something else when an op had made them than when another used them, though no op had written to them: a kernel of
+            Triton, NumPy or an extension module had. With the op that used them first.
     """
 
     computed: tuple[Op, ...]
     asked: tuple[Op, ...]
     nan_makers: tuple[Op, ...]
     given: tuple[tuple[Op, TensorNote], ...]
+    unseen: tuple[tuple[Op, TensorNote], ...] = ()
+
+
+def _held(tensor: TensorNote) -> tuple[float | None, int, int, int]:
+    return tensor.absmax, tensor.num_nan, tensor.num_posinf, tensor.num_neginf
 
 
 def has_nan(tensor: TensorNote) -> bool:
@@ -222,10 +238,11 @@ def bad_ends(graph: OpGraph, n: int, wanted: Callable[[Op], bool]) -> list[Op]:
 
 def ancestry(graph: OpGraph, last: Op) -> Ancestry:
     """The origins of what is not finite in the results of ``last`` (in its operands, if it raised)."""
-    nan_ops, nan_given = _upstream(graph, [last], has_nan)
+    nan_ops, *of_nan = _upstream(graph, [last], has_nan)
     makers = list(filter(makes_nan, nan_ops))
     shows_nan = any(map(has_nan, [*last.outputs, *last.inputs]))
-    inf_ops, inf_given = _upstream(graph, makers if shows_nan else [last], has_inf)
+    inf_ops, *of_inf = _upstream(graph, makers if shows_nan else [last], has_inf)
+    given, unseen = (sorted([*nan, *inf], key=lambda pair: pair[0].n) for nan, inf in zip(of_nan, of_inf, strict=True))
     found = [*makers, *nan_ops, *inf_ops] if shows_nan else [*makers, *inf_ops]
     ends = {op.n: op for op in found if op.error is None}.values()
     origins = [op for op in ends if all_finite(getting_through(op))]
@@ -234,7 +251,8 @@ def ancestry(graph: OpGraph, last: Op) -> Ancestry:
         computed=_in_order(filterfalse(asked_for, origins)),
         asked=_in_order([*filter(asked_for, origins), *assigned]),
         nan_makers=_in_order(filterfalse(asked_for, makers)),
-        given=tuple(sorted([*nan_given, *inf_given], key=lambda pair: pair[0].n)),
+        given=tuple(given),
+        unseen=tuple(unseen),
     )
 
 
@@ -243,12 +261,15 @@ def makes_nan(op: Op) -> bool:
     return any(map(has_nan, op.outputs)) and not any(map(has_nan, getting_through(op)))
 
 
-def _upstream(
-    graph: OpGraph, starts: Iterable[Op], bad: Callable[[TensorNote], bool]
-) -> tuple[list[Op], list[tuple[Op, TensorNote]]]:
-    """The ops from which bad operands reach ``starts``, these included, and the bad operands that no op has made."""
+_Used = list[tuple[Op, TensorNote]]
+"""Operands, each with the op that used it first."""
+
+
+def _upstream(graph: OpGraph, starts: Iterable[Op], bad: Callable[[TensorNote], bool]) -> tuple[list[Op], _Used, _Used]:
+    """The ops from which bad operands reach ``starts``, these included; the bad operands that no op has made; and those that none has made bad."""
     seen: dict[int, Op] = {}
     given: dict[int, tuple[Op, TensorNote]] = {}
+    unseen: dict[int, tuple[Op, TensorNote]] = {}
     waiting = list(starts)
     while waiting:
         op = waiting.pop()
@@ -260,11 +281,14 @@ def _upstream(
             if maker is None or maker.n >= op.n:
                 wrote = graph.last_write(tensor, op)
                 maker = wrote if wrote is not None and any(map(bad, wrote.outputs)) else None
+            ends = given
+            if maker is not None and graph.leaves_otherwise(maker, tensor):
+                maker, ends = None, unseen
             if maker is not None:
                 waiting.append(maker)
-            elif tensor.id not in given or op.n < given[tensor.id][0].n:
-                given[tensor.id] = (op, tensor)
-    return list(seen.values()), list(given.values())
+            elif tensor.id not in ends or op.n < ends[tensor.id][0].n:
+                ends[tensor.id] = (op, tensor)
+    return list(seen.values()), list(given.values()), list(unseen.values())
 
 
 ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "true_divide", "pow"})
@@ -322,7 +346,7 @@ def mask_before(graph: OpGraph, softmax: Op) -> Mask | None:
 
 def _narrowest(graph: OpGraph, softmax: Op, infinite: Op) -> str:
     """Of the dtypes that -inf went through to a softmax, the one with the smallest range."""
-    through, _ = _upstream(graph, [softmax], has_inf)
+    through, *_ = _upstream(graph, [softmax], has_inf)
     dtypes = {t.dtype for op in through for t in (*op.inputs, *op.outputs) if t.num_neginf}
     return next((dtype for dtype in ("float16", "bfloat16") if dtype in dtypes), infinite.outputs[0].dtype)
 

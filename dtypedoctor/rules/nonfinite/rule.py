@@ -33,8 +33,10 @@ from dtypedoctor.rules.nonfinite.undefined import (
     judge_optimizer_step,
     judge_rounded,
     judge_unexamined,
+    judge_unseen,
     judge_written,
     of_what_is_written,
+    through_unseen,
 )
 from dtypedoctor.trace.model import Trace
 
@@ -268,6 +270,7 @@ SPECS = (
 
 
 JUDGES: tuple[Callable[[Origin], Finding | None], ...] = (
+    judge_unseen,
     judge_written,
     judge_given,
     judge_masked_row,
@@ -308,7 +311,9 @@ def _first_that_matters(trace: Trace) -> Iterator[Finding]:
         elif found.origin is None:
             yield judge_by_module(trace, incident)
         else:
-            yield next(finding for judge in JUDGES if (finding := judge(found.origin)) is not None)
+            finding = next(finding for judge in JUDGES if (finding := judge(found.origin)) is not None)
+            carried = through_unseen(found.origin) if finding.op is not None else ()
+            yield replace(finding, evidence=(*finding.evidence, *carried))
         return
 
 

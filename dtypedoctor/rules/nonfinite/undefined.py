@@ -329,7 +329,48 @@ def of_what_is_written(finding: Finding) -> str:
         return f"Write a finite number{where}, or keep what is marked so out of what follows."
     if finding.cause == _UNWRITTEN:
         return f"Use `torch.zeros` in the place of `torch.empty`{where}, or write to all of it before it is used."
+    if _UNSEEN in finding.cause:
+        return (
+            "Run the part without that kernel, by the library's own PyTorch code where it has some, to see whether the kernel is at fault; "
+            "`dtypedoctor audit SCRIPT` tries the kernels of a step."
+        )
     return _IN_EAGER_MODE if any(text in finding.cause for text in (_MAYBE_COMPILED, _NOT_COMPILED)) else ""
+
+
+_UNSEEN = (
+    "No torch operator has written to it in between, and none before it is known to have gone wrong: a kernel of Triton, NumPy or an extension module has "
+    "computed it, of which nothing is known."
+)
+
+
+def judge_unseen(origin: Origin) -> Finding | None:
+    """Memory that was finite when an operator had made it and is not when another uses it, with nothing bad before that."""
+    if origin.unseen is None or origin.op is not origin.graph.producer(origin.unseen[1]):
+        return None
+    maker, (user, tensor) = origin.op, origin.unseen
+    worst = worst_of(tensor)
+    statement = Statement(
+        id="domain-error",
+        confidence=Confidence.LIKELY,
+        summary=f"Code that passes no torch operator writes {worst} into what {maker.op} has made in {short(place(maker))}, in step {user.step} ({user.phase}).",
+        cause=f"{maker.op} at {maker.source} has made it, without any, and {user.op} at {user.source} gets {worst}. {_UNSEEN}",
+        evidence=(f"{bad_elements(tensor)} ({tensor.dtype}) are inf or NaN.", *how_the_run_ended(origin.trace)),
+    )
+    return replace(make_finding_at(origin, statement), op=None)
+
+
+def through_unseen(origin: Origin) -> tuple[str, ...]:
+    """What stands between an origin and what is not finite later, where no operator has carried it there."""
+    if origin.unseen is None:
+        return ()
+    user, tensor = origin.unseen
+    maker = origin.graph.producer(tensor)
+    made = f"{maker.op} at {maker.source}" if maker is not None else "an operator"
+    carried = (
+        f"From there to {user.op} at {user.source} it is carried by code that passes no torch operator (a kernel of Triton, NumPy or an extension "
+        f"module), which writes to what {made} has made: that it has read what is not finite is concluded from the order."
+    )
+    return (carried,)
 
 
 def judge_written(origin: Origin) -> Finding | None:
