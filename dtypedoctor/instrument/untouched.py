@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import inf
 from threading import get_ident
 from traceback import clear_frames
-from types import CellType, FunctionType, MethodType
+from types import CellType, FrameType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,6 +74,9 @@ _ENVIRONMENT = frozenset({"os.putenv", "os.unsetenv"})
 """Changes inside of the process, which are put back: accelerate's hooks set variables while they ask for devices."""
 _DRIVER = ("ctypes.dlopen", "libnvidia-ml.so.1")
 """What torch asks for the number of devices where it is built for CUDA, and accelerate asks torch each time that it has loaded weights."""
+_COMPILERS = frozenset({"triton.compiler.compiler", "triton.runtime.build"})
+"""Modules that compile a kernel where it is launched for the first time with such arguments, as a call is that was compiled as a whole and is made again
+in eager mode. What they write is a cache of theirs."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 MAX_BUFFER = 16 << 20
 """Bytes of a buffer that is copied although no operator is known to write to it."""
@@ -237,11 +240,19 @@ class _Audit:
             return
         opens = event == "open" and isinstance(args[2], int) and args[2] & _WRITING
         asks = event in _READS | _ENVIRONMENT or (event, *args[:1]) == _DRIVER
-        if (opens or (event.startswith(_CHANGES) and not asks)) and not self._allowed():
+        if (opens or (event.startswith(_CHANGES) and not asks)) and not (self._allowed() or _compiles_a_kernel()):
             raise CannotReplayError(f"it changes something outside of the process ({event})")
 
 
 _audit = _Audit()
+
+
+def _compiles_a_kernel() -> bool:
+    """Whether a compiler of kernels is at work in this thread."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") not in _COMPILERS:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _key(tensor: Tensor) -> int:

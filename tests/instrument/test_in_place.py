@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -378,6 +379,34 @@ def test_what_cannot_be_made_again_is_named(tmp_path: Path) -> None:
     assert "outside of the process (open)" in why
     assert (tmp_path / "made-by-the-program").read_text() == "False"
     assert not trace.observed(ReplayedCall)
+
+
+def test_a_kernel_that_is_compiled_by_the_replay_alone_is_no_change_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that was compiled as a whole launches its Triton kernels for the first time when it is made again in eager mode."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget  # not needed to be there
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    sizes = count(4)
+
+    @triton.jit
+    def double(x, n):  # type: ignore[no-untyped-def]
+        x + n
+
+    class Launches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            source = ASTSource(double, signature={"x": "i32", "n": "constexpr"}, constexprs={"n": next(sizes)})
+            triton.compile(source, target=GPUTarget("cuda", 80, 32))
+            return x * x
+
+    (tmp_path / "trace").mkdir()
+    trace = in_place(tmp_path / "trace", lambda: Launches()(torch.full((2,), 300.0, dtype=torch.float16)))
+    assert trace.observed(ReplayedCall)
+    assert not [note.why for note in trace.all(NotWatched) if note.what == REPLAY_OF_FAILURES]
+    assert next(sizes) > 5
 
 
 def steps_on_a_small_loss(loss_of: Callable[[Tensor, Tensor], Tensor], *, factor: float, autocast: bool) -> None:
