@@ -296,12 +296,13 @@ def _origin(graph: OpGraph, last: Op, incident: Incident) -> Origin | None:
 def _behind_unseen(graph: OpGraph, use: tuple[Op, TensorNote], incident: Incident) -> Origin | None:
     """The origin of what code that passes no operator has written to an operand: of the last bad value that it can have read, where there is one."""
     user, tensor = use
-    earlier = (op for op in graph.ops if op.n < user.n and (op.call, op.sentinel) == (user.call, user.sentinel))
-    bad = [op for op in earlier if nonfinite(op.outputs) and not asked_for(op)]
-    origins = (_origin(graph, op, incident) for op in reversed(bad[-MAX_TRIED:]))
-    before = next((origin for origin in origins if origin is not None), None)
-    if before is not None:
-        return replace(before, unseen=before.unseen or use)
+
+    def may_be_read(op: Op) -> bool:
+        return op.n < user.n and op.call == user.call and bool(nonfinite(op.outputs)) and not asked_for(op)
+
+    for op in reversed(list(filter(may_be_read, graph.ops))[-MAX_TRIED:]):
+        if (before := _origin(graph, op, incident)) is not None:
+            return replace(before, unseen=before.unseen or use)
     maker = graph.producer(tensor)
     return Origin(graph, maker, incident, unseen=use) if maker is not None else None
 

@@ -236,13 +236,17 @@ def bad_ends(graph: OpGraph, n: int, wanted: Callable[[Op], bool]) -> list[Op]:
     ]
 
 
+_Used = list[tuple[Op, TensorNote]]
+"""Operands, each with the op that used it first."""
+
+
 def ancestry(graph: OpGraph, last: Op) -> Ancestry:
     """The origins of what is not finite in the results of ``last`` (in its operands, if it raised)."""
     nan_ops, *of_nan = _upstream(graph, [last], has_nan)
     makers = list(filter(makes_nan, nan_ops))
     shows_nan = any(map(has_nan, [*last.outputs, *last.inputs]))
     inf_ops, *of_inf = _upstream(graph, makers if shows_nan else [last], has_inf)
-    given, unseen = (sorted([*nan, *inf], key=lambda pair: pair[0].n) for nan, inf in zip(of_nan, of_inf, strict=True))
+    given, unseen = map(_first_used, of_nan, of_inf)
     found = [*makers, *nan_ops, *inf_ops] if shows_nan else [*makers, *inf_ops]
     ends = {op.n: op for op in found if op.error is None}.values()
     origins = [op for op in ends if all_finite(getting_through(op))]
@@ -251,18 +255,18 @@ def ancestry(graph: OpGraph, last: Op) -> Ancestry:
         computed=_in_order(filterfalse(asked_for, origins)),
         asked=_in_order([*filter(asked_for, origins), *assigned]),
         nan_makers=_in_order(filterfalse(asked_for, makers)),
-        given=tuple(given),
-        unseen=tuple(unseen),
+        given=given,
+        unseen=unseen,
     )
+
+
+def _first_used(nan: _Used, inf: _Used) -> tuple[tuple[Op, TensorNote], ...]:
+    return tuple(sorted([*nan, *inf], key=lambda pair: pair[0].n))
 
 
 def makes_nan(op: Op) -> bool:
     """Whether an op has NaN in its results and none in its operands."""
     return any(map(has_nan, op.outputs)) and not any(map(has_nan, getting_through(op)))
-
-
-_Used = list[tuple[Op, TensorNote]]
-"""Operands, each with the op that used it first."""
 
 
 def _upstream(graph: OpGraph, starts: Iterable[Op], bad: Callable[[TensorNote], bool]) -> tuple[list[Op], _Used, _Used]:

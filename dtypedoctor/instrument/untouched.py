@@ -240,19 +240,18 @@ class _Audit:
             return
         opens = event == "open" and isinstance(args[2], int) and args[2] & _WRITING
         asks = event in _READS | _ENVIRONMENT or (event, *args[:1]) == _DRIVER
-        if (opens or (event.startswith(_CHANGES) and not asks)) and not (self._allowed() or _compiles_a_kernel()):
+        if (opens or (event.startswith(_CHANGES) and not asks)) and not self._is_at_work():
             raise CannotReplayError(f"it changes something outside of the process ({event})")
+
+    def _is_at_work(self) -> bool:
+        """Whether the doctor itself is at work, or a compiler of kernels."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_globals.get("__name__") not in _COMPILERS:
+            frame = frame.f_back
+        return frame is not None or bool(self._allowed())
 
 
 _audit = _Audit()
-
-
-def _compiles_a_kernel() -> bool:
-    """Whether a compiler of kernels is at work in this thread."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") not in _COMPILERS:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _key(tensor: Tensor) -> int:
