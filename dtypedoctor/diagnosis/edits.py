@@ -160,6 +160,8 @@ def _filled(text: str, scene: Scene) -> str:
     if "{bound}" in text:
         bound = value_edits.bound_of(scene)
         values["bound"] = f", e.g. by `{bound}` before it" if bound else ""
+    if "{wider}" in text:
+        values["wider"] = value_edits.wider(scene)
     if "{cost}" in text:
         values["cost"] = _cost_of_float32(scene)
     if "{model}" in text or "{before_optimizer}" in text:
@@ -384,6 +386,7 @@ REMARKS = {
     "smaller-masks": "The edit masks with an eighth of it, so that the sum of several masks and the scores is finite too.",
     "skip-batch": "The edit leaves such batches out of the training; where their values come from it does not say.",
     "step-where-gradients": "The edit skips an optimizer without gradients, as its step without a scaler does: what it holds is not trained.",
+    "keep-in-domain": "What the edit bounds has the result of the bound, and not its own.",
     "finite-fill": "The edit fills in -1e4, which a mean survives: choose a value that fits the scale of yours.",
     "counter-in-tensor": "The edit keeps the number in a tensor, which is an input of the compiled code and no part of it.",
     "plain-linear-only": "The edit leaves layers of a subclass of nn.Linear unpacked, so they keep their memory.",
@@ -394,6 +397,7 @@ REMARKS = {
 """What an edit costs, or does besides the sentence above it."""
 INSTEAD = {
     "autocast-around": "Call the model under autocast, which casts what meets in a product.",
+    "in-wider-dtype": "Compute it in {wider}, which holds what {dtype} rounds away or cannot hold.",
     "cast-exported": "Cast what `{op}` gets to float32: it has no {dtype}.",
     "cast-weights-where-set": "Cast the {dtype} weights to {other}, the dtype of what they meet, on the line that made them {dtype}.",
     "cast-met-weights": "Cast the weights that meet it to {dtype}, on the line that gave them another dtype.",
@@ -439,7 +443,7 @@ MAKERS: dict[str, Maker] = {
     "dequantized-weights": dtype_edits.dequantized_weights,
     "shard-apart": dtype_edits.shard_apart,
     "lower-learning-rate": value_edits.lower_learning_rate,
-    "domain-in-float32": value_edits.domain_in_float32,
+    "in-wider-dtype": value_edits.in_wider_dtype,
     "keep-in-domain": value_edits.keep_in_domain,
     "finite-mask": value_edits.finite_mask,
     "finite-fill": value_edits.finite_fill,

@@ -141,8 +141,8 @@ class Origin:
 
     @cached_property
     def program(self) -> Replay | None:
-        """The same op on the operands that the program would have, were everything before it that is known in float32."""
-        return self.graph.replay(self.op, "float32-program")
+        """See :meth:`OpGraph.program`."""
+        return self.graph.program(self.op)
 
     @property
     def result(self) -> TensorNote:

@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import filterfalse
 from math import isfinite
 
+from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, Replay, TensorNote
 from dtypedoctor.trace.model import Trace
 
@@ -106,10 +107,22 @@ class OpGraph:
 
     def is_finite_in_float32(self, op: Op) -> bool:
         """Whether ``op`` has a finite result in a wider dtype, or could have one as far as is known, on its own operands or on those of the program in float32."""
-        again, program = self.replay(op, "float32", "float64"), self.replay(op, "float32-program")
+        again, program = self.replay(op, "float32", "float64"), self.program(op)
         if again is None or again.note or again.finite:
             return True
         return program is not None and (program.finite or bool(program.note))
+
+    def is_beyond_float32(self, op: Op) -> bool:
+        """Whether ``op`` has a result that float64 holds and float32 does not, on its own operands or on those of the program in float64."""
+        again = (self.replay(op, way) for way in ("float64", "float64-program"))
+        return any((replay.absmax or 0.0) > DTYPES["float32"].max for replay in again if replay is not None)
+
+    def program(self, op: Op) -> Replay | None:
+        """``op`` on the operands that it would have, were everything before it that is known in float32; in float64, where that was needed."""
+        in_float32, in_float64 = self.replay(op, "float32-program"), self.replay(op, "float64-program")
+        if in_float32 is None or (in_float64 is not None and in_float64.finite):
+            return in_float64
+        return in_float32
 
     def failed(self) -> Op | None:
         """The op that raised, if the window ended with one."""

@@ -12,6 +12,7 @@ from dtypedoctor.diagnosis.scene import (
     Scene,
     Source,
     cast,
+    function_around,
     has_torch,
     in_calls,
     names_a_module,
@@ -42,6 +43,9 @@ _ARGUMENT = {
 }  # fmt: skip
 """What keeps the argument of a function inside of its domain, and leaves as much of that as float32 can tell from its border."""
 
+_BORDER = {"sqrt": ".clamp_min(0)", "acos": ".clamp(-1, 1)", "asin": ".clamp(-1, 1)"}
+"""The border of a domain, where that is in it."""
+
 _IN_HALF = {
     "float16": {
         "sqrt": ".clamp_min(1e-6)", "rsqrt": ".clamp_min(1e-6)", "exp": ".clamp(max=11)", "div": ".clamp_min(1e-4)",
@@ -53,12 +57,19 @@ _IN_HALF = {
 
 
 def keep_in_domain(scene: Scene) -> list[Changes]:
-    """Keeps the argument of what returned NaN or inf inside of its domain, on the line that the finding names: a change for each function that it may be."""
+    """Keeps the argument of what returned NaN or inf inside of its domain, on the line that the finding names: a change for each function that it may be.
+
+    The border itself comes first, which changes nothing that was right; behind it, where the gradient is not finite at the border, what the dtype can tell from
+    it. Not where float32 has rounded what is inside of the domain: the bound would be the result.
+    """
     found = scene.failing_line()
-    if found is None:
+    if found is None or (scene.finding.id == "rounds-out-of-domain" and scene.finding.dtype == "float32"):
         return []
     names, bounds = _names_of_operator(scene), _bounds(scene)
-    made = (_bounded(found[0], node, bounds, names) for node in found[0].on_line(found[1]))
+    borders = {name: border for name, border in _BORDER.items() if name == _family(scene)}
+    made = (
+        _bounded(found[0], node, given, names) for given in (borders, bounds) for node in found[0].on_line(found[1])
+    )
     return [(found[0], changes) for changes in made if changes]
 
 
@@ -88,19 +99,64 @@ def _family(scene: Scene) -> str:
     return overload_free(scene.finding.op or "").rstrip("_")
 
 
-def domain_in_float32(scene: Scene) -> list[Changes]:
-    """Computes the argument of what returned NaN or inf in float32, in which what was added or clamped against that is not rounded away."""
+def in_wider_dtype(scene: Scene) -> list[Changes]:
+    """Computes what returned NaN or inf in a wider dtype, in which nothing that matters is rounded away.
+
+    That is the argument, and back at the end of the statement or of the function that it is in; or all of this function.
+    """
     found, dtype = scene.failing_line(), scene.finding.dtype
-    if found is None or dtype not in ("float16", "bfloat16"):
+    is_wanted = scene.finding.id != "domain-error" or _is_beyond_float32(scene)
+    if found is None or dtype not in ("float16", "bfloat16", "float32") or not is_wanted:
         return []
     source, line = found
-    made: list[Changes] = []
+    wide, narrow = cast(wider(scene)), cast(dtype)
+    made: list[list[Change]] = []
+    function = None
     for node in source.on_line(line):
-        whole = source.value_around(node)
-        operand = _operand(_in_question(node)) if whole is not None else None
-        if whole is not None and operand is not None:
-            made.append((source, [*source.after(operand, cast("float32")), *source.after(whole, cast(dtype))]))
-    return made
+        whole, argument = source.value_around(node), _in_question(node)
+        function = next(iter(source.around(node, ast.FunctionDef)[-1:]), None)
+        if whole is None or argument is None or (operand := _operand(argument)) is None:
+            continue
+        same = (
+            one for one in ast.walk(argument) if isinstance(one, ast.expr) and source.text(one) == source.text(operand)
+        )
+        widened = [change for one in same for change in source.after(one, wide)]
+        made.append([*widened, *source.after(whole, narrow)])
+        # What follows in a script may be of any dtype
+        made.append([*widened, *(_returned(source, function, narrow) if function is not None else [])])
+    if function is not None:
+        made.append(_computed_in(source, function, wide, narrow))
+    return [(source, changes) for changes in made if changes]
+
+
+def wider(scene: Scene) -> str:
+    """The dtype in which what the finding tells of is finite."""
+    is_half = scene.finding.dtype in ("float16", "bfloat16")
+    return "float32" if is_half and not _is_beyond_float32(scene) else "float64"
+
+
+def _is_beyond_float32(scene: Scene) -> bool:
+    """Whether float64 holds the result of the operator that the finding names, and float32 does not."""
+    finding, graph = scene.finding, graph_of(scene.trace)
+    return any(graph.is_beyond_float32(op) for op in graph.ops if (op.op, op.source) == (finding.op, finding.source))
+
+
+def _returned(source: Source, function: ast.FunctionDef, narrow: str) -> list[Change]:
+    """What a function returns, cast."""
+    values = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
+    own = [value for value in values if function_around(source, value) is function]
+    return [change for value in own for change in source.after(value, narrow)]
+
+
+def _computed_in(source: Source, function: ast.FunctionDef, wide: str, narrow: str) -> list[Change]:
+    """Casts the arguments of a function that have no default where it begins, and what it returns back."""
+    arguments = [*function.args.posonlyargs, *function.args.args]
+    given = [one.arg for one in arguments[: len(arguments) - len(function.args.defaults)]]
+    casts = [f"{name} = {name}{wide}" for name in given if name not in ("self", "cls")]
+    body = function.body[ast.get_docstring(function) is not None :]
+    begin = source.before(body[0], *casts) if casts and body else []
+    back = _returned(source, function, narrow)
+    return [*begin, *back] if begin and back else []
 
 
 def _in_question(node: ast.expr) -> ast.expr | None:

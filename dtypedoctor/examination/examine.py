@@ -35,7 +35,7 @@ from dtypedoctor.trace.events import AFTER_STEP, REPLAY_OF_FAILURES, Metric, Not
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import EAGER, ReplayedCall
 
-MOST_TRIALS = 4
+MOST_TRIALS = 6
 """Runs with an edit, at most."""
 SECONDS = 60.0
 """Time for all runs with edits together, and the longest first run after which there are any; twice as long as that, and a little more, is enough for most."""

@@ -5,6 +5,10 @@ operands are what they should be: an epsilon of 1e-12 is 0 in float16, and 0/0 i
 half precision is remembered with its operands, as long as there is room. Where one makes inf or NaN, what led to it is computed again in
 float32, back to the last exact values. If that is finite, the operators behind it are taken away again from the far end: the last one
 without which it is not finite is the one that rounds.
+
+What is not finite in float32 either may be finite in float64: the difference of two means of squares is negative where float32 has rounded
+them. So within a call that is made again the float64 program is remembered, too, in which float32 is a narrow dtype as half precision is in
+the other.
 """
 
 from collections import deque
@@ -27,7 +31,7 @@ from dtypedoctor._torch_private import (
     without_autocast,
 )
 from dtypedoctor.instrument.module_tree import ByModule
-from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.operators import (
     Arguments,
     address_of,
@@ -50,6 +54,8 @@ from dtypedoctor.trace.records.execution import RoundedBefore
 
 MAX_HELD = {"cpu": 16 << 20, "cuda": 256 << 20}
 """Bytes of operands that are kept on a device; those of the oldest operators go first."""
+_SHARE = {torch.float32: 1, torch.float64: 4}
+"""What these are divided by for a wide dtype: float64 is needed for what rounds a few operators before."""
 MAX_STEPS = 1024
 """Operators that are remembered."""
 MAX_EXPLAINED = 64
@@ -58,6 +64,9 @@ SMALL = 4096
 """Elements of the largest tensor whose float32 original is kept when it is cast and elements of it are lost."""
 
 HALF = (torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn)
+_NARROW = {torch.float32: HALF, torch.float64: (*HALF, torch.float32)}
+"""What is narrow beside a wide dtype."""
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 class Originals:
@@ -166,10 +175,17 @@ class Float32Program:
         session: where what is found goes.
         most: elements of the operands and results of an operator that is remembered; None for any number.
         before: another one, which knows what was made before this one began.
+        wide: what values are computed in again: float32, or float64, where float32 counts as narrow.
     """
 
-    def __init__(self, session: Session, most: int | None = None, before: "Float32Program | None" = None) -> None:
-        self._session, self._most, self._before = session, most, before
+    def __init__(
+        self,
+        session: Session,
+        most: int | None = None,
+        before: "Float32Program | None" = None,
+        wide: torch.dtype = torch.float32,
+    ) -> None:
+        self._session, self._most, self._before, self._wide = session, most, before, wide
         self._made: dict[int, Result] = {}
         self._steps: deque[Step] = deque()
         self._bytes = 0
@@ -208,12 +224,13 @@ class Float32Program:
             source, fqn, n: see :class:`Step`.
 
         Returns:
-            What to ask :meth:`explain` about; None where no half precision was involved, so that its operands are all that matters.
+            What to ask :meth:`explain` about; None where no narrow dtype was involved, so that its operands are all that matters.
         """
         operands = tensors_of(given)
         addresses = [address_of(tensor) for tensor in operands]
         makers = [self._maker(address) for address in addresses]
-        if not any(makers) and not any(t.dtype in HALF for t in (*operands, *results)):
+        narrow = _NARROW[self._wide]
+        if not any(makers) and not any(t.dtype in narrow for t in (*operands, *results)):
             return None
         memories = set(addresses) - {address_of(tensor) for tensor in written(func, given)}
         if any(address_of(tensor) in memories for tensor in results):
@@ -239,31 +256,38 @@ class Float32Program:
         self._keep(step, results)
         return step
 
-    def explain(self, step: Step | None, n: int) -> None:
-        """Says what operator ``n``, which has made inf or NaN, gives in the float32 program, and which operator before it rounds too much."""
+    def explain(self, step: Step | None, n: int) -> bool:
+        """Says what operator ``n``, which has made inf or NaN, gives in the wide program, and which operator before it rounds too much.
+
+        Returns:
+            Whether it is finite there.
+        """
         if step is None:
-            return
+            return False
         self._explained += 1
         behind, exact = self._behind(step) if self._explained <= MAX_EXPLAINED else ({}, False)
-        results = _computed(step, behind, torch.float32) if behind else []
+        results = _computed(step, behind, self._wide) if behind else []
         extents = list(filter(None, map(extent_of, results)))
         if not extents:
             self._write(n, finite=False, note="what came before it was not kept")
-            return
+            return False
+        absmax = max(e.absmax for e in extents)
         # What is finite in float32 and not in float64 is the rounding error of a sum: x - x.mean() of equal numbers.
         finite = _is_finite(results) and _is_finite(_computed(step, behind, torch.float64) or results)
-        absmax = max(e.absmax for e in extents)
+        finite &= absmax <= _FLOAT32_MAX
         of_numbers = _is_of_numbers(results, behind)
-        self._write(n, finite=finite, absmax=absmax, dtype="float32", exact=exact, of_numbers=of_numbers)
-        if finite and (rounding := _rounding(step, behind)) is not None:
+        self._write(n, finite=finite, absmax=absmax, dtype=short_name(self._wide), exact=exact, of_numbers=of_numbers)
+        if finite and (rounding := _rounding(step, behind, self._wide)) is not None:
             self._tell(rounding, n)
+        return finite
 
     def _write(self, of: int, *, absmax: float | None = None, **how: Any) -> None:
         writer = self._session.writer
-        writer.write(Replay(n=writer.next_n(), of=of, how="float32-program", absmax=absmax, **how))
+        program = f"{short_name(self._wide)}-program"
+        writer.write(Replay(n=writer.next_n(), of=of, how=program, absmax=absmax, **how))
 
     def _tell(self, step: Step, n: int) -> None:
-        narrow, wide = _run(step, {}, None), _run(step, {}, torch.float32)
+        narrow, wide = _run(step, {}, None), _run(step, {}, self._wide)
         pairs = [(real, other) for real, other in zip(narrow, wide, strict=True) if measurable(real)]
         if not pairs:
             return
@@ -333,11 +357,42 @@ class Float32Program:
             self._made[memory_key(storage)] = Result(step, index, StorageWeakRef(storage), _layout(tensor), is_whole)
         self._steps.append(step)
         self._bytes += step.size
-        room = MAX_HELD.get(results[0].device.type, 0) if results else MAX_HELD["cpu"]
+        room = MAX_HELD.get(results[0].device.type if results else "cpu", 0) // _SHARE[self._wide]
         while self._steps and (self._bytes > room or len(self._steps) > MAX_STEPS):
             gone = self._steps.popleft()
             self._bytes -= gone.size
             gone.forget()
+
+
+class Programs:
+    """The float32 program and the float64 program of the same operators.
+
+    Args:
+        session, most, before: see :class:`Float32Program`.
+    """
+
+    def __init__(self, session: Session, most: int | None = None, before: Float32Program | None = None) -> None:
+        self.in_float32 = Float32Program(session, most, before)
+        self._in_float64 = Float32Program(session, most, wide=torch.float64)
+
+    def forget(self) -> None:
+        """The window is closed."""
+        self.in_float32.forget()
+        self._in_float64.forget()
+
+    def begins_with(self, tensors: Sequence[Tensor]) -> None:
+        """Nothing is known of how ``tensors`` came about."""
+        self.in_float32.begins_with(tensors)
+        self._in_float64.begins_with(tensors)
+
+    def ran(self, *operator: Any, **told: Any) -> "tuple[Step | None, Step | None]":
+        """Remembers an operator: see :meth:`Float32Program.ran`."""
+        return self.in_float32.ran(*operator, **told), self._in_float64.ran(*operator, **told)
+
+    def explain(self, steps: "tuple[Step | None, Step | None]", n: int) -> None:
+        """Says what operator ``n``, which has made inf or NaN, gives in float32; and in float64, where it is not finite in float32."""
+        if not self.in_float32.explain(steps[0], n):
+            self._in_float64.explain(steps[1], n)
 
 
 _ORDER = count()
@@ -363,11 +418,11 @@ def _gives(made: Result, values: list[Tensor], layout: Layout, operand: Tensor) 
     return value is not None and value.dtype is operand.dtype and torch.equal(value, operand)
 
 
-def _rounding(last: Step, behind: dict[Step, int]) -> Step | None:
-    """The nearest step that has to be in float32, with those between, for ``last`` to be finite; None where ``last`` alone has to."""
+def _rounding(last: Step, behind: dict[Step, int], wide: torch.dtype) -> Step | None:
+    """The nearest step that has to be in a wide dtype, with those between, for ``last`` to be finite; None where ``last`` alone has to."""
 
     def is_enough(steps: Collection[Step]) -> bool:
-        return _is_finite(_computed(last, steps, torch.float32))
+        return _is_finite(_computed(last, steps, wide))
 
     def within(distance: int) -> list[Step]:
         return [step for step, far in behind.items() if far <= distance]
@@ -408,7 +463,6 @@ def _run(step: Step, stand_ins: dict[int, Tensor], dtype: torch.dtype | None) ->
     """Runs a step again, in ``dtype`` where it is not None; empty where it cannot be run."""
     if step.arguments is None or not all(map(_is_there, step.operands)):
         return []
-    narrow = HALF if dtype is torch.float32 else (*HALF, torch.float32)
 
     def widened(value: Any) -> Any:
         if isinstance(value, Tensor) and id(value) in stand_ins:
@@ -416,8 +470,8 @@ def _run(step: Step, stand_ins: dict[int, Tensor], dtype: torch.dtype | None) ->
         if dtype is None:
             return value
         if isinstance(value, Tensor):
-            return value.to(dtype) if value.dtype in narrow else value
-        return dtype if isinstance(value, torch.dtype) and value in narrow else value
+            return value.to(dtype) if value.dtype in _NARROW[dtype] else value
+        return dtype if isinstance(value, torch.dtype) and value in _NARROW[dtype] else value
 
     arguments = tree_map(widened, step.arguments)
     args, kwargs = keep_written(step.func, arguments if dtype is None else for_wider(step.func, arguments))

@@ -20,7 +20,7 @@ from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.collectives import Collectives, Row
 from dtypedoctor.instrument.contents import tensors_given, tensors_in
 from dtypedoctor.instrument.dtype_lines import DtypeLines, lines_of_notebook
-from dtypedoctor.instrument.float32_program import Float32Program, Originals
+from dtypedoctor.instrument.float32_program import Originals, Programs
 from dtypedoctor.instrument.gradients import LeafGradients, OptimizerSamples, ScalerLog, UnscaleLog
 from dtypedoctor.instrument.in_place import CAPSULE_LIMIT, InPlaceReplays
 from dtypedoctor.instrument.module_tree import parameters_in
@@ -104,7 +104,8 @@ class Instruments:
         self._dtype_lines = DtypeLines(session.guard.shield, lines_of_notebook())
         session.names.set_by = self._dtype_lines.set_by
         originals = Originals()
-        originals.outside = self._program = Float32Program(session, FOLLOWED)
+        self._programs = Programs(session, FOLLOWED)
+        originals.outside = self._programs.in_float32
         self._computes_in_half: dict[int, bool] = {}
         self.checks = Checks(session, originals, look_steps=look_steps)
         self.in_place = InPlaceReplays(
@@ -427,7 +428,7 @@ class Instruments:
         results = list(map(itemgetter(1), tensors_in(output)))
         if self._computes_in_half[root] or self._regions.any or any(t.dtype in HALF for t in results):
             self.session.is_in_half = True
-            self._program.begins_with(results)
+            self._programs.in_float32.begins_with(results)
         if self.modules.recorders.news.suspicious and self._of_thread.sentinel is not None:
             for tensor in results:
                 self._bad.returned(tensor)
@@ -444,7 +445,7 @@ class Instruments:
         sentinel.writing = self.checks.hearing("writing")
         sentinel.state, sentinel.in_scaler = self.checks[StateCheck], lambda: self.phases.in_scaler
         sentinel.following = self.checks.following
-        sentinel.program = self._program
+        sentinel.programs = self._programs
         shadows = self.checks[Shadows]
         sentinel.shadowed, sentinel.readout, sentinel.lifted = shadows.ran_outside, shadows.read, shadows.lifted
         overflows = self.checks[OverflowsOutside]

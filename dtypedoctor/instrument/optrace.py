@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import DisableTorchFunction, is_wrapper_subclass, without_modes
-from dtypedoctor.instrument.float32_program import HALF, Float32Program, Originals
+from dtypedoctor.instrument.float32_program import HALF, Originals, Programs
 from dtypedoctor.instrument.frames import names_a_dtype
 from dtypedoctor.instrument.lifted import LIFT, lifted_from
 from dtypedoctor.instrument.module_tree import own_parameters
@@ -74,7 +74,7 @@ class OpTrace(OperatorMode):
         self._names, self._guard = session.names, session.guard
         self._ids = TensorIds(first_id)
         self._known = KnownTensors(session.names, self._ids)
-        self._program = Float32Program(session, before=originals.outside)
+        self._programs = Programs(session, before=originals.outside)
         self._originals = originals
         self._sent: dict[int, tuple[str, list[TensorNote]]] = {}
         self._whereabouts = Whereabouts(session)
@@ -115,7 +115,7 @@ class OpTrace(OperatorMode):
             self.is_open = False
             self.leave()
             self._attention.forget()
-            self._program.forget()
+            self._programs.forget()
 
     def enter_root(self, args: Any, kwargs: Any) -> None:
         """An outermost module is called with these arguments; :meth:`leave_root` has to follow when the call ends."""
@@ -137,12 +137,12 @@ class OpTrace(OperatorMode):
                      for _, name, tensor, _, is_buffer in self._names.tensors()}  # fmt: skip
             for tensor, original in self._originals.left():
                 if id(tensor) in names:
-                    self._program.learn(tensor, original, names[id(tensor)])
+                    self._programs.in_float32.learn(tensor, original, names[id(tensor)])
 
     def _made_of_number(self, result: Tensor, number: float) -> None:
         with self._aside():
             if measurable(result) and result.dtype in HALF:
-                self._program.learn(
+                self._programs.in_float32.learn(
                     result, torch.full(result.shape, number, device=result.device), f"number {number:g}"
                 )
 
@@ -237,10 +237,10 @@ class OpTrace(OperatorMode):
         self._weights.check(n, str(func), operands, place.root, place.fqn)
         if any(map(is_spread, operands)):
             return  # an operator on shards may communicate, and what one rank repeats alone would wait for ever
-        step = self._program.ran(func, given, kept, results, source=place.source, fqn=place.fqn, n=n)
+        steps = self._programs.ran(func, given, kept, results, source=place.source, fqn=place.fqn, n=n)
         if _originates(inputs, outputs):
             replay_wider(self._writer, n, func, *kept)
-            self._program.explain(step, n)
+            self._programs.explain(steps, n)
         if self._promotions < MAX_PROMOTIONS and results and fits(bytes_of(operands + results), results[0].device):
             self._promotions += replay_promotion(self._writer, n, func, kept, results)
         self._attention.saw(Ran(n, func, kept, inputs, results, outputs))

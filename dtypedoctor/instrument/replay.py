@@ -47,7 +47,7 @@ from dtypedoctor.trace.writer import TraceWriter
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e5m2, torch.float8_e4m3fn)
 _COMPLEX = (torch.complex32, torch.complex64)
-_WIDER = frozenset({"float32", "float64", "float32-program"})
+_WIDER = frozenset({"float32", "float64"})
 """Experiments of which the values count; of the others, whether they raise."""
 _UNREAD = "its result cannot be measured"
 

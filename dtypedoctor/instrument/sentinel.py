@@ -43,7 +43,7 @@ from dtypedoctor._torch_private import (
 )
 from dtypedoctor.instrument.bad_values import FINITE, BadValues, Ends, Ran, ends_of
 from dtypedoctor.instrument.budget import FIRST_STEPS, is_read_in
-from dtypedoctor.instrument.float32_program import Float32Program, Step
+from dtypedoctor.instrument.float32_program import Programs, Step
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.lifted import LIFT, Lifted, lifted_from
 from dtypedoctor.instrument.operators import (
@@ -158,7 +158,7 @@ class Sentinel(OperatorMode):
         rounded: says whether an operator with these finite results is to be handed to ``overflowed``.
         overflowed: called with each operator of a forward pass, or of a custom function's backward, that was run while something is not finite: it, its arguments with copies of what it has written
             to, its arguments, its result.
-        program: remembers how values came about.
+        programs: remember how values came about.
     """
 
     supports_higher_order_operators = True
@@ -211,7 +211,7 @@ class Sentinel(OperatorMode):
         self.readout: Callable[[Tensor, Line | None], None] = lambda *_: None
         self.rounded: Callable[[Sequence[Tensor]], bool] = lambda _: False
         self.overflowed: Callable[[Any, Arguments, Arguments, Any], None] = lambda *_: None
-        self.program = Float32Program(session)
+        self.programs = Programs(session)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -549,11 +549,12 @@ class Sentinel(OperatorMode):
                 return
             self.lifted(made)
             source = made.line.source if made.line is not None else None
-            step = self.program.lifted(tensor, made.exact.float(), source) if tensor.dtype in HALF else None
+            program = self.programs.in_float32
+            step = program.lifted(tensor, made.exact.float(), source) if tensor.dtype in HALF else None
             if made.overflows:
                 self._bad.ran(Ran(*made.cast, True, [made.exact], [tensor], [ends_of(tensor)], made.line))
                 if self._bad.made is not None:
-                    self.program.explain(step, self._bad.made)
+                    program.explain(step, self._bad.made)
 
     def _computed(
         self,
@@ -571,7 +572,7 @@ class Sentinel(OperatorMode):
         self._coverage.operators_measured += self._missed == missed
         exact = not plan.writes or kept is not arguments
         call = (func, kept, arguments, result) if exact and (node is None or _is_of_program()) else None
-        step = self._remembered(func, arguments, kept if exact else None, results, line)
+        steps = self._remembered(func, arguments, kept if exact else None, results, line)
         if call is not None:
             self.shadowed(func, kept, arguments, tensors_of(result) or results, line)
         if not self._bad.any and _all_finite(ends):
@@ -581,7 +582,7 @@ class Sentinel(OperatorMode):
         operands = [] if plan.fresh else tensors_of(arguments)
         self._bad.ran(Ran(func, kept, exact, operands, results, ends, line, node))
         if self._bad.made is not None:
-            self.program.explain(step, self._bad.made)
+            self.programs.explain(steps, self._bad.made)
         if call is not None:
             self.overflowed(*call)
         if plan.writes:
@@ -589,15 +590,15 @@ class Sentinel(OperatorMode):
 
     def _remembered(
         self, func: Any, arguments: Arguments, kept: Arguments | None, results: list[Tensor], line: Line | None
-    ) -> Step | None:
+    ) -> tuple[Step | None, Step | None]:
         if not results or not self._readings.may_read(results[0]):
-            return None
+            return None, None
         if kept is None:  # too large to be copied before it was written to
-            self.program.begins_with(results)
-            return None
+            self.programs.begins_with(results)
+            return None, None
         source = None if line is None else line.source
         with self._position.aside():
-            return self.program.ran(func, arguments, kept, results, source=source, fqn=None)
+            return self.programs.ran(func, arguments, kept, results, source=source, fqn=None)
 
     def _where(self) -> tuple[Line | None, str | None]:
         """The line that an operator belongs to, in a backward pass the one that it differentiates; and the autograd node."""

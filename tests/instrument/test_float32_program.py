@@ -106,6 +106,43 @@ def test_a_domain_error_is_one_that_the_float32_program_has_too(
     assert (found.id, found.confidence) == ("domain-error", "proven")
 
 
+def one_pass(x: Tensor) -> Tensor:
+    """A deviation whose two means are equal up to float32's rounding."""
+    return (x.pow(2).mean(-1) - x.mean(-1).pow(2)).sqrt()
+
+
+def exact_one_pass(x: Tensor) -> Tensor:
+    return (x.double().pow(2).mean(-1) - x.double().mean(-1).pow(2)).sqrt()
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in a module", "outside"])
+def test_a_difference_that_float32_rounds_below_zero_is_no_domain_error(inside: bool, tmp_path: Path) -> None:
+    """In float64, from the data on, the same program is finite: the finding names what rounds."""
+    x = 1000 + 0.01 * torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
+    assert one_pass(x).isnan().any()
+    assert exact_one_pass(x).isfinite().all()
+    if inside:
+        (found,) = findings(tmp_path, lambda: Apply(one_pass)(x))
+    else:
+        (found,) = diagnose(watched(tmp_path, lambda _: one_pass(x).sum().item()))
+    assert (found.id, found.confidence) == ("rounds-out-of-domain", "proven")
+    assert "The result of aten.pow.Tensor_Scalar rounds in float32" in found.summary
+    assert found.proven_by is not None
+    assert "in float64 is finite" in found.proven_by
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in a module", "outside"])
+def test_a_root_of_what_is_negative_in_float64_too_stays_a_domain_error(inside: bool, tmp_path: Path) -> None:
+    """And what comes before it is said to have been computed in float64."""
+    x = torch.ones(4, 8)
+    if inside:
+        (found,) = findings(tmp_path, lambda: Apply(lambda x: (x.mean(-1) - 2).sqrt())(x))
+    else:
+        (found,) = diagnose(watched(tmp_path, lambda _: (x.mean(-1) - 2).sqrt().sum().item()))
+    assert (found.id, found.confidence) == ("domain-error", "proven")
+    assert "computed in float64, it is not finite either" in found.cause
+
+
 def test_a_domain_error_of_what_was_rounded_before_the_op_trace_is_not_proven(tmp_path: Path) -> None:
     """1e-9 became 0 in an earlier call, in a tensor too large for its original to be kept."""
     rounded = torch.full((8192,), 1e-9).half()

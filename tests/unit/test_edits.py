@@ -37,7 +37,7 @@ def first_edits(read: Scene, makers: Sequence[str]) -> tuple[tuple[Edit, ...], s
         ("keep-in-domain", "aten.log.default", "y = x.log()", "y = x.clamp_min(1e-6).log()"),
         ("keep-in-domain", "aten.div.Tensor", "y = a / b.sum(1)", "y = a / torch.where((d := b.sum(1)) == 0, 1e-4, d)"),
         ("keep-in-domain", "aten.div.Tensor", "y = a / b.abs().sum(1)", "y = a / b.abs().sum(1).clamp_min(1e-4)"),
-        ("keep-in-domain", "aten.sqrt.default", "y = math.sqrt(2) * torch.sqrt(b)", "y = math.sqrt(2) * torch.sqrt(b.clamp_min(1e-6))"),
+        ("keep-in-domain", "aten.sqrt.default", "y = math.sqrt(2) * torch.sqrt(b)", "y = math.sqrt(2) * torch.sqrt(b.clamp_min(0))"),
         ("keep-in-domain", "aten.div.Tensor", "y = d.sum(-1).sqrt()", "y = d.sum(-1).clamp_min(1e-6).sqrt()"),
         ("half-to-bfloat16", "aten.mul.Tensor", "m = m.half()", "m = m.bfloat16()"),
         ("half-to-bfloat16", "aten.mul.Tensor", "m = m.to(torch.float16)", "m = m.to(torch.bfloat16)"),
@@ -125,7 +125,9 @@ def test_every_maker_that_a_spec_names_is_there() -> None:
     """And each template takes the values that a finding has."""
     for spec in map(spec_of, finding_ids()):
         assert set(spec.edits) <= set(MAKERS)
-        values = dict.fromkeys(("module", "op", "dtype", "other", "alike", "device", "cost", "bound", "scores"), "x")
+        values = dict.fromkeys(
+            ("module", "op", "dtype", "other", "alike", "device", "cost", "bound", "scores", "wider"), "x"
+        )
         assert spec.do_this.format(**values) is not None
 
 

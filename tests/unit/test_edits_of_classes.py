@@ -101,7 +101,6 @@ def test_a_mask_is_finite_however_it_is_filled(old: str, new: str, tmp_path: Pat
         ("bfloat16", "exp", "y = torch.exp(x)", "y = torch.exp(x.clamp(max=88))"),
         ("float16", "div", "y = torch.div(a, n.norm())", "y = torch.div(a, n.norm().clamp_min(1e-4))"),
         ("float32", "div", "y = a.div(n.norm())", "y = a.div(n.norm().clamp_min(1e-6))"),
-        ("bfloat16", "acos", "y = x.acos()", "y = x.clamp(-0.996, 0.996).acos()"),
     ],
 )
 def test_a_bound_is_one_that_the_dtype_can_hold(dtype: str, op: str, old: str, new: str, tmp_path: Path) -> None:
@@ -255,7 +254,102 @@ def test_an_argument_whose_guard_is_rounded_away_is_computed_in_float32_first(
 ) -> None:
     """From the tensor that it begins with; a bound, which changes values that were right, comes after it."""
     read = program(tmp_path, line, id="rounds-out-of-domain", dtype="float16", source="train.py:2")
-    assert edited(read, "domain-in-float32") == cast
+    assert edited(read, "in-wider-dtype") == cast
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "ways"),
+    [
+        (
+            """
+            def deviation(x, dim=-1):
+                mean = x.mean(dim)
+                return (x.pow(2).mean(dim) - mean * x.mean(dim)).sqrt()
+            """,
+            4,
+            [
+                """
+                def deviation(x, dim=-1):
+                    mean = x.mean(dim)
+                    return (x.to(torch.float64).pow(2).mean(dim) - mean * x.to(torch.float64).mean(dim)).sqrt().to(torch.float32)
+                """,
+                """
+                def deviation(x, dim=-1):
+                    x = x.to(torch.float64)
+                    mean = x.mean(dim)
+                    return (x.pow(2).mean(dim) - mean * x.mean(dim)).sqrt().to(torch.float32)
+                """,
+            ],
+        ),
+        (
+            """
+            def spread(x):
+                width = (x * x - 1).sqrt()
+                return width + 1 if x.dim() else width
+            """,
+            3,
+            [
+                """
+                def spread(x):
+                    width = (x.to(torch.float64) * x.to(torch.float64) - 1).sqrt().to(torch.float32)
+                    return width + 1 if x.dim() else width
+                """,
+                """
+                def spread(x):
+                    width = (x.to(torch.float64) * x.to(torch.float64) - 1).sqrt()
+                    return (width + 1 if x.dim() else width).to(torch.float32)
+                """,
+                """
+                def spread(x):
+                    x = x.to(torch.float64)
+                    width = (x * x - 1).sqrt()
+                    return (width + 1 if x.dim() else width).to(torch.float32)
+                """,
+            ],
+        ),
+        (
+            "width = (x * x - 1).sqrt()",
+            2,
+            [
+                "width = (x.to(torch.float64) * x.to(torch.float64) - 1).sqrt().to(torch.float32)",
+                "width = (x.to(torch.float64) * x.to(torch.float64) - 1).sqrt()",
+            ],
+        ),
+    ],
+    ids=["function", "variable", "script"],
+)  # fmt: skip
+def test_what_float32_rounds_is_computed_in_float64_and_never_bounded(
+    tmp_path: Path, text: str, line: int, ways: list[str]
+) -> None:
+    """From the argument of the line up to the end of its statement, up to what the function returns, or all of the function."""
+    read = program(
+        tmp_path, text, id="rounds-out-of-domain", dtype="float32", source=f"train.py:{line}", op="aten.sqrt.default"
+    )
+    script = (tmp_path / "train.py").read_text().splitlines()
+    made = []
+    for edits, _ in edits_for(read, spec_of("rounds-out-of-domain").edits):
+        lines = list(script)
+        for edit in edits:
+            lines[edit.line - 1] = edit.new
+        made.append("\n".join(lines[1:]))
+    assert made == [textwrap.dedent(way).strip("\n") for way in ways]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "ways"),
+    [
+        ("float32", "acos", ["acos(x.clamp(-1, 1))", "acos(x.clamp(-1 + 1e-7, 1 - 1e-7))"]),
+        ("bfloat16", "acos", ["acos(x.clamp(-1, 1))", "acos(x.clamp(-0.996, 0.996))"]),
+        ("float16", "sqrt", ["sqrt(x.clamp_min(0))", "sqrt(x.clamp_min(1e-6))"]),
+        ("float32", "log", ["log(x.clamp_min(1e-6))"]),
+    ],
+)
+def test_the_border_of_a_domain_comes_before_a_bound_inside_of_it(
+    dtype: str, op: str, ways: list[str], tmp_path: Path
+) -> None:
+    """It changes nothing that was right; where its gradient is not finite, the trial says so. 1 - 1e-6 is 1 in bfloat16."""
+    read = program(tmp_path, f"y = torch.{op}(x)", id="domain-error", op=f"aten.{op}.default", dtype=dtype)
+    assert [edits[0].new for edits, _ in edits_for(read, ["keep-in-domain"])] == [f"y = torch.{way}" for way in ways]
 
 
 def test_the_argument_that_the_operand_is_is_cast(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ DOMAIN_ERROR = FindingSpec(
     nonfinite=True,
     do_this="Keep what `{op}` gets inside of its domain{bound}.",
     instead=_of_another_cause,
-    edits=("keep-in-domain",),
+    edits=("in-wider-dtype", "keep-in-domain"),
 )
 
 SPECS = (
@@ -233,8 +233,11 @@ SPECS = (
             "https://github.com/lightonai/pylate/issues/239",
         ),
         nonfinite=True,
-        do_this="Compute this line in float32, or keep the argument inside of the function's domain.",
-        edits=("domain-in-float32", "keep-in-domain", "half-to-float32", "bfloat16-to-float32"),
+        do_this=(
+            "Compute this line and what leads to it in {wider}, or in a form that does not round there: `x.var()` for a difference of means, `log1p(-p)` "
+            "for `log(1 - p)`, an epsilon that {dtype} can hold."
+        ),
+        edits=("in-wider-dtype", "keep-in-domain", "half-to-float32", "bfloat16-to-float32"),
     ),
     FindingSpec(
         id="divergence",

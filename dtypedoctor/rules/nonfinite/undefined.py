@@ -56,22 +56,16 @@ def judge_domain(origin: Origin) -> Finding | None:
     # Proven where float32 has it too: the op on its own operands and on those of the float32 program, from the last exact values on. In a program
     # without half precision these are the same. A float32 program that begins with what half precision has rounded shows nothing.
     proof = None
-    if replay is not None and not replay.note and program is not None:
+    if replay is not None and not replay.note and program is not None and saw_half:
         if program.exact and not program.finite:
             proof = f"{op.op} on the operands of the same program in float32 is not finite either"
     elif replay is not None and not replay.note and not saw_half:
         proof = f"{op.op} run again on the same operands in {replay.how} has no finite float32 result either"
 
-    beyond = replay is not None and replay.finite and replay.absmax is not None and replay.absmax > FLOAT32_MAX
-    if beyond:
+    if origin.graph.is_beyond_float32(op):
         cause = BEYOND_FLOAT32
-    elif proof is not None or (program is None and not saw_half):
-        cause = f"{_UNDEFINED}, or its result is larger than float32 can hold. " + (
-            "This is not a mixed-precision problem."
-            if program is not None
-            else "A wider dtype of this operator does not help. What comes before it was not computed in float64: a difference of nearly equal numbers may "
-            "have the wrong sign."
-        )
+    elif proof is not None or not saw_half:
+        cause = f"{_UNDEFINED}, or its result is larger than float32 can hold. {_of_program(program)}"
     else:
         cause = (
             f"{_UNDEFINED}. What it computes with goes back to half precision, and was computed again in float32 at most from there on: a number that was "
@@ -96,10 +90,22 @@ def judge_domain(origin: Origin) -> Finding | None:
     return make_finding_at(origin, statement)
 
 
+def _of_program(program: Replay | None) -> str:
+    """Whether it is a matter of a dtype that an operator has no finite result in one of twice the bits either."""
+    if program is None or program.note:
+        return (
+            "A wider dtype of this operator does not help. What comes before it was not computed in float64: a difference of nearly equal numbers may have "
+            "the wrong sign."
+        )
+    if program.how == "float64-program":
+        return "Nor does a wider dtype of what comes before it help, as far back as that is known: computed in float64, it is not finite either."
+    return "This is not a mixed-precision problem."
+
+
 _UNDEFINED = (
     "The operation is not defined for these operands (a division by zero, the logarithm of a negative number …)"
 )
-BEYOND_FLOAT32 = "The result is larger than float32 can hold: what the operator is given is too large. This is not a mixed-precision problem."
+BEYOND_FLOAT32 = "The result is larger than float32 can hold: what the operator is given is too large for it."
 
 
 def _in_a_wider_dtype(replay: Replay | None, program: Replay | None) -> Iterator[str]:
@@ -113,7 +119,12 @@ def _in_a_wider_dtype(replay: Replay | None, program: Replay | None) -> Iterator
         yield f"The same op on the same operands in {replay.how} is not finite either."
         if program is not None and not program.finite and not program.note:
             since = "from the last exact values on" if program.exact else "as far back as is known"
-            yield f"Nor is it on the operands that the program has when it is computed in float32 {since}."
+            yield f"Nor is it on the operands that the program has when it is computed in {_wide_dtype(program)} {since}."
+
+
+def _wide_dtype(program: Replay) -> str:
+    """What everything before an operator was computed in again."""
+    return program.how.removesuffix("-program")
 
 
 def _beside_max(absmax: float | None) -> str:
@@ -139,14 +150,14 @@ def judge_rounded(origin: Origin) -> Finding | None:
     statement = Statement(
         id="rounds-out-of-domain",
         proven_by=(
-            f"{op.op} on the operands of the same program in float32 is finite (up to {program.absmax:,.6g}); on its own operands it is not, in "
-            f"{again.how} either"
+            f"{op.op} on the operands of the same program in {_wide_dtype(program)} is finite (up to {program.absmax:,.6g}); on its own operands it is "
+            f"not, in {again.how} either"
         ),
         summary=f"{_what_rounds(rounded)}{where}, and {op.op} in {short(place(op))} makes {worst_of(origin.result)} of it in step {op.step} ({op.phase}).",
-        cause=_cause_of_rounding(rounded),
+        cause=_cause_of_rounding(rounded, _wide_dtype(program)),
         evidence=(
             f"{bad_elements(origin.result)} of the {origin.result.dtype} result of {op.op} are inf or NaN; its operands are {operands}.",
-            *_rounded_to(rounded),
+            *_rounded_to(rounded, _wide_dtype(program)),
             *how_the_run_ended(origin.trace),
         ),
     )
@@ -166,28 +177,28 @@ def _what_rounds(rounded: RoundedBefore | None) -> str:
     return f"{what} rounds{' to 0' if rounded.zeros else ' to 1' if rounded.ones else ''} in {rounded.dtype}"
 
 
-def _cause_of_rounding(rounded: RoundedBefore | None) -> str:
+def _cause_of_rounding(rounded: RoundedBefore | None, wide: str) -> str:
     if rounded is None or not rounded.zeros:
         return (
-            "In float32 the same program is finite here. Its values differ by rounding only, and one of them has crossed a border: "
+            f"In {wide} the same program is finite here. Its values differ by rounding only, and one of them has crossed a border: "
             "1 - 1e-4 is 1 in bfloat16, two numbers become equal, and a small negative number under a root was positive."
         )
     known = DTYPES[rounded.dtype] if rounded.dtype in DTYPES else DTYPES["float16"]
     return (
         f"The smallest positive {known.name} number is {known.smallest:.3g}; whatever is below half of that becomes 0, and so does "
         "a difference below half of the spacing of numbers. An epsilon that guards a division has to be representable: take one from "
-        "torch.finfo(dtype).tiny or eps on, or compute the guarded part in float32."
+        f"torch.finfo(dtype).tiny or eps on, or compute the guarded part in {wide}."
     )
 
 
-def _rounded_to(rounded: RoundedBefore | None) -> Iterator[str]:
+def _rounded_to(rounded: RoundedBefore | None, wide: str) -> Iterator[str]:
     if rounded is None:
         return
     at = f" at {rounded.source}" if rounded.source else ""
-    yield f"With {rounded.op}{at} and what lies between in float32, it is finite; with only what lies between, it is not."
+    yield f"With {rounded.op}{at} and what lies between in {wide}, it is finite; with only what lies between, it is not."
     if lost := rounded.zeros or rounded.ones:
         to = 0 if rounded.zeros else 1
-        yield f"{lost:,} of {rounded.elements:,} elements of its {rounded.dtype} result are {to}; in float32 they are not."
+        yield f"{lost:,} of {rounded.elements:,} elements of its {rounded.dtype} result are {to}; in {wide} they are not."
 
 
 DIVISIONS = frozenset(
