@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
@@ -235,4 +237,58 @@ def test_a_lookup_out_of_range_is_told_of_where_nobody_looks(tmp_path: Path) -> 
 )
 def test_indices_that_are_the_same_are_not_told_of(tmp_path: Path, work: Callable[[object], None]) -> None:
     """Nor are numbers that something else was made of."""
+    assert not found(tmp_path, work)
+
+
+class Items(Dataset[Tensor]):
+    """Ids in half precision, which a worker makes."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, number: int) -> Tensor:
+        return torch.tensor(float(self._first + number)).half()
+
+
+def of_workers(first: int) -> Callable[[object], None]:
+    def work(_: object) -> None:
+        table = nn.Embedding(6000, 4)
+        for ids in DataLoader(Items(first), batch_size=8, num_workers=1):
+            table(ids.long()).sum().backward()
+
+    return work
+
+
+def of_numpy(first: int) -> Callable[[object], None]:
+    def work(_: object) -> None:
+        table = nn.Embedding(6000, 4)
+        ids = torch.from_numpy(np.arange(first, first + 16).astype(np.float16))
+        table(ids.clone().long()).sum().backward()
+
+    return work
+
+
+@pytest.mark.parametrize("make", [of_workers, of_numpy])
+def test_ids_that_come_in_half_precision_are_told_of_where_it_lacks_some(
+    make: Callable[[int], Callable[[object], None]], tmp_path: Path
+) -> None:
+    """Which of them were others before is not known, so nothing is proven; below 2,048 float16 has all."""
+    for name in ("beyond", "within"):
+        (tmp_path / name).mkdir()
+    (finding,) = found(tmp_path / "beyond", make(5000))
+    assert (finding.severity, finding.confidence, finding.proven_by) == ("warning", "likely", None)
+    assert "reads whole numbers from float16" in finding.summary
+    assert not found(tmp_path / "within", make(1900))
+
+
+def test_what_half_precision_computes_here_has_not_come_in_it(tmp_path: Path) -> None:
+    """Rows that a program counts itself, in steps that float16 has."""
+
+    def work(_: object) -> None:
+        table, start = nn.Embedding(6000, 4), torch.full((16,), 4096.0, dtype=torch.float16)
+        table((start + torch.arange(16).half() * 4).clone().long()).sum().backward()
+
     assert not found(tmp_path, work)

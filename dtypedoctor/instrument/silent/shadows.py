@@ -289,6 +289,8 @@ class Shadows(Observer):
         """Memories of which it is known whether they hold such numbers."""
         self.noticed: Callable[[], None] = lambda: None
         """Called where a value is followed that may leave torch."""
+        self._narrow: dict[int, StorageWeakRef] = {}
+        """Memories in half precision that operators of this process have made."""
         self._drawn: dict[int, StorageWeakRef] = {}
         """Memories of uniform random numbers in half precision."""
         self._digits = torch.Generator().manual_seed(0)
@@ -482,6 +484,7 @@ class Shadows(Observer):
                 self._met.update((_key(tensor), StorageWeakRef(tensor.untyped_storage())) for tensor in results)
         if results:
             self._note_source(func, operands, results)
+            self._note_made(func, operands, results)
         if not (_may_round(func, tensors) or self._precedes_choice(operands)) and self._memories.keys().isdisjoint(
             map(_key, operands) if self._memories else ()
         ):
@@ -537,6 +540,16 @@ class Shadows(Observer):
         elif not _is_view(func):
             for key in self._generated.keys() & made.keys():
                 del self._generated[key]
+
+    def _note_made(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """A copy of what has come in half precision still is what has come."""
+        if results[0].dtype in NARROW and not (_name(func) in _COPIES and self._arrive(operands)):
+            _keep_few(self._narrow)
+            self._narrow.update(_small_memories(results))
+
+    def _arrive(self, operands: Sequence[Tensor]) -> bool:
+        """Whether tensors are in half precision that no operator of this process has made: they come from a file, another library or another process."""
+        return all(tensor.dtype in NARROW and not _is_held(self._narrow, tensor) for tensor in operands)
 
     def _schedule_in(self, tensor: Tensor) -> _Memory | None:
         """What is known of the schedule that a tensor is, or is a copy of."""
@@ -639,6 +652,8 @@ class Shadows(Observer):
         ]
         call = _Call(func, kept, operands, known, values, results, exact, line)
         self._judge_real_part(call)
+        if not known and self._arrive(tensors_of(given)) and _rounds(call):
+            self._keep_arrived(call)
         if known and _rounds(call):
             self._judge_cast(call)
             self._follow_whole(results[0], _key(operands[0][1]))
@@ -873,6 +888,27 @@ class Shadows(Observer):
         lost, here, there = torch.tensor(right - now), torch.tensor([now]), torch.tensor([right])
         use = partial(self._add, "distinct", str(call.func), call.line, call.origin, lost, here, there, right)
         self._ids[_key(real)] = StorageWeakRef(real.untyped_storage()), use
+
+    def _keep_arrived(self, call: _Call) -> None:
+        """Whole numbers that come in half precision, beyond those that this has all of: each may stand for its neighbors. It matters if something is looked up by them."""
+        real, dtype = call.operands[0][1], call.operands[0][0].dtype
+        beyond = real.abs() > 2 ** NARROW[dtype]
+        if not _is_whole(real) or len(real[beyond].unique()) < 2:  # one may be a mark
+            return
+        largest = int(real.abs().max())
+        line = "" if call.line is None else call.line.source
+        told = RoundedIndices(
+            source="",
+            used_at=line,
+            dtype=short_name(dtype),
+            elements=real.numel(),
+            changed=int(beyond.sum()),
+            before=largest + 1,
+            after=largest,
+            arrived=True,
+        )
+        use = partial(self.session.once, told, line)
+        self._ids[_key(call.results[0])] = StorageWeakRef(call.results[0].untyped_storage()), use
 
     def _look_up(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Tells of whole numbers by which something is looked up, and follows what is computed with them."""

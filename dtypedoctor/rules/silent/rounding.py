@@ -83,6 +83,9 @@ def detect_rounded_indices(trace: Trace) -> Iterator[Finding]:
     """Whole numbers that are cast to half precision and back, and are others then."""
     for seen in trace.observed(RoundedIndices):
         what = seen.what
+        if what.arrived:
+            yield _arrived_rounded(seen)
+            continue
         statement = Statement(
             id="rounded-indices",
             proven_by=(
@@ -94,13 +97,33 @@ def detect_rounded_indices(trace: Trace) -> Iterator[Finding]:
                 f"{what.source or 'A line outside of modules'} {'counts in' if what.counted else 'casts whole numbers to'} {what.dtype}, and {what.used_at or 'another line'} uses them as whole "
                 f"numbers again: {what.changed:,} of {what.elements:,} have changed ({what.before:,} is {what.after:,})."
             ),
-            cause=(
-                f"{what.dtype} has all whole numbers up to {WHOLE[what.dtype]:,} and beyond that only every second, fourth, and so on. Labels, token ids, positions "
-                "and timesteps become their neighbors, and what is looked up by them is another row."
-            ),
+            cause=f"{_whole_numbers_of(what.dtype)} Labels, token ids, positions and timesteps become their neighbors, and what is looked up by them is another row.",
             evidence=(f"Compared where they are cast back: {what.changed:,} of {what.elements:,} differ.",),
         )
         yield make_finding_of(seen, statement, dtype=what.dtype, source=what.source or None)
+
+
+def _arrived_rounded(seen: Observed[RoundedIndices]) -> Finding:
+    """Whole numbers in half precision that no operator of this process has made."""
+    what = seen.what
+    statement = Statement(
+        id="rounded-indices",
+        severity=Severity.WARNING,
+        summary=(
+            f"{what.used_at or 'A line'} reads whole numbers from {what.dtype} and looks something up by them: {what.changed:,} of {what.elements:,} are beyond "
+            f"{WHOLE[what.dtype]:,}, where it lacks some ({what.before:,} would be {what.after:,})."
+        ),
+        cause=(
+            f"{_whole_numbers_of(what.dtype)} No operator that was measured has made them: they come from a worker of a DataLoader, a file or another library, so "
+            "whether they were other numbers there is not known. Keep them in integers from where they are read on."
+        ),
+        evidence=(f"Read where they are cast to whole numbers: {what.changed:,} of {what.elements:,} are beyond.",),
+    )
+    return make_finding_of(seen, statement, dtype=what.dtype, source=what.used_at or None)
+
+
+def _whole_numbers_of(dtype: str) -> str:
+    return f"{dtype} has all whole numbers up to {WHOLE[dtype]:,} and beyond that only every second, fourth, and so on."
 
 
 ROUTER_FLIP = FindingSpec(

@@ -375,9 +375,10 @@ class RoundedIndices:
     Attributes:
         source: the line that casts them to ``dtype``.
         used_at: the line that casts them back.
-        elements, changed: how many there are, and how many of them have changed.
-        before, after: the first of these.
+        elements, changed: how many there are, and how many of them have changed, or may have.
+        before, after: the first of these, or one that may be.
         counted: whether ``source`` counts in ``dtype``, and casts nothing.
+        arrived: whether they have come in ``dtype``, so that which of them are others is not known.
     """
 
     KIND: ClassVar[str] = "rounded-indices"
@@ -390,6 +391,7 @@ class RoundedIndices:
     before: int
     after: int
     counted: bool = False
+    arrived: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
