@@ -258,7 +258,10 @@ def _is_variable(head: re.Match[str], name: str) -> bool:
     """Whether an assignment is to an environment variable and not, say, a figure in a sentence (``DTYPE=float16``)."""
     if not name.replace("_", "").isalnum() or not name.isupper():
         return False
-    if "_" in name or name in _IDENTITY or _BEGINNING.fullmatch(head.string, 0, head.start()):
+    if "_" in name or name in _IDENTITY:
+        return True
+    # A shell puts no space before the sign: ``K = x @ weight`` is code
+    if not head[3][0].isspace() and _BEGINNING.fullmatch(head.string, 0, head.start()):
         return True
     return head.string[max(0, head.start() - 12) : head.start()].endswith(("export ", "declare -x ", "env "))
 

@@ -426,6 +426,12 @@ def stored_moments() -> None:
     buffer.copy_(squares)
 
 
+def documents() -> None:
+    """Which of many packed tokens are of one document: each meets each."""
+    rows = torch.arange(400).repeat_interleave(3).to(HALF)
+    torch.where((rows[:, None] == rows[None]), 0.0, -1e4).softmax(-1).sum().item()
+
+
 @pytest.mark.parametrize(
     ("work", "id", "line", "says"),
     [
@@ -472,6 +478,7 @@ def stored_moments() -> None:
         (beams, "rounded-result", ".flatten().topk(4)", "as often as not"),
         (handed_on, "rounded-rotary-buffer", "* 999).to(HALF).tolist()", "takes the sine"),
         (through_numpy, "rounded-indices", "torch.randint(0, 60000, (64,)).half()", "have changed"),
+        (documents, "rounded-result", "(rows[:, None] == rows[None])", "another mask"),
         (micro_batches, "rounded-sum", "(weight * 0.003).sum().backward()", "adds up 600 terms in bfloat16"),
     ],
 )

@@ -96,10 +96,13 @@ def test_a_secret_in_every_field_is_in_no_format(text: str, needle: str) -> None
         "    BCE = -(x * torch.log(recon_x) + (1 - x) * torch.log(1 - recon_x)).sum()",
         "        next_tokens = torch.multinomial(probs, num_samples=1).squeeze(1)",
         "    next_token = torch.argmax(logits, dim=-1)",
+        "L = torch.linalg.cholesky(cov)",
+        "        K = x @ self.key.weight",
+        "        B = x.shape[0]",
     ],
 )
 def test_arithmetic_and_calls_of_a_failing_line_are_shown(line: str) -> None:
-    """Constants are written in capitals, and tokens are what a language model samples."""
+    """Constants and matrices are written in capitals, and tokens are what a language model samples."""
     assert clean(line) == line
 
 

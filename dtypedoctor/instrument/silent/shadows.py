@@ -84,6 +84,7 @@ _OF_DATA = 20
 """Bits of a difference below which the rounding of data in float32 makes it, where half precision is compared with it."""
 CANCELLED = 3
 """Differences of two near numbers at one line from which on they are more than a coincidence."""
+COMPARED = 1 << 22
 LARGEST_PRODUCT = 1 << 24
 """Multiplications of a product of two tensors that is run in float64."""
 GRID = 16
@@ -1238,7 +1239,9 @@ def _has_more_bits(tensor: Tensor) -> bool:
 
 
 def _are_small(operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
-    return max(t.numel() for t in results) <= SMALL and sum(t.numel() for t in operands) <= OPERANDS
+    # Few values that are compared with each other make many truth values, of one byte each
+    largest = COMPARED if results[0].dtype is torch.bool else SMALL
+    return max(t.numel() for t in results) <= largest and sum(t.numel() for t in operands) <= OPERANDS
 
 
 @cache
