@@ -63,12 +63,15 @@ class OpGraph:
 
     @staticmethod
     def leaves_otherwise(maker: Op, tensor: TensorNote) -> bool:
-        """Whether ``tensor`` holds something else where it is used than ``maker`` has left: an op that writes would have made another tensor of it.
+        """Whether ``tensor``, which is not finite, holds something else where it is used than ``maker`` has left: an op that writes would have made
+        another tensor of it.
 
         The sentinel's ops do not tell views of a tensor apart from it.
         """
         left = next((made for made in maker.outputs if made.id == tensor.id and not maker.sentinel), None)
-        return left is not None and left.absmax is not None and _held(left) != _held(tensor)
+        if left is None or left.absmax is None:
+            return False
+        return left.finite or (asked_for(maker) and _held(left) != _held(tensor))
 
     def assigns_number(self, op: Op) -> bool:
         """Whether ``op`` writes a number of the code that is not finite, as ``x[0] = inf`` does: torch makes a tensor of it first."""
