@@ -60,6 +60,7 @@ _VERBS = {
     "dtypedoctor.lab.cli.treat": ("treat",),
     "dtypedoctor.lab.cli.audit": ("audit",),
     "dtypedoctor.lab.cli.verify": ("verify",),
+    "dtypedoctor.lab.cli.parity": ("parity",),
     "dtypedoctor.lab.cli.replay": ("replay",),
     "dtypedoctor.lab.cli.reading": ("compare", "scenarios"),
     "dtypedoctor.cli.enabling": ("enable", "disable", "job-report", "skill"),
