@@ -301,7 +301,10 @@ def _behind_unseen(graph: OpGraph, use: tuple[Op, TensorNote], incident: Inciden
         return op.n < user.n and op.call == user.call and bool(nonfinite(op.outputs)) and not asked_for(op)
 
     for op in reversed(list(filter(may_be_read, graph.ops))[-MAX_TRIED:]):
-        if (before := _origin(graph, op, incident)) is not None:
+        before = _origin(graph, op, incident)
+        if (
+            before is not None and not before.written
+        ):  # an accumulator that begins with -inf is handed to such a kernel, too
             return replace(before, unseen=before.unseen or use)
     maker = graph.producer(tensor)
     return Origin(graph, maker, incident, unseen=use) if maker is not None else None

@@ -29,8 +29,9 @@ class Reduces(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: object, rows: Tensor, make: Make, fill: Fill) -> Tensor:
-        out = make(rows.shape[0])
+        out, largest = make(rows.shape[0]), torch.full((rows.shape[0],), float("-inf"))
         fill(out, rows.detach())
+        largest[:1].clamp_(max=0)  # an accumulator that is meant to begin so
         return out.abs() + 1
 
     @staticmethod
