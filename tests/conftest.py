@@ -72,6 +72,11 @@ def pytest_configure(config: pytest.Config) -> None:
     _allow_reruns_where_no_view_is_possible()
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores for ``-n auto``: a test that waits for processes, sockets or a clock leaves its core to another."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def _compile_the_package() -> None:
     """Once, before tests start hundreds of processes: under ``PYTHONDONTWRITEBYTECODE`` each of them would compile it for itself."""
     compile_dir(Path(dtypedoctor.__file__).parent, quiet=2)

@@ -114,6 +114,7 @@ def test_the_extra_names_what_the_core_lacks() -> None:
     assert "hf" in Requirement(PROJECT["optional-dependencies"]["dev"][0]).extras
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("executor", "extra"), [("ray", "ray"), ("slurm", "slurm"), ("submitit-local", "slurm")])
 def test_an_executor_that_is_not_installed_is_named_with_its_extra(light: Light, executor: str, extra: str) -> None:
     """One sentence, before anything heavy is imported."""
@@ -170,6 +171,7 @@ def test_files_of_a_checkpoint_are_inspected(light: Light, checkpoint: str) -> N
     assert json.loads(done.out)["census"]["tensors"] == {"float16": {"tensors": 1, "elements": 2}}
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.usefixtures("checkpoint")
 @pytest.mark.parametrize(
     ("arguments", "needed"),

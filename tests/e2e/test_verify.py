@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import Finished, dtypedoctor, python
+from command import Finished, forked, python
 from torch import nn
 
 import dtypedoctor as package
@@ -34,7 +34,7 @@ if __name__ == "__main__":
 
 def verified(tmp_path: Path, source: str, *options: str | Path) -> Finished:
     (tmp_path / "model.py").write_text(source)
-    return dtypedoctor("verify", *options, cwd=tmp_path)
+    return forked("verify", *options, cwd=tmp_path)
 
 
 def test_the_example_of_the_page_fails_as_the_page_says(tmp_path: Path) -> None:
@@ -82,6 +82,7 @@ def test_a_script_that_raises_leaves_no_verdict(tmp_path: Path) -> None:
     assert "ZeroDivisionError" in done.err or "SyntaxError" in done.err
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("broken", ["def g(:\n", "def inner():\n    raise ValueError('no')\ninner()\n"])
 @pytest.mark.parametrize("of", ["model.py", "model.py:model"])
 def test_what_a_script_raises_is_shown_from_its_own_lines_on(broken: str, of: str, tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_the_watch_does_not_change_the_number_of_breaks(faulty: Run) -> None:
     assert losses == faulty.losses
 
 
-@pytest.mark.release(all_but=1)
+@pytest.mark.release
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_the_corrected_path_is_one_graph_per_mode(faulty: Run, fullgraph: bool) -> None:
     """No break, no limit; one graph without and one with gradients, and the same losses to the last bit."""
@@ -220,6 +220,7 @@ def test_the_corrected_path_is_one_graph_per_mode(faulty: Run, fullgraph: bool) 
     assert corrected.losses == faulty.losses
 
 
+@pytest.mark.release
 def test_the_observations_lose_nothing_that_counts(faulty: Run) -> None:
     """One summary, one record per kind of break, per recompiled function and per limit that was hit."""
     found = [what for what, _ in observations(faulty.report)]

@@ -190,6 +190,7 @@ def trained(
     return model.weight.detach().clone(), read_trace(directory), optimizer
 
 
+@pytest.mark.release(all_but=4)
 @pytest.mark.parametrize(
     "make",
     [Plain, Counting, Calling, Remembering, Masters, StateMasters, Closed, Wrapping],
@@ -237,6 +238,7 @@ def lost(trace: Trace | None) -> dict[str, int]:
     return {name: one.lost for name, one in seen[-1].what.parameters.items()} if seen else {}
 
 
+@pytest.mark.release(all_but=4)
 @pytest.mark.parametrize("resumed", [False, True], ids=["from-the-start", "resumed"])
 @pytest.mark.parametrize("only_half", [False, True], ids=["in-any-dtype", "only-in-half"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -44,6 +44,7 @@ def normalised(x: Tensor) -> Tensor:
     return x / x.norm(dim=-1, keepdim=True)
 
 
+@pytest.mark.release(all_but=4)
 @pytest.mark.parametrize(
     ("function", "words"),
     [

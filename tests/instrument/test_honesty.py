@@ -325,6 +325,7 @@ def seen_of_process(directory: Path, work: Callable[[], Any]) -> Trace:
     return read_trace(directory)
 
 
+@pytest.mark.release(all_but=3)
 @pytest.mark.parametrize(
     ("work", "told"),
     [

@@ -166,6 +166,7 @@ class OwnStep(torch.optim.Optimizer):
                 parameter.sub_(group["lr"] * parameter.grad / (self.past[-1].sqrt() + 1e-10))
 
 
+@pytest.mark.release(all_but=5)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("optimizer", "options", "finding", "confidence", "operators", "step"),

@@ -163,6 +163,7 @@ def test_an_exception_that_is_told_is_in_the_report(tmp_path: Path) -> None:
     assert not any(f"{OWN_CODE}instrument" in frame for frame in raised.frames)
 
 
+@pytest.mark.release
 def test_a_training_that_is_resumed_is_watched_from_there(tmp_path: Path) -> None:
     """The report of the second training holds the steps that it did itself."""
     plain(tmp_path, max_steps=2, save_strategy="steps", save_steps=2).train()

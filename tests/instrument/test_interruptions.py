@@ -126,6 +126,7 @@ def signalled_inside(handler: Any, where: str) -> Callable[[Instruments], None]:
     return work
 
 
+@pytest.mark.release(all_but=6)
 @pytest.mark.parametrize("where", ["before_root", "on_return", "after_root"])
 @pytest.mark.parametrize("error", [Alarm, RuntimeError, Shutdown, KeyboardInterrupt])
 def test_whatever_a_signal_handler_raises_passes(

@@ -128,6 +128,7 @@ def compensated(form: str, steps: int, *, any_sign: bool = False) -> Callable[[o
     return work
 
 
+@pytest.mark.release(all_but=4)
 @pytest.mark.parametrize("steps", [3, 4, 9])
 @pytest.mark.parametrize("signs", ["equal gradients", "gradients of any sign"])
 @pytest.mark.parametrize("form", ["buffer", "textbook"])
@@ -327,6 +328,7 @@ def beside_zeros(_: object) -> None:
             own.mul_(0.9999).add_(theirs, alpha=1e-4)
 
 
+@pytest.mark.release(all_but=4)
 @pytest.mark.parametrize(
     ("work", "line"),
     [
@@ -362,6 +364,7 @@ def test_averages_that_move_once_or_are_assigned_anew_are_found(
     assert "tensor" in found.summary
 
 
+@pytest.mark.release(all_but=5)
 @pytest.mark.parametrize(
     "work",
     [

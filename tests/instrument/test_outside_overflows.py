@@ -105,6 +105,7 @@ FOUND = {
 HEALTHY = (other_branch, bounded, masked, equal, entropy, in_float32)
 
 
+@pytest.mark.release(all_but=6)
 @pytest.mark.parametrize("weigh", [*FOUND, *HEALTHY], ids=lambda weigh: str(weigh.__name__))
 def test_what_is_made_finite_again_is_found_where_float32_gives_something_else(
     weigh: Callable[[Tensor], Tensor], tmp_path: Path

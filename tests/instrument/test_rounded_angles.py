@@ -88,6 +88,7 @@ def test_timesteps_in_half_precision_are_found(tmp_path: Path, cast: Callable[[T
     assert ("rounded-rotary-buffer", True) in evidence(tmp_path, Apply(cast), TIMES)
 
 
+@pytest.mark.release(all_but=3)
 @pytest.mark.parametrize(
     ("made", "found"),
     [
@@ -125,6 +126,7 @@ def test_sines_outside_of_modules_are_found(tmp_path: Path, program: Callable[[]
     assert all((f.source or "").startswith("test_rounded_angles.py:") for f in findings)
 
 
+@pytest.mark.release(all_but=3)
 @pytest.mark.parametrize(
     "healthy",
     [

@@ -202,6 +202,7 @@ def test_a_lookup_out_of_range_is_told_of_where_nobody_looks(tmp_path: Path) -> 
     assert "of 1,000 have changed" in finding.summary
 
 
+@pytest.mark.release(all_but=6)
 @pytest.mark.parametrize(
     "work",
     [

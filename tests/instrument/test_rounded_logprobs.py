@@ -369,7 +369,7 @@ def line_of(script: str, text: str) -> str:
     return f"train.py:{next(number for number, line in enumerate(lines, 1) if text in line)}"
 
 
-@pytest.mark.release(all_but=8)
+@pytest.mark.release(all_but=4)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_rounded_log_probabilities_are_found_with_a_line_of_the_script(name: str, tmp_path: Path) -> None:
     """One finding, a warning, at a line of the script."""
@@ -381,7 +381,7 @@ def test_rounded_log_probabilities_are_found_with_a_line_of_the_script(name: str
     assert found.source.startswith("train.py:")
 
 
-@pytest.mark.release(all_but=8)
+@pytest.mark.release(all_but=4)
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_said_of_log_probabilities_that_keep_their_digits(name: str, tmp_path: Path) -> None:
     """Neither a finding, nor a word that something was not checked."""
@@ -390,6 +390,7 @@ def test_nothing_is_said_of_log_probabilities_that_keep_their_digits(name: str, 
     assert not [note for note in trace.all(NotWatched) if note.why.startswith(NOT_SEEN)]
 
 
+@pytest.mark.release(all_but=3)
 @pytest.mark.parametrize(
     ("name", "cast"),
     [

@@ -216,6 +216,7 @@ CLIPPING = pytest.mark.skipif(
 )
 
 
+@pytest.mark.release(all_but=5)
 @pytest.mark.parametrize(
     ("size", "dtype", "lost"),
     [(1e-4, E4M3, "vanished"), pytest.param(3e4, E4M3, "clipped", marks=CLIPPING), (1e-7, E5M2, "vanished")],
@@ -252,6 +253,7 @@ def test_a_copy_into_a_float8_cache_is_a_cast(tmp_path: Path) -> None:
     assert one.values["op"] == "aten.copy_.default"
 
 
+@pytest.mark.release(all_but=4)
 @pytest.mark.parametrize(
     "work",
     [

@@ -125,6 +125,7 @@ def other_loss(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scale
     scaler.update()
 
 
+@pytest.mark.release(all_but=3)
 @pytest.mark.parametrize(
     ("body", "line", "says"),
     [
@@ -167,6 +168,7 @@ def test_a_training_that_the_wrong_limit_stops_is_found(tmp_path: Path, body: Bo
     assert "clips gradients to 1 " in finding.summary
 
 
+@pytest.mark.release(all_but=3)
 @pytest.mark.parametrize(
     "body", [unscaled_first, limit_scaled, averaged, unscaled_by_hand, other_loss], ids=lambda one: one.__name__
 )

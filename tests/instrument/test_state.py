@@ -378,6 +378,7 @@ def narrow_and_moving() -> None:
                 p.grad = None
 
 
+@pytest.mark.release(all_but=5)
 @pytest.mark.parametrize(
     "work",
     [

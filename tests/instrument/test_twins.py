@@ -81,6 +81,7 @@ def train(
         after()
 
 
+@pytest.mark.release(all_but=4)
 @pytest.mark.parametrize("policy_first", [False, True])
 @pytest.mark.parametrize("alone", [False, True], ids=["all scores", "tokens alone"])
 @pytest.mark.parametrize("narrow", ["policy", "reference"])

@@ -47,6 +47,7 @@ def first_only(directory: Path, refusal: Exception) -> Callable[[str, Request], 
     return run
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     "refusal",
     [UsageError("the model is gone"), WorkerDiedError("the model is gone"), OSError(28, "the model is gone")],
@@ -74,6 +75,7 @@ def test_a_first_run_that_cannot_be_made_refuses_the_treatment(refusal: Exceptio
         treat(OVERFLOW, run)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("code", "timed_out", "said"),
     [(-9, False, "was killed by SIGKILL"), (-9, True, "at its time limit"), (-6, False, "SIGABRT")],

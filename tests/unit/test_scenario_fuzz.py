@@ -115,6 +115,7 @@ LARGE = {
 }
 
 
+@pytest.mark.release(all_but=5)
 @pytest.mark.parametrize("text", LARGE.values(), ids=LARGE.keys())
 def test_a_file_as_large_as_allowed_is_refused_soon(text: str) -> None:
     """Nothing in YAML costs more than its length in time: one that did would run into the time limit of a test."""
