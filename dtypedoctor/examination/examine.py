@@ -485,6 +485,10 @@ def _compared(seen: Sequence[ReplayedCall]) -> Look:
     compared = (
         "the results are" if equal == comparable else f"{equal} of {comparable} results could be compared, and are"
     )
+    if any(what.rounds for what in seen):
+        return Look(
+            certificate=f"{begun}; {compared} the same but for rounding, as compiled code and eager mode differ."
+        )
     return Look(certificate=f"{begun}; {compared} bitwise equal.")
 
 

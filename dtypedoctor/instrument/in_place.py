@@ -794,6 +794,7 @@ class InPlaceReplays:
                 doubt=doubt or None,
                 late=kept.has_moved and kept.copies is None,
                 copies=kept.copies is not None,
+                rounds=replay.rounds,
             )
             self._session.emit(record, fqn=kept.live.fqn)
         return not doubt and (why != "gradient" or replay.is_bad)

@@ -24,7 +24,7 @@ from dtypedoctor.instrument.module_tree import (
     parameters_in,
     unit_set_aside,
 )
-from dtypedoctor.instrument.operators import bytes_of
+from dtypedoctor.instrument.operators import bytes_of, why_opaque
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.underflow import SCALE, when_scaled
 from dtypedoctor.instrument.statistics import Extent, is_finite, measurable, measure, out_of_their_sight, real_of
@@ -60,6 +60,8 @@ SHARE_OF_FREE = 0.5
 """Share of the free memory of the device that a replay may take."""
 REPEATS = 60
 """How often an inner call may be made again to reduce it."""
+ROUNDINGS = 8
+"""Spacings of the largest number up to which what was compiled may differ from the same in eager mode: roundings of many layers partly cancel."""
 MAX_HELD = 256 << 20
 """Bytes of inputs and upstream gradients that one call may keep alive."""
 SHARE_HELD = 0.02
@@ -338,6 +340,7 @@ class RepeatedCall:
         why_not: why the call could not be made again; empty where it was.
         error: what the replay has raised.
         compared: whether its result could be compared with what the call itself had returned or raised.
+        rounds: whether the two differ, though by no more than compiled code differs from the same code in eager mode.
         is_bad: whether a gradient that it has made is not finite.
         capsule: description and tensors of the smallest module call in it that fails; None where there is none.
     """
@@ -359,7 +362,7 @@ class RepeatedCall:
         self.gradients: dict[str, ScaledGradient] = {}
         self._result: list[Tensor] = []
         self.why_not = ""
-        self.compared = False
+        self.compared = self.rounds = False
         self.is_bad = False
 
     def entered(self, module: nn.Module) -> None:
@@ -483,6 +486,13 @@ class RepeatedCall:
         found = {known.get(id(p), (0, name))[1]: p for name, p in self._kept.live.parameters()}
         return {name: parameter for name, parameter in found.items() if parameter.requires_grad}
 
+    def _spacing(self, result: Tensor) -> float:
+        """The spacing around 1 of the narrowest dtype that a result of the call may have been rounded to."""
+        if not result.is_floating_point():
+            return 0.0
+        dtypes = [result.dtype, *(region.dtype for region in self._kept.live.autocast)]
+        return max(torch.finfo(dtype).eps for dtype in dtypes)
+
     def _difference(self, said: tuple[str, str] | None, before: tuple[str, str] | None) -> str:
         if said != before:
             self.compared = True
@@ -500,8 +510,11 @@ class RepeatedCall:
             if tensor is None:
                 continue
             self.compared = True
-            if not is_same(tensor, again):
+            if is_same(tensor, again):
+                continue
+            if not (why_opaque(self._kept.live.module) and differs_by_rounding(tensor, again, self._spacing(tensor))):
                 return "the result of the replay differs from that of the call"
+            self.rounds = True
         return ""
 
     @contextmanager
@@ -672,6 +685,25 @@ def _raised(said: tuple[str, str] | None) -> str:
         if said is not None
         else "raised nothing"
     )
+
+
+def differs_by_rounding(one: Tensor, other: Tensor, spacing: float) -> bool:
+    """Whether two tensors of one shape and dtype have inf and NaN at the same places, and nearly the same numbers at all others.
+
+    Args:
+        one, other: the tensors.
+        spacing: of numbers around 1 in the narrowest dtype that they are computed in; the largest difference is compared with the largest number.
+    """
+    if one.dtype != other.dtype or one.shape != other.shape or not one.is_floating_point():
+        return False
+    with torch.no_grad():
+        first, second = one.detach().double(), other.detach().double()
+        finite = first.isfinite()
+        bad, bad_too = first[~finite], second[~finite]
+        if not (torch.equal(finite, second.isfinite()) and torch.equal(bad.nan_to_num(0.0), bad_too.nan_to_num(0.0))):
+            return False
+        numbers, difference = first[finite], (first - second)[finite]
+        return not numbers.numel() or float(difference.abs().max()) <= ROUNDINGS * spacing * float(numbers.abs().max())
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:

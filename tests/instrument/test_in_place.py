@@ -1026,6 +1026,27 @@ def test_parameters_that_the_program_has_updated_itself_are_not_blamed(tmp_path:
     assert diagnose(trace)[0].id == "float16-overflow"
 
 
+@pytest.mark.parametrize(("off", "rounds"), [(0.02, True), (0.5, False)])
+def test_compiled_code_may_differ_from_its_replay_by_rounding(off: float, rounds: bool, tmp_path: Path) -> None:
+    """A replay is made in eager mode. What differs by more than the dtype's spacing, for numbers of this size, is another result."""
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        return lambda *args: tuple(result * (1 + off) for result in graph.forward(*args))
+
+    class Divides(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x / x.abs().sum(1, keepdim=True)
+
+    def program() -> None:
+        torch._dynamo.reset()
+        model = torch.compile(nn.Sequential(nn.Linear(4, 4, bias=False), Divides()).bfloat16(), backend=backend)
+        model(torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.0] * 4], dtype=torch.bfloat16))
+
+    trace = in_place(tmp_path, program)
+    (replayed,) = [seen.what for seen in trace.observed(ReplayedCall)]
+    assert (replayed.compared, replayed.rounds, replayed.doubt is None) == (True, rounds, rounds)
+
+
 def test_a_compiled_call_that_is_finite_when_nothing_is_compiled_is_told(tmp_path: Path) -> None:
     """The replay is the experiment: under the op trace the same call runs in eager mode."""
 

@@ -226,6 +226,7 @@ class ReplayedCall:
         doubt: how it differed, as a clause; None where it did not.
         late: whether an optimizer had stepped since, and the parameters are those of then.
         copies: whether its parameters are copies that were made when it began.
+        rounds: whether what it returned differs by rounding alone, as what is compiled does from the same in eager mode.
     """
 
     KIND: ClassVar[str] = "replayed-call"
@@ -235,6 +236,7 @@ class ReplayedCall:
     doubt: str | None = None
     late: bool = False
     copies: bool = False
+    rounds: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
