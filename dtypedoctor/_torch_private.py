@@ -264,6 +264,21 @@ raw_stream: Callable[[int], int] = _optional("_C._cuda_getCurrentRawStream", Non
 """Handle of the stream that is current on a CUDA device. Builds without CUDA have none. Without it by the public object, which is slower."""
 
 
+PRECISION_SETTERS = (
+    "_C._set_default_dtype", "_C._set_float32_matmul_precision", "_C._set_fp32_precision_setter", "_C._set_cublas_allow_tf32",
+    "_C._set_cudnn_allow_tf32", "_C._set_cublas_allow_fp16_accumulation",
+)  # fmt: skip
+"""What sets how precisely the whole process computes; torch's public functions look it up there at each call. One that is gone is not followed."""
+
+
+def precision_setters() -> Iterator[tuple[Any, str]]:
+    """Module and name of each of :data:`PRECISION_SETTERS` that this torch has."""
+    for path in PRECISION_SETTERS:
+        owner, _, name = path.rpartition(".")
+        if hasattr(attrgetter(owner)(torch), name):
+            yield attrgetter(owner)(torch), name
+
+
 # With a fallback: tensors ---------------------------------------------------------------------------------------------------------------
 
 

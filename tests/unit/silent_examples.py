@@ -56,6 +56,21 @@ def indices() -> TraceBuilder:
     )
 
 
+def global_state(*, by_library: bool = True) -> TraceBuilder:
+    """TF32 is switched on in the second step, by a library or by a line of the program's own."""
+    return seen(
+        "global-state",
+        setting="float32 matmul precision",
+        before="highest",
+        after="high",
+        source="fastlib.quantize:7",
+        called_at="train.py:12",
+        by_library=by_library,
+        has_run=True,
+        error=3e-4,
+    )
+
+
 def rounded_sum() -> TraceBuilder:
     """A count of ones in bfloat16."""
     return seen("rounded-sum", source="train.py:9", dtype="bfloat16", added=300, exact=300.0, value=256.0, error=44.0)

@@ -7,7 +7,7 @@ import pytest
 from compilation_examples import launches
 from recorded import CONCLUDED, assert_says_what_it_rests_on
 from scaling_examples import scaled_use, unscaling
-from silent_examples import correction, indices, overshoots, rounded_sum, unpatched, updates
+from silent_examples import correction, global_state, indices, overshoots, rounded_sum, unpatched, updates
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis import diagnose, finding_ids
@@ -16,6 +16,7 @@ Built = Callable[[], TraceBuilder]
 BY_HAND: dict[str, tuple[Built, Built]] = {
     "stale-cuda-stream": (lambda: launches((0, 0x7F10, 42)), lambda: launches((0, 0, 5), (16, 16, 5))),
     "patch-not-applied": (unpatched, lambda: correction(hits=3)),
+    "global-state-changed": (global_state, lambda: global_state(by_library=False)),
     "rounded-indices": (indices, TraceBuilder),
     "rounded-sum": (rounded_sum, lambda: updates(lost=32)),
     "scaled-gradients": (scaled_use, unscaling),

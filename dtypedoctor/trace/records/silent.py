@@ -716,3 +716,29 @@ class IdleSteps:
     number: int
     is_idle: bool
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalState:
+    """A setting of the whole process that is another one than at the call before.
+
+    Attributes:
+        setting: its name in words.
+        before, after: its values as text.
+        source: the line that has set it, ``module:line`` where that is a library's.
+        called_at: the program's own line that was running.
+        by_library: whether no line of the program's own has set it.
+        has_run: whether the program had called a module before.
+        error: how far a float32 product is moved by it, of its largest magnitude, on the model's device.
+    """
+
+    KIND: ClassVar[str] = "global-state"
+
+    setting: str
+    before: str
+    after: str
+    source: str
+    called_at: str | None
+    by_library: bool
+    has_run: bool
+    error: float
