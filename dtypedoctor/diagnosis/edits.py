@@ -65,7 +65,8 @@ def _advice(scene: Scene, *, own_files: bool) -> Advice:
         return Advice(finding=finding.id, text=text)
     ways = []
     for edits, maker in edits_for(scene, spec.edits) if own_files else [((), "")]:
-        text = f"{_text(spec, scene, INSTEAD.get(maker, ''))} {REMARKS.get(maker, '')}".rstrip()
+        sentence = INSTEAD.get(maker, "") or (spec.without_edit(finding) if spec.without_edit and not edits else "")
+        text = f"{_text(spec, scene, sentence)} {REMARKS.get(maker, '')}".rstrip()
         ways.append(Advice(finding=finding.id, text=text, edits=edits, maker=maker if edits else ""))
     return replace(ways[0], others=tuple(ways[1:]))
 
@@ -386,7 +387,7 @@ REMARKS = {
     "smaller-masks": "The edit masks with an eighth of it, so that the sum of several masks and the scores is finite too.",
     "skip-batch": "The edit leaves such batches out of the training; where their values come from it does not say.",
     "step-where-gradients": "The edit skips an optimizer without gradients, as its step without a scaler does: what it holds is not trained.",
-    "keep-in-domain": "What the edit bounds has the result of the bound, and not its own.",
+    "keep-in-domain": "Where the edit bounds or replaces what it gets, the result is another one.",
     "finite-fill": "The edit fills in -1e4, which a mean survives: choose a value that fits the scale of yours.",
     "counter-in-tensor": "The edit keeps the number in a tensor, which is an input of the compiled code and no part of it.",
     "plain-linear-only": "The edit leaves layers of a subclass of nn.Linear unpacked, so they keep their memory.",

@@ -253,6 +253,7 @@ class FindingSpec:
             modules of that class and dtype), ``{scores}`` (what else was measured to keep attention finite) and ``{device}``; where it is empty the first way of fixing on the page stands for it.
         of_line: the same of a finding that names a line; empty where ``do_this`` fits it too.
         instead: makes that sentence of a finding whose cause ``do_this`` and ``edits`` do not fit; it returns an empty one where they do.
+        without_edit: makes it where no edit is seen; it returns an empty one where ``do_this`` fits.
         partly_frozen: the same, and a line of code to add, where some weights of that dtype are frozen: no edit may widen these.
         edits: what makes that change in the program's source, the best first; names of :data:`dtypedoctor.diagnosis.edits.MAKERS`.
         page: file with the page about it (Markdown); None for ``docs/findings/ID.md``.
@@ -279,6 +280,7 @@ class FindingSpec:
     do_this: str = ""
     of_line: str = ""
     instead: Callable[[Finding], str] | None = None
+    without_edit: Callable[[Finding], str] | None = None
     partly_frozen: tuple[str, str] | None = None
     edits: tuple[str, ...] = ()
     page: Path | None = None

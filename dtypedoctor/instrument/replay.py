@@ -53,7 +53,7 @@ _UNREAD = "its result cannot be measured"
 
 
 def replay_wider(writer: TraceWriter, of: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Runs op ``of`` on the same operands in float32 (in float64 where they were float32) and records whether it is finite.
+    """Runs op ``of`` on the same operands in float32 (in float64 where they were float32) and records whether it is finite; and on other numbers.
 
     Complex operands become complex ones with parts of that dtype. An op that cannot be replayed, or whose result cannot be measured, is recorded
     with the reason in ``note`` and ``finite`` False.
@@ -69,7 +69,17 @@ def replay_wider(writer: TraceWriter, of: int, func: Any, args: tuple[Any, ...],
             return copies[id(value)]
         return _wider_dtype(value, wide) if isinstance(value, torch.dtype) else value
 
-    run_again(writer, of, short_name(wide), func, for_wider(func, tree_map(widen, (args, kwargs))))
+    widened = for_wider(func, tree_map(widen, (args, kwargs)))
+    run_again(writer, of, short_name(wide), func, widened)
+    if not any(t.is_complex() for t in leaves):
+        run_again(writer, of, "other-values", func, tree_map(_with_other_values, widened))
+
+
+def _with_other_values(value: Any) -> Any:
+    """Different numbers between 0 and 1 in the place of those of a tensor, where every function is defined."""
+    if not _is_read(value):
+        return value
+    return torch.linspace(0.25, 0.75, value.numel(), dtype=value.dtype, device=value.device).view(value.shape)
 
 
 def mark_selected_away(

@@ -231,7 +231,7 @@ class Replay:
     """The op with number ``of`` was run again on the same operands in another way.
 
     ``how`` is ``float32`` or ``float64`` (wider), ``float32-program`` (on the operands that the program would have, were everything before it
-    that is known in float32), ``float64-program``, ``equal-dtypes`` (all in the widest), ``all-as-DTYPE``
+    that is known in float32), ``float64-program``, ``other-values`` (with other numbers in its floating-point operands), ``equal-dtypes`` (all in the widest), ``all-as-DTYPE``
     or ``narrowest-dtype``. ``note`` is the message of a replay that raised,
     ``dtype`` the dtype of the result of one that did not; ``exact``, of the ``float32-program``, whether it begins with nothing that was rounded before,
     and ``of_numbers``, whether with nothing but single numbers in the code.

@@ -144,6 +144,29 @@ def test_a_root_of_what_is_negative_in_float64_too_stays_a_domain_error(inside: 
     assert "computed in float64, it is not finite either" in found.cause
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[:0].mean(),
+        lambda x: x[:1, :1].var(-1),
+        lambda x: nn.functional.cross_entropy(x.float(), torch.full((2,), -100)),
+        lambda x: x / 0,
+    ],
+    ids=["mean of nothing", "variance of one", "labels ignored", "number"],
+)
+def test_an_error_that_no_values_help_is_none_of_the_domain(
+    function: Callable[[Tensor], Tensor], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """With other numbers in the place of its operands the operator fails as well; with values in its domain `log` does not."""
+    x = torch.ones(2, 4, dtype=dtype)
+    (found,) = diagnose(watched(tmp_path, lambda _: function(x).sum().item()))
+    assert (found.id, found.confidence) == ("domain-error", "proven")
+    assert "whatever numbers it gets" in found.cause
+    assert found.proven_by is not None
+    assert "other numbers" in found.proven_by
+
+
 def test_a_domain_error_of_what_was_rounded_before_the_op_trace_is_not_proven(tmp_path: Path) -> None:
     """1e-9 became 0 in an earlier call, in a tensor too large for its original to be kept."""
     rounded = torch.full((8192,), 1e-9).half()

@@ -465,7 +465,7 @@ def documents() -> None:
         (threshold, "rounded-result", ".gt(limit)", "another mask"),
         (best_so_far, "rounded-result", "best = min(best, now)", "than the same operators do in float64"),
         (seconds_apart, "rounded-result", "rows[1:, 0].sub", "step of 0"),
-        (correct_ones, "rounded-sum", "correct += ", "adds up 100 terms in float16"),
+        (correct_ones, "rounded-sum", "correct += ", "adds to a sum in float16 100 times"),
         (joined, "rounded-indices", "ids[:, None].float()", "450 of 600 have changed"),
         (average_inside, "update-stall", "self.mean.lerp_", "rounds"),
         (averaged, "update-stall", "average.update_parameters(model)", "rounds"),
@@ -479,7 +479,7 @@ def documents() -> None:
         (handed_on, "rounded-rotary-buffer", "* 999).to(HALF).tolist()", "takes the sine"),
         (through_numpy, "rounded-indices", "torch.randint(0, 60000, (64,)).half()", "have changed"),
         (documents, "rounded-result", "(rows[:, None] == rows[None])", "another mask"),
-        (micro_batches, "rounded-sum", "(weight * 0.003).sum().backward()", "adds up 600 terms in bfloat16"),
+        (micro_batches, "rounded-sum", "(weight * 0.003).sum().backward()", "adds to a sum in bfloat16 600 times"),
     ],
 )
 def test_rounding_that_matters_is_found_where_the_value_is_used(

@@ -586,3 +586,21 @@ def test_a_counter_of_another_class_stays_as_it_is(tmp_path: Path) -> None:
     assert "net.soft.age = torch.tensor(step)" in after
     assert 'self.age = "warmup"' in after
     assert edited(program(tmp_path, "net = torch.compile(net)", evidence=told), "compiled-for-any-size") == ""
+
+
+def test_a_sum_and_indices_are_mended_where_they_get_half_precision(tmp_path: Path) -> None:
+    """The tensor that is added to, and the cast of what looks something up."""
+    text = """
+        hits = torch.zeros((), dtype=torch.bfloat16)
+        hits += same.sum().to(torch.bfloat16)
+    """
+    read = program(tmp_path, text, id="rounded-sum", dtype="bfloat16", source="train.py:3")
+    ((edits, _),) = edits_for(read, spec_of("rounded-sum").edits)
+    assert [edit.new for edit in edits] == [
+        "hits = torch.zeros((), dtype=torch.float32)",
+        "hits += same.sum().to(torch.float32)",
+    ]
+    text = "batch = {name: values.to(torch.float16) for name, values in batch.items()}"
+    read = program(tmp_path, text, id="rounded-indices", dtype="float16", source="train.py:2")
+    ((edits, _),) = edits_for(read, spec_of("rounded-indices").edits)
+    assert [edit.new for edit in edits] == [text.replace("float16", "float32")]

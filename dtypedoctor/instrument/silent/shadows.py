@@ -1110,11 +1110,13 @@ class Shadows(Observer):
                 exact=_number(exact, first),
                 changed=0,
                 of=known.of if known is not None else 0,
+                elements=known.elements if known is not None else 0,
                 nonfinite=nonfinite,
             )
         of = changed.numel() if of is None else of
-        before = (0, 0) if last else (known.changed, known.of)
-        self._uses[key] = replace(known, changed=before[0] + count, of=before[1] + of)
+        before = (0, 0, 0) if last else (known.changed, known.of, known.elements)
+        compared = max(of, changed.numel())
+        self._uses[key] = replace(known, changed=before[0] + count, of=before[1] + of, elements=before[2] + compared)
 
 
 def _chooses_otherwise(call: _Call, real: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:

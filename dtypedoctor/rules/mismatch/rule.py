@@ -279,7 +279,7 @@ SPECS = (
             "https://github.com/huggingface/peft/pull/3410",
             "https://github.com/HomebrewML/HeavyBall/issues/57",
         ),
-        do_this="Cast the operands of `{op}` in {module} to float32, and its result back: `f(x.float()).to(x.dtype)`.",
+        do_this="Cast the operands of `{op}` in {module} to float32, and its result back where what follows needs that: `f(x.float()).to(x.dtype)`.",
         instead=_instead,
         edits=("cast-exported", "cast-around"),
     ),

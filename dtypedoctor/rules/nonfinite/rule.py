@@ -24,6 +24,7 @@ from dtypedoctor.rules.nonfinite.overflow import (
 )
 from dtypedoctor.rules.nonfinite.undefined import (
     BEYOND_FLOAT32,
+    OF_ANY_VALUES,
     growth_before,
     judge_by_module,
     judge_compiled,
@@ -116,6 +117,13 @@ def _of_another_cause(finding: Finding) -> str:
     return of_what_is_written(finding)
 
 
+def _of_any_values(finding: Finding) -> str:
+    """What to do where an operator gets too little; empty where that is not why."""
+    if finding.cause != OF_ANY_VALUES:
+        return ""
+    return "Leave out what has nothing to compute, or divide by a count of at least 1: see how many elements, and which labels, `{op}` gets."
+
+
 DOMAIN_ERROR = FindingSpec(
     id="domain-error",
     title="The operation has no finite result in float32 either",
@@ -126,6 +134,7 @@ DOMAIN_ERROR = FindingSpec(
     nonfinite=True,
     do_this="Keep what `{op}` gets inside of its domain{bound}.",
     instead=_of_another_cause,
+    without_edit=_of_any_values,
     edits=("in-wider-dtype", "keep-in-domain"),
 )
 
@@ -184,7 +193,10 @@ SPECS = (
             "https://github.com/pytorch/pytorch/issues/26098",
         ),
         nonfinite=True,
-        do_this="Mask with the smallest finite number of the dtype and not with -inf, so that a row without any key stays finite.",
+        do_this=(
+            "Mask with the smallest finite number of the dtype that the scores have, so that a row without any key stays finite: with -inf it is NaN, also where a "
+            "cast to half precision has made -inf of float32's smallest number."
+        ),
         edits=("finite-mask", "smaller-masks"),
     ),
     FindingSpec(

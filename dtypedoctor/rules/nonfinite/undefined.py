@@ -40,7 +40,7 @@ from dtypedoctor.diagnosis.wording import (
 )
 from dtypedoctor.dtypes import DTYPES, HALF, parts_of
 from dtypedoctor.rules import Statement, make_finding, make_finding_at
-from dtypedoctor.trace.events import Replay, Sample, Site
+from dtypedoctor.trace.events import Op, Replay, Sample, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import RoundedBefore, SteppedBy
 
@@ -62,8 +62,12 @@ def judge_domain(origin: Origin) -> Finding | None:
     elif replay is not None and not replay.note and not saw_half:
         proof = f"{op.op} run again on the same operands in {replay.how} has no finite float32 result either"
 
+    other = origin.graph.replay(op, "other-values")
     if origin.graph.is_beyond_float32(op):
         cause = BEYOND_FLOAT32
+    elif other is not None and not other.note and not other.finite:
+        cause = OF_ANY_VALUES
+        proof = f"{op.op} run again with other numbers in the place of its operands is not finite either"
     elif proof is not None or not saw_half:
         cause = f"{_UNDEFINED}, or its result is larger than float32 can hold. {_of_program(program)}"
     else:
@@ -83,7 +87,7 @@ def judge_domain(origin: Origin) -> Finding | None:
             if all_finite(op.inputs)
             else f"{op.op} is given infinities that {'no recorded operator has made' if given else 'the code has asked for'}, and makes NaN of them.",
             f"{bad_elements(origin.result)} of its {origin.result.dtype} result are inf or NaN.",
-            *_in_a_wider_dtype(replay, program),
+            *(_shapes(op) if cause == OF_ANY_VALUES else _in_a_wider_dtype(replay, program)),
             *how_the_run_ended(origin.trace),
         ),
     )
@@ -106,6 +110,18 @@ _UNDEFINED = (
     "The operation is not defined for these operands (a division by zero, the logarithm of a negative number …)"
 )
 BEYOND_FLOAT32 = "The result is larger than float32 can hold: what the operator is given is too large for it."
+
+
+OF_ANY_VALUES = (
+    "It has no finite result whatever numbers it gets, in any dtype: what it gets is too few, as a mean of nothing, a variance of one value or a loss of which all "
+    "labels are ignored, or a number in the code makes it so."
+)
+
+
+def _shapes(op: Op) -> Iterator[str]:
+    """How much an op gets."""
+    yield f"Shapes of its operands: {', '.join(str(tensor.shape) for tensor in op.inputs)}."
+    yield "With other numbers in the place of its floating-point operands it is not finite either."
 
 
 def _in_a_wider_dtype(replay: Replay | None, program: Replay | None) -> Iterator[str]:

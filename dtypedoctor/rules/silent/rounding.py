@@ -74,8 +74,9 @@ ROUNDED_INDICES = FindingSpec(
         "https://github.com/Nerogar/OneTrainer/issues/1177",
         "https://github.com/deepspeedai/DeepSpeed/issues/5701",
     ),
-    do_this="Leave whole numbers whole: count in integers, `mask.long().cumsum(-1)`, and cast only floating-point tensors of a batch to {dtype}: "
-    "`v.to(dtype) if v.is_floating_point() else v`.",
+    do_this="Leave whole numbers in integers, or in float32, from where they are made or counted to where they look something up: cast no ids with a batch to "
+    "{dtype}.",
+    edits=("uncast-line",),
 )
 
 
@@ -487,12 +488,13 @@ def _statement(what: RoundedUse) -> Statement:
     line = what.source or "A line outside of modules"
     made = f" at {what.made_at}" if what.made_at and what.made_at != what.source else ""
     rounds = f"{short_op(what.made_by)}{made} rounds to {what.dtype}."
+    elements = what.elements or what.of
     if what.use in _LOST:
         used_at = f" at {what.used_at}" if what.used_at and what.used_at != what.source else ""
         summary = f"{line}: {short_op(what.op)} loses most of its digits ({what.value} instead of {what.exact}), and {_LOST[what.use]}{used_at}. {rounds}"
     else:
         summary = (
-            f"{line}: {short_op(what.op)} {_CHANGES[what.use]}, for {what.changed:,} of {what.of:,} results: {what.value} instead of {what.exact}. "
+            f"{line}: {short_op(what.op)} {_CHANGES[what.use]}, for {what.changed:,} of {elements:,} results: {what.value} instead of {what.exact}. "
             f"{rounds}"
         )
     return Statement(
@@ -505,7 +507,7 @@ def _statement(what: RoundedUse) -> Statement:
             f"their digits, and what is beyond {DTYPES[what.dtype].max:,.6g} is inf. Each operator from the first rounding to the line that uses the values was run in float64 beside the real one."
         ),
         evidence=(
-            f"{what.changed:,} of {what.of:,} results differ ({percent(what.changed / what.of)}).",
+            f"{what.changed:,} of {elements:,} results differ ({percent(what.changed / elements)}).",
             f"First rounded by {what.made_by}{made}.",
         ),
     )

@@ -302,7 +302,6 @@ def detect_lost_writes(trace: Trace) -> Iterator[Finding]:
 
 def _lost_writes(what: LostWrites) -> Statement:
     epsilon = DTYPES[what.dtype].epsilon
-    updates = "update" if what.checks == 1 else "updates"
     tensors = "1 tensor" if what.tensors == 1 else f"{what.tensors:,} tensors"
     where = f" of the state of {what.optimizer}" if what.optimizer else " in place" if what.in_place else ""
     return Statement(
@@ -316,11 +315,13 @@ def _lost_writes(what: LostWrites) -> Statement:
         ),
         evidence=(
             (
-                f"{what.tensors} of {what.compared} {what.dtype} tensors that this line updates stay as they are (magnitudes up to {what.absmax:.3g}); the largest "
-                f"change in float64 is {what.change:.3g}."
+                f"{what.tensors} of {what.compared} {what.dtype} tensors that this line updates stay as they are (magnitudes up to {what.absmax:.3g})."
             ),
             "The same operators change them in float64, and no other tensor keeps what is lost, as in Kahan summation.",
-            f"Compared in {what.checks} {updates}: of {what.wanted:,} elements that float64 moves {what.lost:,} did not move.",
+            (
+                f"From one comparison to the next, which may be several updates later, float64 moves {what.wanted:,} of the elements compared, by up to "
+                f"{what.change:.3g}; {what.lost:,} of these did not move."
+            ),
         ),
     )
 
@@ -328,18 +329,13 @@ def _lost_writes(what: LostWrites) -> Statement:
 _IN_PLACE = "The sum is a tensor that is written to, so it keeps its dtype whatever is added"
 
 
-def _of_the_sum(finding: Finding) -> str:
-    """What to do where a cast of what is added helps nothing, because it is the sum that has the dtype; empty where it is computed anew."""
-    if _IN_PLACE not in finding.cause:
+def _of_gradients(finding: Finding) -> str:
+    """What to do where it is autograd that adds up; empty for all else."""
+    if finding.phase != "backward" or _IN_PLACE not in finding.cause:
         return ""
-    if finding.phase == "backward":
-        return (
-            "Have float32 gradients: keep the parameters in float32 and compute under autocast, or add `p.grad.float()` up in tensors of your own, with "
-            "`zero_grad()` after each backward pass."
-        )
     return (
-        "Make the sum float32 where it is made: the dtype of its tensor, a buffer again after `.half()` or `.to(dtype)`, or, where it begins as a Python "
-        "number, its first term, `x.float()`. A cast of what is added to a half-precision tensor changes nothing."
+        "Have float32 gradients: keep the parameters in float32 and compute under autocast, or add `p.grad.float()` up in tensors of your own, with "
+        "`zero_grad()` after each backward pass."
     )
 
 
@@ -349,8 +345,12 @@ ROUNDED_SUM = FindingSpec(
     family=SILENT,
     severity=Severity.WARNING,
     references=("https://github.com/pytorch/xla/pull/2425", "https://github.com/pytorch/executorch/pull/20089"),
-    do_this="Keep sums of losses, counts and metrics in float32: cast what is added, `total = total + x.float()`.",
-    instead=_of_the_sum,
+    do_this=(
+        "Make the sum float32 where it is made: the dtype of its tensor, a buffer again after `.half()` or `.to(dtype)`, or its first term, "
+        "`total = total + x.float()`; a cast of what is added changes nothing where the sum is a half-precision tensor that is written to."
+    ),
+    instead=_of_gradients,
+    edits=("updated-in-float32",),
 )
 
 
@@ -370,8 +370,8 @@ def _rounded_sum(what: RoundedSum) -> Statement:
         severity=Severity.WARNING,
         proven_by="the same terms added in float64 give another sum",
         summary=(
-            f"{what.source or 'A line outside of modules'} adds up {what.added:,} terms in {what.dtype} and gets {what.value:,.6g}; "
-            f"their sum is {what.exact:,.6g}."
+            f"{what.source or 'A line outside of modules'} adds to a sum in {what.dtype} {what.added:,} times and gets {what.value:,.6g}; in float64 "
+            f"it is {what.exact:,.6g}."
         ),
         cause=(
             f"The spacing of {what.dtype} numbers is {epsilon:.3g} of their magnitude. What is added to a sum is rounded to it, and below half of it nothing is "

@@ -405,7 +405,8 @@ class RoundedUse:
         made_by, made_at: the operator that has rounded them first and its line.
         dtype: that it rounded to.
         value, exact: the first element that differs, and what float64 makes of it.
-        changed, of: elements that differ, and all that were compared.
+        changed, of: elements that differ, and how many that is judged beside: of a mask, those of the fewer of its two values.
+        elements: all that were compared.
         nonfinite: whether the values that are used are inf or NaN.
         used_by, used_at: the operator and the line that use what ``op`` has made, where these are others.
     """
@@ -425,6 +426,7 @@ class RoundedUse:
     nonfinite: bool = False
     used_by: str = ""
     used_at: str = ""
+    elements: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
