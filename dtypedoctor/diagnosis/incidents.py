@@ -24,6 +24,7 @@ from dtypedoctor.diagnosis.ops import (
     has_nan,
     last_bad_before,
     nonfinite,
+    overload_free,
 )
 from dtypedoctor.diagnosis.wording import OF_NO_TENSOR, is_own_statement, own_line, type_of
 from dtypedoctor.dtypes import DTYPES, parts_of
@@ -129,7 +130,7 @@ def _is_failure(graph: OpGraph, seen: Observed[NonfiniteReached]) -> bool:
     if (
         end in _AFTER_A_TEST
         and _is_undefined(graph, last)
-        and (_was_asked(graph.trace, seen) or _is_of_nothing(graph, last))
+        and (_was_asked(graph.trace, seen) or _is_of_nothing(graph, last) or _is_left_out(graph, last))
     ):
         return False
 
@@ -205,6 +206,12 @@ def links(trace: Trace, numbers: Collection[int], call: int) -> Iterator[Observe
             what == "call" and seen.call == call and seen.n < min(numbers)
         ):
             yield seen
+
+
+def _is_left_out(graph: OpGraph, last: Op) -> bool:
+    """Whether NaN, or what it is a part of, also goes into an operator of torch that computes with the other elements, such as ``nanmean``."""
+    users = (user for op in (last, *_makers(graph, last)) for tensor in op.outputs for user in graph.consumers(tensor))
+    return any(overload_free(user.op).startswith("nan") and all_finite(user.outputs) for user in users)
 
 
 def _is_replaced(graph: OpGraph, last: Op) -> bool:

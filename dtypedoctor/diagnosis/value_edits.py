@@ -109,7 +109,10 @@ def in_wider_dtype(scene: Scene) -> list[Changes]:
     if found is None or dtype not in ("float16", "bfloat16", "float32") or not is_wanted:
         return []
     source, line = found
-    wide, narrow = cast(wider(scene)), cast(dtype)
+    wide = cast(wider(scene))
+    # A function may get tensors of other dtypes as well: what it computes with says what to return
+    on_line = [op for op in graph_of(scene.trace).ops if op.source == scene.finding.source]
+    is_alike = bool(on_line) and {tensor.dtype for op in on_line for tensor in op.inputs} == {dtype}
     made: list[list[Change]] = []
     function = None
     for node in source.on_line(line):
@@ -121,11 +124,13 @@ def in_wider_dtype(scene: Scene) -> list[Changes]:
             one for one in ast.walk(argument) if isinstance(one, ast.expr) and source.text(one) == source.text(operand)
         )
         widened = [change for one in same for change in source.after(one, wide)]
+        is_own = is_alike and function is not None and isinstance(operand, ast.Name)
+        narrow = f".to({source.text(operand)}.dtype)" if is_own else cast(dtype)
         made.append([*widened, *source.after(whole, narrow)])
         # What follows in a script may be of any dtype
         made.append([*widened, *(_returned(source, function, narrow) if function is not None else [])])
     if function is not None:
-        made.append(_computed_in(source, function, wide, narrow))
+        made.append(_computed_in(source, function, wide, "" if is_alike else cast(dtype)))
     return [(source, changes) for changes in made if changes]
 
 
@@ -149,10 +154,14 @@ def _returned(source: Source, function: ast.FunctionDef, narrow: str) -> list[Ch
 
 
 def _computed_in(source: Source, function: ast.FunctionDef, wide: str, narrow: str) -> list[Change]:
-    """Casts the arguments of a function that have no default where it begins, and what it returns back."""
+    """Casts the arguments of a function that have no default where it begins, and what it returns back: to that of the first where ``narrow`` is empty."""
     arguments = [*function.args.posonlyargs, *function.args.args]
-    given = [one.arg for one in arguments[: len(arguments) - len(function.args.defaults)]]
-    casts = [f"{name} = {name}{wide}" for name in given if name not in ("self", "cls")]
+    names = [one.arg for one in arguments[: len(arguments) - len(function.args.defaults)]]
+    given = [name for name in names if name not in ("self", "cls")]
+    casts = [f"{name} = {name}{wide}" for name in given]
+    if given and not narrow:
+        casts.insert(0, f"dtype_before = {given[0]}.dtype")
+        narrow = ".to(dtype_before)"
     body = function.body[ast.get_docstring(function) is not None :]
     begin = source.before(body[0], *casts) if casts and body else []
     back = _returned(source, function, narrow)
@@ -343,7 +352,7 @@ def skip_batch(scene: Scene) -> list[Changes]:
 
 def _skipping(source: Source, loop: ast.For) -> list[Change]:
     names, first = _batch_of(source, loop)
-    if not names or first is None:
+    if not names or first is None or _accumulates(loop):
         return []
     batch = f"[{', '.join(names)}]"
     if len(names) == 1:  # what a tokenizer returns is no dictionary that torch knows
@@ -360,6 +369,13 @@ def _trains(loop: ast.For) -> bool:
         node.func.attr for node in inside if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     }
     return "backward" in attributes and not any(_trains(one) for one in inside[1:] if isinstance(one, ast.For))
+
+
+def _accumulates(loop: ast.For) -> bool:
+    """Whether a loop steps an optimizer in some of its rounds only: going on with the next batch would leave out the step of several."""
+    inside = (node for test in ast.walk(loop) if isinstance(test, ast.If) for node in ast.walk(test))
+    calls = (node.func for node in inside if isinstance(node, ast.Call))
+    return any(isinstance(function, ast.Attribute) and function.attr == "step" for function in calls)
 
 
 def _batch_of(source: Source, loop: ast.For) -> tuple[list[str], ast.stmt | None]:

@@ -148,7 +148,14 @@ def saved_before_it_is_filled() -> None:
 
 def handed_to_numpy() -> None:
     ratio = torch.tensor([1.0, 0.0]) / torch.tensor([2.0, 0.0])  # makes: div
-    print(ratio.numpy().shape, torch.nanmean(ratio).item())
+    print(ratio.numpy().shape, torch.mean(ratio).shape)
+
+
+def recall_of_absent_classes() -> None:
+    chosen = (torch.randn(20, 4).bfloat16() @ torch.randn(4, 3).bfloat16()).argmax(1)
+    hits, all_of = (torch.tensor([[(chosen == c).sum(), 0] for c in range(2)]).float() for _ in range(2))
+    recall = hits.flatten() / all_of.flatten()
+    print(recall.tolist(), recall.nanmean().item())
 
 
 def jacobians_and_hessians() -> None:
@@ -348,6 +355,7 @@ def as_a_number(value: Tensor) -> float:
 
 HEALTHY: tuple[Callable[[], None], ...] = (
     nothing_divided_by_nothing,
+    recall_of_absent_classes,
     empty_groups_that_python_leaves_out,
     empty_groups_that_numpy_leaves_out,
     empty_groups_that_are_masked_before_they_are_listed,
