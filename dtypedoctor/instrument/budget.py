@@ -188,11 +188,16 @@ class Budget:
             if self._every
             else "none"
         )
-        seen = f"{self.looked[True]:,} of {self.looked.total():,} steps were looked at"
+        steps = self.looked.total()
+        seen, besides, outside = "the others were looked at", "", ""
+        if steps:
+            seen = f"{self.looked[True]:,} of {steps:,} steps were looked at"
+            besides = "; in the others the loss and the gradients of each optimizer step"
+            outside = " and what runs between modules in their steps"
         again = f", again from step {self.signs[0][0]} on ({self.signs[0][1]})" if self.signs else ""
         yield NotWatched(
-            what=f"the inside of {calls:,} outermost calls and what runs between modules in their steps",
-            why=f"{seen} ({limit}){again}; in the others the loss and the gradients of each optimizer step. With --overhead-budget off all are",
+            what=f"the inside of {calls:,} outermost calls{outside}",
+            why=f"{seen} ({limit}){again}{besides}. With --overhead-budget off all are",
         )
 
 

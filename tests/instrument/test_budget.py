@@ -150,6 +150,8 @@ def test_calls_without_steps_have_a_schedule_of_their_own(tmp_path: Path) -> Non
         outer = [s.call for s in trace.samples if trace.sites[s.site].root == root and trace.sites[s.site].fqn == ""]
         assert len(inner) == FIRST
         assert len(outer) > FIRST  # what a call returns is all that shows what goes wrong in it
+    (note,) = [note for note in trace.all(NotWatched) if "outermost calls" in note.what]
+    assert "steps" not in note.what + note.why  # there are none
 
 
 @pytest.mark.parametrize("raises", [False, True])

@@ -14,6 +14,7 @@ from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.instruments import Instruments
+from dtypedoctor.trace.records.silent import LostWrites
 
 
 def findings(directory: Path, work: Callable[[object], None]) -> list[Finding]:
@@ -418,7 +419,7 @@ def test_an_adapter_whose_merge_is_rounded_away_is_found(tmp_path: Path) -> None
     assert finding.source is not None
     assert finding.source.startswith("test_lost_writes.py:")
     assert "of 2 bfloat16 tensors" in finding.evidence[0]
-    assert "Compared in 1 update:" in finding.evidence[2]
+    assert "509 of these did not move" in finding.evidence[2]
 
 
 @pytest.mark.parametrize(
@@ -429,3 +430,23 @@ def test_an_adapter_whose_merge_is_rounded_away_is_found(tmp_path: Path) -> None
 def test_an_adapter_that_arrives_or_is_zero_is_none(tmp_path: Path, work: Callable[[object], None]) -> None:
     """Nor is a single write to what is no parameter: it may be anything."""
     assert findings(tmp_path, work) == []
+
+
+def test_what_stands_still_is_told_of_from_the_call_on_in_which_it_does(tmp_path: Path) -> None:
+    """That it does not move is known three rounds later."""
+
+    class Anneals(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("temperature", torch.tensor(2.0, dtype=torch.bfloat16))
+
+        def forward(self) -> Tensor:
+            return self.temperature.mul_(0.999)
+
+    def work(_: object) -> None:
+        module = Anneals()
+        for _ in range(20):
+            module()
+
+    trace = watched(tmp_path, work)
+    assert {seen.call for seen in trace.observed(LostWrites)} == {1}

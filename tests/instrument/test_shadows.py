@@ -855,3 +855,15 @@ def test_a_use_is_told_of_in_the_step_in_which_it_was_met_first(tmp_path: Path) 
             optimizer.step()
 
     assert [finding.step for finding in told_of(tmp_path, training)] == [1]
+
+
+def test_all_results_of_a_mask_are_counted_beside_those_that_differ(tmp_path: Path) -> None:
+    """Judged are these beside the fewer of its two values."""
+
+    def work() -> None:
+        limits = torch.tensor([0.0005] * 8)
+        for _ in range(8):
+            (torch.rand(8, 512, dtype=HALF) < limits[:, None]).sum()
+
+    (finding,) = told_of(tmp_path, work)
+    assert "of 32,768 results: 1 instead of 0" in finding.summary

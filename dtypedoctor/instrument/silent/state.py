@@ -98,6 +98,9 @@ _Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 """Where a tensor lies, and how it is read."""
 _Pair = tuple[Tensor, Tensor]
 """Elements as they are, and what they would be in float64."""
+_Moment = tuple[int, int, str]
+"""A step, a call and a phase."""
+_START: _Moment = (1, 0, "forward")
 
 
 @dataclass(slots=True, eq=False)
@@ -111,6 +114,7 @@ class _State(Uncollected):
         elements: of the whole.
         in_step: steps of the optimizer in which it was met.
         met: moment in which it was met last: at the end of a program there is no step of the present number.
+        since: moment in which the round began from which on it stands still; ``apart_since`` in which a sum was met that is another one than in float64.
         is_parameter: whether it is compared where that step ends.
         ops: operators that have read it or written to it since the round began.
         line, end: that changed it in the last round, first and last; ``is_new`` where none has yet in this round.
@@ -159,7 +163,10 @@ class _State(Uncollected):
     counts: bool = True
     is_off: bool = False
     step: int = 0
-    met: tuple[int, int, str] = (1, 0, "forward")
+    met: _Moment = _START
+    began: _Moment = _START
+    since: _Moment = _START
+    apart_since: _Moment | None = None
     gaps: int = 0
     sums: int = 0
     off: float = 0.0
@@ -188,6 +195,7 @@ class _State(Uncollected):
     def begin_round(self, at: _At | None = None) -> None:
         """A round begins with what is there."""
         self.start, self.way, self.is_new, self.compared_at = self.last, None, True, self.turns
+        self.began = self.met
         self.ops = set() if at is None else {at}
 
     def overwritten(self, now: Tensor) -> None:
@@ -196,6 +204,7 @@ class _State(Uncollected):
         self.shift = torch.zeros_like(self.last[1])
         self.turns = self.judged = self.still = self.wanted = self.lost = self.returns = 0
         self.peak, self.went, self.base, self.adds, self.counts = 0.0, 0.0, None, True, True
+        self.apart_since = None
         self.begin_round()
 
     def unseen(self, now: Tensor, at: _At) -> None:
@@ -266,6 +275,7 @@ class _State(Uncollected):
             self.is_off = False
             self.absmax = self.change = 0.0
         elif wanted:
+            self.since = self.since if self.still else self.began
             self.still, self.wanted, self.lost = self.still + rounds, self.wanted + int(wanted), self.lost + int(lost)
             self.absmax, self.change = max(self.absmax, absmax), max(self.change, change)
             self.is_off |= wrong >= MOSTLY * wanted  # also where what follows was not seen, and begins anew
@@ -312,6 +322,7 @@ class _Value(Uncollected):
     exact: Tensor
     come_from: tuple[_From, ...] = ()
     line: Line | None = None
+    made: _Moment = _START
     met_by: set[_At] = field(default_factory=set)
 
     def known(self, tensor: Tensor) -> Tensor:
@@ -653,6 +664,7 @@ class StateCheck(Observer):
                 if self._goes_on_elsewhere(state, operand, at):
                     return
                 state.becomes(operand.now, operand.exact)
+                self._note_apart(state, value.made)
                 if began is not None:  # it is computed anew each time, and lies elsewhere now
                     state.home, state.line, state.adds = operand.key, began[1], state.adds and adds
                     state.is_new = False
@@ -663,6 +675,7 @@ class StateCheck(Observer):
                 return
             if began is None:
                 if not state.ops:
+                    state.met = self.position.moment
                     state.becomes(operand.now, operand.exact)
                     state.begin_round()
                 state.ops.add(at)
@@ -701,7 +714,7 @@ class StateCheck(Observer):
             if known is None:  # wider memory that holds half precision is state in half precision
                 self._begin(real, now)
                 return
-        value = _Value(StorageWeakRef(real.untyped_storage()), now, exact, line=call.line)
+        value = _Value(StorageWeakRef(real.untyped_storage()), now, exact, line=call.line, made=self.position.moment)
         if known is None:
             value.come_from = _ancestors(call, real, at)
             if value.come_from and real.dtype in HALF and real.numel() > SMALL and self._optimizer is None:
@@ -715,6 +728,12 @@ class StateCheck(Observer):
             elif _name(call.func) == "copy_":
                 value.come_from, value.exact = _ancestors(call, real, at), call.operands[1].exact.reshape(-1)
         self._store(key, value)
+
+    def _note_apart(self, state: _State, moment: _Moment) -> None:
+        """Notes when a sum is another one than in float64 for the first time: it is judged later."""
+        now, exact = state.last
+        if state.apart_since is None and state.is_sum and self.session.readings.affords(now):
+            state.apart_since = None if torch.equal(now.double(), exact) else moment
 
     def _change(self, call: _Call, value: _Value, real: Tensor, state: _State) -> None:
         """State has been written to."""
@@ -738,6 +757,7 @@ class StateCheck(Observer):
         if state.is_parameter:
             self._note_statement(call, value, state)
         state.becomes(value.now, value.exact)
+        self._note_apart(state, value.made)
         state.in_place, state.end = True, call.line
         state.parents |= {id(one.state) for one in come_from}
         if not state.in_step:  # there nothing comes back
@@ -857,7 +877,9 @@ class StateCheck(Observer):
                 in_place=worst.in_place,
                 optimizer=worst.in_step.of if worst.in_step else "",
                 narrower=worst.in_step is not None and (not worst.in_step.is_half or worst.home[-1] not in HALF),
-            )
+            ),
+            phase=worst.since[2],
+            at=worst.since[:2],
         )
 
     def _tell_sum(self, state: _State) -> None:
@@ -874,8 +896,8 @@ class StateCheck(Observer):
                 error=float(off[at]),
                 in_place=state.in_place,
             ),
-            phase=state.met[2],
-            at=state.met[:2],
+            phase=(state.apart_since or state.met)[2],
+            at=(state.apart_since or state.met)[:2],
         )
 
     def _tell_use(self, state: _State, use: str) -> None:
@@ -979,6 +1001,7 @@ class StateCheck(Observer):
                 self._meet(self._operand(0, leaf.grad, leaf.grad.shape), value, at)
                 value.exact = value.known(leaf.grad) + new.double()
                 value.now = _elements(leaf.grad, leaf.grad.shape) + new
+                value.made = self.position.moment
                 state.is_new = False
                 state.becomes(value.now, value.exact)
 

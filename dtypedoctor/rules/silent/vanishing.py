@@ -121,7 +121,7 @@ UPDATE_STALL = FindingSpec(
         "https://github.com/huggingface/trl/issues/7268",
         "https://github.com/meta-pytorch/torchtune/issues/2254",
     ),
-    of_line="Keep the tensors that this line updates, an average of weights say, in float32.",
+    of_line="Keep the tensors that this line updates in float32.",
     do_this="Keep the trained parameters, and averages of them, in float32{cost}. To go on computing in bfloat16, wrap the forward pass: `with torch.autocast({device!r}, dtype=torch.bfloat16):`",
     partly_frozen=(
         "Keep only what trains in float32{cost}; frozen weights stay as they are. {before_optimizer} add the line below, and wrap the "
