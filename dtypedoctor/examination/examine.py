@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from dtypedoctor.analysis import analysis_of, ending_of, said_of_caught, with_caught
@@ -31,7 +32,7 @@ from dtypedoctor.plugins import Remedy
 from dtypedoctor.replay.capsule import CallFix, Capsule, NoCapsule
 from dtypedoctor.runner.run import Run
 from dtypedoctor.text import counted
-from dtypedoctor.trace.events import AFTER_STEP, REPLAY_OF_FAILURES, Metric, NotWatched
+from dtypedoctor.trace.events import AFTER_STEP, REPLAY_OF_FAILURES, Coverage, NotWatched
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import EAGER, ReplayedCall
 
@@ -46,6 +47,9 @@ _ROUNDING = 2**-4
 """How far a loss may be from that of the program as it is where that is right: half precision keeps 8 bits or more, and a deep network loses some."""
 _ABSURD = 1000.0
 """How many times larger than the losses before it a loss is that is finite and wrong: a bound in the place of an inf."""
+GROWN = 10.0
+_END = 8
+"""How many times its first loss the median of the last eighth is in a training that goes wrong."""
 _AFTER_THE_LOSS = frozenset({"backward", "optimizer", AFTER_STEP})
 
 Attempt = Callable[[str, dict[str, str], int], Run | str]
@@ -228,6 +232,7 @@ def _objections(finding: Finding, before: Run, run: Run) -> Iterator[str]:
         elif left.severity is Severity.ERROR and left.id not in known:
             yield f"{left.id} occurs"
     yield from insane_losses(finding, before, run)
+    yield from _steps_left_out(before, run)
 
 
 def insane_losses(finding: Finding, before: Run, run: Run) -> Iterator[str]:
@@ -243,6 +248,27 @@ def insane_losses(finding: Finding, before: Run, run: Run) -> Iterator[str]:
     # What float16 cannot hold may be that large. What float32 could not hold is bounded now.
     if finding.dtype != "float16" and worst > _ABSURD * max(usual, 1.0):
         yield f"the loss is {worst:.3g} then"
+    yield from _growth(list(map(abs, run.trace.losses.values())))
+
+
+def _growth(losses: Sequence[float]) -> Iterator[str]:
+    """What is wrong with a training that was ended before its losses were infinite; one that is large once says nothing."""
+    last = median(losses[-max(1, len(losses) // _END) :]) if losses else 0.0
+    if losses and last >= GROWN * max(losses[0], 1.0):
+        yield f"the loss still grows, from {losses[0]:.3g} to {last:.3g}"
+
+
+def _steps_left_out(before: Run, run: Run) -> Iterator[str]:
+    """What an edit costs that leaves out a batch of several that one step of the optimizer is made of."""
+    ended = [of for of in (before, run) if of.trace.end is not None and not of.exit.timed_out]
+    steps = [of.trace.steps_done for of in ended]
+    if len(ended) == 2 and 0 < steps[1] < steps[0] and _losses_counted(before.trace) >= 2 * steps[0]:
+        yield f"{steps[0] - steps[1]} of {steps[0]} steps of the optimizer are left out, with batches that have gone into them"
+
+
+def _losses_counted(trace: Trace) -> int:
+    counted = trace.last(Coverage)
+    return counted.losses if counted is not None else 0
 
 
 def _sizes_of_losses(trace: Trace) -> list[float]:
@@ -250,12 +276,12 @@ def _sizes_of_losses(trace: Trace) -> list[float]:
     measured = [
         sample.absmax if sample.finite else math.inf for sample, site in trace.measured() if site.kind == "loss"
     ]
-    return measured + [abs(loss) if math.isfinite(loss) else math.inf for loss in losses_of(trace).values()]
+    return measured + [abs(loss) if math.isfinite(loss) else math.inf for loss in trace.losses.values()]
 
 
 def changed_loss(finding: Finding, before: Run, run: Run) -> str:
     """How the first loss differs, as a clause: computed with the weights that the program begins with, it is the same in both runs where it was right."""
-    was, losses = losses_of(before.trace), losses_of(run.trace)
+    was, losses = before.trace.losses, run.trace.losses
     begin = min(was.keys() & losses.keys(), default=0)
     is_right = begin and begin < (finding.step or 1) + (finding.phase in _AFTER_THE_LOSS) and math.isfinite(was[begin])
     if not is_right or spec_of(finding.id).family is SILENT:
@@ -265,15 +291,6 @@ def changed_loss(finding: Finding, before: Run, run: Run) -> str:
     if abs(losses[begin] - was[begin]) <= rounding:
         return ""
     return f"it changes the loss of step {begin}, which is right, from {was[begin]:.4g} to {losses[begin]:.4g}"
-
-
-def losses_of(trace: Trace) -> dict[int, float]:
-    """The losses by step, also those that are not finite."""
-    return {
-        metric.step: float(metric.values.get("loss", metric.spelled.get("loss", "nan")))
-        for metric in trace.all(Metric)
-        if "loss" in metric.values or "loss" in metric.nonfinite
-    }
 
 
 WATCHED_LIVE = "the program was instrumented while it ran and is not run again from here (of a script, `dtypedoctor exec` does that; in a notebook, run it again with the edit or with dtypedoctor.apply)"

@@ -255,6 +255,15 @@ class Trace:
         found = self.last(Environment)
         return dict(found.values) if found else {}
 
+    @cached_property
+    def losses(self) -> dict[int, float]:
+        """The losses by step, also those that are not finite."""
+        return {
+            metric.step: float(metric.values.get("loss", metric.spelled.get("loss", "nan")))
+            for metric in self.all(Metric)
+            if "loss" in metric.values or "loss" in metric.nonfinite
+        }
+
     @property
     def steps_done(self) -> int:
         """Training steps: as the end record says, else as far as there are numbers of them."""

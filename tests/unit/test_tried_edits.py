@@ -16,7 +16,7 @@ from dtypedoctor.examination.examine import SECONDS, EditTrials, edited_files, i
 from dtypedoctor.examination.results import Outcome, Trial
 from dtypedoctor.replay.capsule import Capsule
 from dtypedoctor.runner.run import Run
-from dtypedoctor.trace.events import Metric
+from dtypedoctor.trace.events import Coverage, Metric
 
 EDIT = Edit(file="train.py", line=3, old="m = m.half()", new="m = m.bfloat16()")
 OTHER = replace(EDIT, new="m = m.float()")
@@ -61,6 +61,7 @@ def judged(
     proof: str | None = None,
     step: int = 3,
     dtype: str = "float16",
+    before: Run = BEFORE,
 ) -> Advice:
     """The advice after its trials: ``runs`` by what the third line becomes in them; None where the program cannot be run again."""
     advice = Advice(
@@ -74,9 +75,9 @@ def judged(
 
     def attempt(label: str, edited: dict[str, str], seconds: int) -> Run | str:
         (text,) = edited.values()
-        return (runs or {}).get(text.splitlines()[2], BEFORE)
+        return (runs or {}).get(text.splitlines()[2], before)
 
-    made = EditTrials(BEFORE, capsule, trials, attempt if runs is not None else None)
+    made = EditTrials(before, capsule, trials, attempt if runs is not None else None)
     (one,) = judge_edits([replace(FINDING, proven_by=proof, step=step, dtype=dtype)], [advice], made)
     return one
 
@@ -129,6 +130,30 @@ def test_a_loss_that_is_finite_and_absurd_does_not_help() -> None:
     """A bound in the place of an inf gives such a one."""
     one = judged(runs=dict.fromkeys((EDIT.new, OTHER.new), run(of_losses(2.0, 1.0, 2e34))), dtype="float32")
     assert "the loss is 2e+34 then" in one.text
+
+
+def test_a_training_that_still_diverges_is_not_mended() -> None:
+    """The trial is over before its losses are infinite; one that is large once, as by a corrupt batch, says nothing."""
+    grows = [2.0 * 1.3**step for step in range(40)]
+    one = judged(runs=dict.fromkeys((EDIT.new, OTHER.new), run(of_losses(*grows))))
+    assert "the loss still grows, from 2 to 3.29e+04" in one.text
+    once = [2.0, 1.9, 50.0, *[1.5] * 30]
+    assert judged(runs={EDIT.new: run(of_losses(*once))}).edits == (EDIT,)
+
+
+def test_an_edit_that_leaves_out_a_step_of_several_batches_does_not_help() -> None:
+    """Of one batch a step, those that are left out have no step: that is what such an edit is for."""
+
+    def trained_with(losses: int, steps: int) -> Run:
+        trace = of_losses(*[2.0 - step / 8 for step in range(steps)])
+        return run(trace.add(Coverage(losses=losses, losses_measured=losses)), steps=steps)
+
+    def text_with(batches: int) -> str:
+        after = trained_with(3 * batches, 3)
+        return judged(runs=dict.fromkeys((EDIT.new, OTHER.new), after), before=trained_with(4 * batches, 4)).text
+
+    assert "1 of 4 steps of the optimizer are left out" in text_with(2)
+    assert "left out" not in text_with(1)
 
 
 def test_an_absurd_loss_of_a_program_without_an_optimizer_does_not_help() -> None:

@@ -33,7 +33,6 @@ from dtypedoctor.examination.examine import (
     examine,
     findings_of,
     insane_losses,
-    losses_of,
 )
 from dtypedoctor.examination.processes import Leading
 from dtypedoctor.foreign_files import read_file, write_file
@@ -289,7 +288,7 @@ def _worst(run: Run) -> Finding | None:
 
 
 def _try(finding: Finding, edits: Sequence[Edit], objection: str, after: Run) -> Try:
-    following, losses = _worst(after), losses_of(after.trace)
+    following, losses = _worst(after), after.trace.losses
     return Try(
         finding=finding.id,
         where=tuple(dict.fromkeys(f"{edit.file}:{edit.line}" for edit in edits)),
@@ -432,7 +431,7 @@ def _outcome(fixed: Fixed) -> str:
 
 
 def _cells(run: Run) -> tuple[str, str, str]:
-    finding, losses = _worst(run), losses_of(run.trace)
+    finding, losses = _worst(run), run.trace.losses
     first = finding.id if finding is not None else "none"
     return first, str(run.trace.steps_done), f"{losses[max(losses)]:.4g}" if losses else ""
 

@@ -5,6 +5,7 @@ The judge that looks at what happened before the origin stands here too: magnitu
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import isfinite
 
 from dtypedoctor.diagnosis.incidents import looks_like_a_mask
 from dtypedoctor.diagnosis.nonfinite_origin import Origin, that_matter
@@ -51,6 +52,10 @@ _WHY = (
     "Each update makes the next gradient larger: the learning rate, its schedule or the initialization is too large, or gradients "
     "are not clipped."
 )
+_WHY_UNBOUNDED = (
+    "The loss falls without bound, as an optimizer is to make it fall: what is minimized has no minimum (a wrong sign, or a term that nothing keeps in check), "
+    "and no learning rate helps."
+)
 _WHY_AT_ONCE = (
     "One update is many times as large as the weights: the learning rate is too large, or there is no warm-up."
 )
@@ -71,15 +76,16 @@ def judge_divergence(trace: Trace, end: Finding) -> Finding | None:
     else:
         when, why, of_the_loss = "in its first update", _WHY_AT_ONCE, ""
         gradient = f"Largest gradient of that step: {first}."
+    signed = [loss for step, loss in trace.losses.items() if step < end.step and isfinite(loss)]
+    if signed and signed[-1] < min(0.0, *signed[:-1]):
+        why, of_the_loss = _WHY_UNBOUNDED, f", the loss from {signed[0]:,.3g} to {signed[-1]:,.3g}"
     where = f" at {end.source}" if end.source else ""
     weights = f"{growth.weights[0]:,.3g} to {growth.weights[1]:,.3g}"
     statement = Statement(
         id="divergence",
         summary=f"The training diverges: {when} the largest weight goes from {weights}{of_the_loss}.",
-        cause=(
-            f"{why} A dtype with a wider range only ends a few steps later; float32 and bfloat16 do not help. "
-            "Lower the learning rate, warm it up, or clip gradients."
-        ),
+        cause=f"{why} A dtype with a wider range only ends a few steps later; float32 and bfloat16 do not help."
+        + ("" if why is _WHY_UNBOUNDED else " Lower the learning rate, warm it up, or clip gradients."),
         evidence=(
             gradient,
             f"It surfaces in step {end.step} as {end.id}{where}: {end.summary}",
@@ -105,6 +111,12 @@ OPTIMIZER_EPSILON_UNDERFLOW = FindingSpec(
 
 _BOUNDED = frozenset({"exp", "expm1", "exp2", "div", "reciprocal", "rsqrt", "log", "sqrt"})
 """Functions of which a bound of the argument, on the line itself, keeps the result finite."""
+
+
+def _of_no_minimum(finding: Finding) -> str:
+    """What to do about a loss that has no minimum; empty where it is the training that diverges."""
+    unbounded = finding.cause.startswith(_WHY_UNBOUNDED)
+    return "Look at the sign of the loss, and at what bounds each of its terms from below." if unbounded else ""
 
 
 def _of_another_cause(finding: Finding) -> str:
@@ -263,6 +275,7 @@ SPECS = (
         in_float32_too=True,
         nonfinite=True,
         do_this="Lower the learning rate, or warm it up: float32 diverges too.",
+        instead=_of_no_minimum,
         edits=("lower-learning-rate",),
     ),
     DOMAIN_ERROR,
