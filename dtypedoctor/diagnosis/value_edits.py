@@ -352,7 +352,7 @@ def skip_batch(scene: Scene) -> list[Changes]:
 
 def _skipping(source: Source, loop: ast.For) -> list[Change]:
     names, first = _batch_of(source, loop)
-    if not names or first is None or _accumulates(loop):
+    if not names or first is None:
         return []
     batch = f"[{', '.join(names)}]"
     if len(names) == 1:  # what a tokenizer returns is no dictionary that torch knows
@@ -369,13 +369,6 @@ def _trains(loop: ast.For) -> bool:
         node.func.attr for node in inside if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     }
     return "backward" in attributes and not any(_trains(one) for one in inside[1:] if isinstance(one, ast.For))
-
-
-def _accumulates(loop: ast.For) -> bool:
-    """Whether a loop steps an optimizer in some of its rounds only: going on with the next batch would leave out the step of several."""
-    inside = (node for test in ast.walk(loop) if isinstance(test, ast.If) for node in ast.walk(test))
-    calls = (node.func for node in inside if isinstance(node, ast.Call))
-    return any(isinstance(function, ast.Attribute) and function.attr == "step" for function in calls)
 
 
 def _batch_of(source: Source, loop: ast.For) -> tuple[list[str], ast.stmt | None]:

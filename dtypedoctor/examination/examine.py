@@ -487,6 +487,9 @@ def _explains_what_it_raised(trace: Trace) -> bool:
     return analysis.uncaught is not None and first is not None and first.confidence is Confidence.PROVEN
 
 
+_EQUAL = {False: "bitwise equal", True: "the same but for rounding, as compiled code and eager mode differ"}
+
+
 def _compared(seen: Sequence[ReplayedCall]) -> Look:
     """What the replays are worth: whether they went as the calls did."""
     begun = f"Op trace: {_number_of(seen)} replayed in the process itself, {_moment_of(seen)}"
@@ -496,17 +499,15 @@ def _compared(seen: Sequence[ReplayedCall]) -> Look:
     uncompiled = [what for what in seen if what.why == EAGER]
     if uncompiled:
         begun = f"{begun}, {_number_of(uncompiled)} in eager mode, where the results are finite"
-    equal, comparable = sum(what.compared for what in seen), len(seen) - len(uncompiled)
-    if not comparable:
-        return Look(certificate=f"{begun}.")
-    compared = (
-        "the results are" if equal == comparable else f"{equal} of {comparable} results could be compared, and are"
-    )
-    if any(what.rounds for what in seen):
-        return Look(
-            certificate=f"{begun}; {compared} the same but for rounding, as compiled code and eager mode differ."
-        )
-    return Look(certificate=f"{begun}; {compared} bitwise equal.")
+    comparable = len(seen) - len(uncompiled)
+    return Look(certificate=f"{begun}; {_equality(seen, comparable)}." if comparable else f"{begun}.")
+
+
+def _equality(seen: Sequence[ReplayedCall], comparable: int) -> str:
+    """How like their calls those replays are that can be compared, as a clause."""
+    equal = sum(what.compared for what in seen)
+    which = "the results are" if equal == comparable else f"{equal} of {comparable} results could be compared, and are"
+    return f"{which} {_EQUAL[any(what.rounds for what in seen)]}"
 
 
 def _number_of(replays: Sequence[ReplayedCall]) -> str:

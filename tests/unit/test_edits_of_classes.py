@@ -170,17 +170,6 @@ def test_a_batch_with_nan_is_left_out_of_the_loop_that_trains(
     assert [line for line in after if line not in after[2:4]] == body
 
 
-def test_no_batch_is_left_out_of_a_loop_that_steps_for_several(tmp_path: Path) -> None:
-    """Going on with the next batch would leave out the step for all of them."""
-    text = """
-        for number, x in enumerate(loader):
-            net(x).backward()
-            if number % 4 == 3:
-                optimizer.step()
-    """
-    assert not edited(program(tmp_path, text), "skip-batch")
-
-
 def test_what_a_function_returns_gets_the_dtype_that_it_has_been_called_with(tmp_path: Path) -> None:
     """Others call it with another one: no dtype is written into it where all operands of the line have that of the failing one."""
     text = "def unit(x, eps=1e-8):\n    return x / (x.norm() + eps)"

@@ -7,6 +7,7 @@ from traces import TraceBuilder, tensor
 from dtypedoctor.diagnosis import diagnose, spec_of
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.rules.nonfinite.undefined import growth_before
+from dtypedoctor.trace.events import Metric
 
 
 def test_growth_goes_from_the_first_step_to_the_last() -> None:
@@ -44,6 +45,20 @@ def test_a_training_that_its_first_update_has_ruined_is_described_by_that_update
     )
     assert found.cause.startswith("One update is many times as large as the weights")
     assert found.evidence[0] == "Largest gradient of that step: 0.3."
+
+
+def test_a_loss_that_falls_without_bound_has_no_minimum() -> None:
+    """What is measured is a magnitude, which grows; the number that the program has falls, as it is told to."""
+    trace = diverging()
+    for step, loss in ((1, -1.0), (2, -120.0)):
+        trace.add(Metric(n=trace.n(), step=step, values={"loss": loss}))
+    found = next(finding for finding in diagnose(trace.build()) if finding.id == "divergence")
+    assert "the loss from -1 to -120" in found.summary
+    assert "no minimum" in found.cause
+    assert "learning rate," not in found.cause
+    instead = spec_of("divergence").instead
+    assert instead is not None
+    assert instead(found).startswith("Look at the sign of the loss")
 
 
 def too_large(op: str) -> Finding:
