@@ -77,7 +77,7 @@ class Originals:
     """
 
     def __init__(self) -> None:
-        self.outside: Float32Program | None = None
+        self.outside: Programs | None = None
         self._of: ByModule[dict[str, Tensor]] = ByModule()
 
     def cast(self, original: Tensor, result: Tensor, owner: nn.Module, name: str) -> None:
@@ -365,15 +365,18 @@ class Float32Program:
 
 
 class Programs:
-    """The float32 program and the float64 program of the same operators.
+    """The float32 program and the float64 program of the same operators, and what gave their results the dtype.
 
     Args:
-        session, most, before: see :class:`Float32Program`.
+        session, most: see :class:`Float32Program`.
+        before: those of what was made before these began.
     """
 
-    def __init__(self, session: Session, most: int | None = None, before: Float32Program | None = None) -> None:
-        self.in_float32 = Float32Program(session, most, before)
+    def __init__(self, session: Session, most: int | None = None, before: "Programs | None" = None) -> None:
+        earlier: Float32Program | None = before.in_float32 if before is not None else None
+        self.in_float32: Float32Program = Float32Program(session, most, earlier)
         self._in_float64 = Float32Program(session, most, wide=torch.float64)
+        self._dtypes: dict[int, tuple[StorageWeakRef, torch.dtype, str, str]] = {}
 
     def forget(self) -> None:
         """The window is closed."""
@@ -385,9 +388,30 @@ class Programs:
         self.in_float32.begins_with(tensors)
         self._in_float64.begins_with(tensors)
 
-    def ran(self, *operator: Any, **told: Any) -> "tuple[Step | None, Step | None]":
+    def ran(self, func: Any, given: Arguments, kept: Arguments, results: Sequence[Tensor], *,
+            source: str | None, fqn: str | None, n: int = 0) -> tuple[Step | None, Step | None]:  # fmt: skip
         """Remembers an operator: see :meth:`Float32Program.ran`."""
-        return self.in_float32.ran(*operator, **told), self._in_float64.ran(*operator, **told)
+        self.made(results, tensors_of(given), str(func), source)
+        told: dict[str, Any] = {"source": source, "fqn": fqn, "n": n}
+        programs = self.in_float32, self._in_float64
+        first, second = (program.ran(func, given, kept, results, **told) for program in programs)
+        return first, second
+
+    def made(self, results: Iterable[Tensor], operands: Sequence[Tensor], by: str, source: str | None) -> None:
+        """Remembers what gave ``results`` their dtype: an operand that has it, or else ``by``, an operator or a module, at a line of the program."""
+        if len(self._dtypes) > 2 * MAX_STEPS:
+            self._dtypes = {number: made for number, made in self._dtypes.items() if not made[0].expired()}
+        for tensor in filter(_is_plain, results):
+            alike = next((operand for operand in operands if operand.dtype is tensor.dtype), None)
+            by_which, at = (by, source) if alike is None else self.dtype_by(alike)
+            if at and len(self._dtypes) <= 2 * MAX_STEPS:
+                storage = tensor.untyped_storage()
+                self._dtypes[memory_key(storage)] = StorageWeakRef(storage), tensor.dtype, by_which, at
+
+    def dtype_by(self, tensor: Tensor) -> tuple[str, str]:
+        """The operator or module that gave a tensor its dtype, and its line; empty texts where they are not known."""
+        held, dtype, by, source = self._dtypes.get(address_of(tensor), (None, None, "", ""))
+        return (by, source) if held is not None and not held.expired() and dtype is tensor.dtype else ("", "")
 
     def explain(self, steps: "tuple[Step | None, Step | None]", n: int) -> None:
         """Says what operator ``n``, which has made inf or NaN, gives in float32; and in float64, where it is not finite in float32."""

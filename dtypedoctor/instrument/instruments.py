@@ -21,6 +21,7 @@ from dtypedoctor.instrument.collectives import Collectives, Row
 from dtypedoctor.instrument.contents import tensors_given, tensors_in
 from dtypedoctor.instrument.dtype_lines import DtypeLines, lines_of_notebook
 from dtypedoctor.instrument.float32_program import Originals, Programs
+from dtypedoctor.instrument.frames import line_of
 from dtypedoctor.instrument.gradients import LeafGradients, OptimizerSamples, ScalerLog, UnscaleLog
 from dtypedoctor.instrument.in_place import CAPSULE_LIMIT, InPlaceReplays
 from dtypedoctor.instrument.module_tree import parameters_in
@@ -104,8 +105,7 @@ class Instruments:
         self._dtype_lines = DtypeLines(session.guard.shield, lines_of_notebook())
         session.names.set_by = self._dtype_lines.set_by
         originals = Originals()
-        self._programs = Programs(session, FOLLOWED)
-        originals.outside = self._programs.in_float32
+        originals.outside = self._programs = Programs(session, FOLLOWED)
         self._computes_in_half: dict[int, bool] = {}
         self.checks = Checks(session, originals, look_steps=look_steps)
         self.in_place = InPlaceReplays(
@@ -426,6 +426,9 @@ class Instruments:
         if root not in self._computes_in_half:
             self._computes_in_half[root] = any(parameter.dtype in HALF for parameter in parameters_in(module))
         results = list(map(itemgetter(1), tensors_in(output)))
+        if self.position.looks:
+            line = line_of(sys._getframe())
+            self._programs.made(results, [], type(module).__name__, line.source if line is not None else None)
         if self._computes_in_half[root] or self._regions.any or any(t.dtype in HALF for t in results):
             self.session.is_in_half = True
             self._programs.in_float32.begins_with(results)

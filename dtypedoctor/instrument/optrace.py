@@ -74,6 +74,7 @@ class OpTrace(OperatorMode):
         self._names, self._guard = session.names, session.guard
         self._ids = TensorIds(first_id)
         self._known = KnownTensors(session.names, self._ids)
+        self._outside = originals.outside
         self._programs = Programs(session, before=originals.outside)
         self._originals = originals
         self._sent: dict[int, tuple[str, list[TensorNote]]] = {}
@@ -296,6 +297,7 @@ class OpTrace(OperatorMode):
     def _note(self, tensor: Tensor, extent: Extent | None) -> TensorNote:
         number, storage = self._ids.of(tensor)
         name, origin = self._known.of(tensor)
+        made = self._outside.dtype_by(tensor) if self._outside is not None and not origin else ("", "")
         return TensorNote(
             id=number,
             dtype=dtype_name(tensor),
@@ -307,6 +309,8 @@ class OpTrace(OperatorMode):
             name=name,
             origin=origin,
             storage=storage,
+            made_by=made[0],
+            made_at=made[1],
         )
 
     def _write(self, n: int, name: str, place: OpPlace, tensors: tuple[list[TensorNote], list[TensorNote]], *,

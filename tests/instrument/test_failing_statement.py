@@ -102,6 +102,35 @@ def test_operands_that_do_not_meet_outside_of_modules_are_known(tmp_path: Path) 
     assert (finding.dtype, finding.confidence) == ("bfloat16", "proven")  # what is written to keeps its dtype
 
 
+def _writes_what_a_layer_returns() -> None:
+    memory = torch.zeros(4, 2, dtype=torch.float16)  # sets float16: zeros
+    rows = nn.Linear(3, 2)(torch.ones(2, 3))  # sets float32: Linear
+    memory[torch.tensor([0, 1])] = rows * 2
+
+
+def _adds_what_was_made_elsewhere() -> None:
+    def pool(values: Tensor) -> Tensor:
+        sums = torch.zeros(2, 2, dtype=torch.float16)  # sets float16: zeros
+        return sums.index_add_(0, torch.tensor([0, 1]), values)
+
+    pool((torch.ones(2, 2, dtype=torch.float64) / 3).float().t())  # sets float32: _to_copy
+
+
+@pytest.mark.parametrize("work", [_writes_what_a_layer_returns, _adds_what_was_made_elsewhere])
+def test_the_lines_that_set_two_dtypes_outside_of_modules_are_named(work: Callable[[], None], tmp_path: Path) -> None:
+    """The operator that made or cast each, or the module that returned it; what is computed from it in the same dtype hands it on."""
+    (found,) = diagnose(ended(tmp_path, work))
+    ends = {chain[-1].dtype_out: chain[-1] for chain in (found.provenance, found.met)}
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    for dtype, link in ends.items():
+        name, _, number = (link.source or "").rpartition(":")
+        assert name == Path(__file__).name
+        assert f"# sets {dtype}: " in lines[int(number) - 1]
+        assert lines[int(number) - 1].rpartition(": ")[2] in link.op
+    assert set(ends) == {"float16", "float32"}
+    assert found.confidence == "proven"
+
+
 def test_the_regions_that_an_exception_has_left_are_open_again(tmp_path: Path) -> None:
     """The product is bfloat16 because of the region; without it nothing would raise."""
 

@@ -260,7 +260,7 @@ def described(origin: DtypeOrigin) -> str:
         Reason.CUSTOM_FUNCTION: f"a custom autograd function in {where}{at}",
         Reason.CAST: f"a cast to {origin.dtype} in {where}{at}",
         Reason.FACTORY: f"a tensor made in {origin.dtype} in {where}{at}",
-        Reason.ELSEWHERE: f"a {origin.dtype} tensor from outside of the call",
+        Reason.ELSEWHERE: f"a {origin.dtype} tensor{'' if origin.set_at else ' from outside of the call'}",
     }
     return words[origin.reason] + set_in_words(origin)
 
@@ -277,7 +277,7 @@ def settled_by(case: Case, operand: Operand | None) -> str | None:
         return None
     promoted = operand.origin.promoted
     if promoted is None:
-        is_settled = operand.origin.reason is not Reason.ELSEWHERE
+        is_settled = operand.origin.reason is not Reason.ELSEWHERE or operand.origin.set_at is not None
     else:
         narrow = case.graph.replay(promoted, "narrowest-dtype")
         is_settled = narrow is not None and narrow.dtype is not None and narrow.dtype != operand.dtype

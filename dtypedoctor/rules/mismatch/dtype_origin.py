@@ -459,6 +459,8 @@ class _Walk:
             tensor, user = following, maker
         origin = self._originates(Reason.ELSEWHERE, user)
         unit = self._known.unit_before(user, self._dtype) if self._known.graph.producer(tensor) is None else None
+        if unit is None and tensor.made_at and tensor.dtype == self._dtype:
+            return self._made_outside(origin, tensor)
         return self._end(origin if unit is None else replace(origin, reason=Reason.FSDP_OUTPUT, fqn=unit))
 
     def _begins_at(self, maker: Op, tensor: TensorNote) -> DtypeOrigin | None:
@@ -520,6 +522,12 @@ class _Walk:
         floats = [t.dtype for t in maker.inputs if t.dtype in DTYPES]
         dtype_in = next((d for d in floats if d != dtype), floats[0] if floats else None)
         self._links.append(Link(fqn=maker.fqn, op=maker.op, dtype_in=dtype_in, dtype_out=dtype, source=maker.source))
+
+    def _made_outside(self, origin: DtypeOrigin, tensor: TensorNote) -> DtypeOrigin:
+        """The origin at the line outside of modules that gave a tensor its dtype."""
+        last = Link(fqn=None, op=tensor.made_by, dtype_in=None, dtype_out=tensor.dtype, source=tensor.made_at)
+        chain = (*self._links, last)
+        return replace(origin, promoted=self._promoted, chain=chain, set_at=tensor.made_at, set_by=tensor.made_by)
 
     def _end(self, origin: DtypeOrigin) -> DtypeOrigin:
         what = f"{origin.reason}: {origin.name}" if origin.name else str(origin.reason)
