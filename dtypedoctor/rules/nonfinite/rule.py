@@ -57,7 +57,8 @@ _WHY_UNBOUNDED = (
     "and no learning rate helps."
 )
 _WHY_AT_ONCE = (
-    "One update is many times as large as the weights: the learning rate is too large, or there is no warm-up."
+    "One update is many times as large as the weights. The loss before it is {loss:,.3g}, its largest gradient {gradient:,.3g}: where these are too large, "
+    "so is what the initial weights compute (an exponential, a missing scale); where they are not, the learning rate is, or there is no warm-up."
 )
 
 
@@ -74,7 +75,8 @@ def judge_divergence(trace: Trace, end: Finding) -> Finding | None:
         of_the_loss = f", the loss from {growth.losses[0]:,.3g} to {growth.losses[1]:,.3g}"
         gradient = f"Largest gradient: {first} in the first step, {last} in the last one before the failure."
     else:
-        when, why, of_the_loss = "in its first update", _WHY_AT_ONCE, ""
+        when, of_the_loss = "in its first update", ""
+        why = _WHY_AT_ONCE.format(loss=growth.losses[0], gradient=growth.gradients[0])
         gradient = f"Largest gradient of that step: {first}."
     signed = [loss for step, loss in trace.losses.items() if step < end.step and isfinite(loss)]
     if signed and signed[-1] < min(0.0, *signed[:-1]):
