@@ -1,10 +1,12 @@
-"""Writes the list of findings in ``docs/findings/README.md`` and the tables of fixes in ``docs/remedies.md``, from their specs.
+"""Writes the list of findings in ``docs/findings/README.md`` and the tables of fixes in ``docs/remedies.md``, from their specs, and the counts of public
+items in ``docs/known-failures.md``, from ``docs/demand.tsv``.
 
     python tools/finding_tables.py
 
 Each table stands between two comments. A test says when one is stale.
 """
 
+import csv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,13 +71,42 @@ def _option(reach: Reach) -> str:
     return f"`{reach.tried_by.split()[0]}`{kept}" if reach.tried_by else "–"
 
 
+DEMAND = ROOT / "docs" / "demand.tsv"
+NOT_COVERED = "-"
+TRIED = ("right", "wrong", "not tried")
+
+
+def items() -> list[dict[str, str]]:
+    """The public items, by the names in the first line of the file."""
+    with DEMAND.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t"))
+
+
+def demand() -> str:
+    """How many public items each family has, the largest first, how many of them something covers, and what came of those that were tried."""
+    families: dict[str, list[dict[str, str]]] = {}
+    for item in items():
+        families.setdefault(item["family"], []).append(item)
+    ordered = sorted(families.items(), key=lambda each: (-len(each[1]), each[0]))
+    rows = [_counts(name, known) for name, known in ordered]
+    rows.append(_counts("all", items()))
+    return "\n".join(("| family | items | covered | " + " | ".join(TRIED) + " |", "|---|" + "--:|" * 5, *rows))
+
+
+def _counts(name: str, known: list[dict[str, str]]) -> str:
+    covered = sum(item["covered by"] != NOT_COVERED for item in known)
+    tried = (sum(item["tried"] == result for item in known) for result in TRIED)
+    return f"| {name} | {len(known)} | {covered} | " + " | ".join(map(str, tried)) + " |"
+
+
 def tables() -> Iterator[tuple[Path, str, str]]:
     """Each file with a table, its text, and its text with the table made anew.
 
     Raises:
         ValueError: a file does not have the two comments.
     """
-    for name, table in (("docs/findings/README.md", index()), ("docs/remedies.md", fixes())):
+    made = {"docs/findings/README.md": index(), "docs/remedies.md": fixes(), "docs/known-failures.md": demand()}
+    for name, table in made.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         before, start, rest = text.partition(START)
         _, end, after = rest.partition(END)
