@@ -33,9 +33,28 @@ def clipped_in_logs(new: Tensor, old: Tensor) -> Tensor:
     return -torch.min(ratio * 2, torch.clip(ratio, 0.8, 1.28) * 2).mean()
 
 
+def not_clipped(new: Tensor, old: Tensor) -> Tensor:
+    """The policy gradient, weighted by importance."""
+    return -((new - old).exp() * torch.linspace(-1, 1, len(new)).unsqueeze(1)).mean()
+
+
+def clipped_on_one_side(new: Tensor, old: Tensor) -> Tensor:
+    """Bounded where the advantage's sign asks for it."""
+    advantage, ratio = torch.linspace(-1, 1, len(new)).unsqueeze(1), (new - old).exp()
+    bounded = torch.where(advantage > 0, ratio.clamp(max=1.2), ratio.clamp(min=0.8))
+    return -torch.min(ratio * advantage, bounded * advantage).mean()
+
+
+def of_sequences(new: Tensor, old: Tensor) -> Tensor:
+    """GSPO's: the mean over a sequence's tokens, without padding, before the exponential."""
+    mask = torch.ones(len(new) // 4, 4)
+    ratio = (((new - old).view(-1, 4) * mask).sum(1) / mask.sum(1)).exp()
+    return -torch.min(ratio, ratio.clamp(0.9997, 1.0004)).mean()
+
+
 def by_hand(new: Tensor, old: Tensor) -> Tensor:
-    """A softmax, whose exponential is of a difference too; nothing is clipped around 1."""
-    return (new - old).exp().clamp(0, 1).mean()
+    """A softmax, whose exponential is of a difference too, with a largest value that is not trained."""
+    return (new + old - (new + old).max().detach()).exp().clamp(0, 1).mean()
 
 
 def train(net: nn.Module, sampler: torch.dtype | None, loss: Callable[[Tensor, Tensor], Tensor], *, far: float = 0.0,
@@ -56,6 +75,11 @@ def train(net: nn.Module, sampler: torch.dtype | None, loss: Callable[[Tensor, T
 CASES = {
     "acts in bfloat16": (lambda: train(policy(), HALF, clipped), ["logprob-gap"]),
     "log-ratio bounded first": (lambda: train(policy(), HALF, clipped_in_logs), ["logprob-gap"]),
+    "not clipped": (lambda: train(policy(), HALF, not_clipped), ["logprob-gap"]),
+    "clipped on one side": (lambda: train(policy(), HALF, clipped_on_one_side), ["logprob-gap"]),
+    "of sequences": (lambda: train(policy(), HALF, of_sequences), ["logprob-gap"]),
+    "not clipped, the same on both sides": (lambda: train(policy(), None, not_clipped), []),
+    "not clipped, already trained": (lambda: train(policy(), HALF, not_clipped, steps_before=1), []),
     "the same on both sides": (lambda: train(policy(), None, clipped), []),
     "drops at random": (lambda: train(policy(0.1), HALF, clipped), []),
     "another policy's actions": (lambda: train(policy(), HALF, clipped, far=1.0), []),
@@ -71,3 +95,11 @@ def test_a_ratio_is_told_where_rounding_alone_can_have_made_it(case: str, tmp_pa
     found = diagnose(watched(tmp_path, lambda _: work()))
     assert [finding.id for finding in found if finding.id == "logprob-gap"] == expected
     assert all("autocast" in " ".join(finding.evidence) for finding in found if finding.id == "logprob-gap")
+
+
+@pytest.mark.parametrize("loss", [clipped, not_clipped])
+def test_what_is_not_rounding_is_a_note(loss: Callable[[Tensor, Tensor], Tensor], tmp_path: Path) -> None:
+    """Another temperature in float32: each ratio is off, and no dtype mends it."""
+    [finding] = diagnose(watched(tmp_path, lambda _: train(policy(), None, loss, far=0.05)))
+    assert (finding.id, finding.severity) == ("logprob-gap", "info")
+    assert "not rounding" in finding.cause

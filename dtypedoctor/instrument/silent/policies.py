@@ -4,7 +4,7 @@ In reinforcement learning one model acts and another is trained on what the firs
 their probabilities is meant to be 1 while the weights are the same.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 MAX_NODES = 2000
 """Nodes of the graph that are visited, the nearest to the loss first."""
+NEAREST = 40
+"""Nodes behind a ratio among which its log-softmax is looked for."""
+_NORMALIZING = ("LogSoftmaxBackward", "LogsumexpBackward")
+"""How nodes begin that make log-probabilities."""
+_BETWEEN = (
+    "ClampBackward", "MeanBackward", "SumBackward", "MulBackward", "DivBackward", "ViewBackward", "SqueezeBackward", "MaskedFillBackward",
+)  # fmt: skip
+"""Those of what is done with a difference of log-probabilities before its exponential."""
 NEAR = 0.5
 """Magnitude of a log-ratio up to which it may be what rounding makes; further off is padding, or another policy."""
 MOST = 0.9
@@ -28,10 +36,10 @@ _AT_RANDOM = ("p", "dropout", "attention_dropout")
 
 
 class RatioCheck(Observer):
-    """Writes a :class:`FirstRatio` for the first clipped ratio whose backward pass begins.
+    """Writes a :class:`FirstRatio` for the first ratio whose backward pass begins.
 
-    Whatever computed the two log-probabilities, and wherever: the clipped ratio of a policy-gradient loss, exp(new - old) between two
-    bounds around 1, stands in the autograd graph of the loss, with its values. Before the first optimizer step the weights that drew the
+    Whatever computed the two log-probabilities, and wherever: the ratio of a policy-gradient loss, exp(new - old), stands in the autograd
+    graph of the loss, with its values. It is told by two bounds around 1, or by a log-softmax behind the new one. Before the first optimizer step the weights that drew the
     actions are the weights that are trained, so what the ratio is off by is the two ways of computing.
     """
 
@@ -48,12 +56,12 @@ class RatioCheck(Observer):
         if self._over or self.position.backward_depth:
             return
         with self.position.aside():
-            found = next(_clipped_ratios(tensors), None)
-            if found is not None:
+            ratio = next(_clipped_ratios(tensors), None) or next(_other_ratios(tensors), None)
+            if ratio is not None:
                 self._over = True
-                self._tell(*found)
+                self._tell(*ratio)
 
-    def _tell(self, ratio: Tensor, bounds: tuple[float, float]) -> None:
+    def _tell(self, ratio: Tensor, bounds: Sequence[float]) -> None:
         gaps = ratio.detach().float().log().abs().flatten()
         near = gaps[gaps <= NEAR]
         if near.numel() < MOST * gaps.numel():
@@ -63,7 +71,7 @@ class RatioCheck(Observer):
             off=int(near.ne(0).sum()),
             largest_gap=float(near.max()),
             mean_gap=float(near.mean()),
-            clipped=int(((ratio < bounds[0]) | (ratio > bounds[1])).sum()),
+            clipped=int(((ratio < bounds[0]) | (ratio > bounds[1])).sum()) if bounds else 0,
             bounds=list(bounds),
             random=any(is_random(module) for root in self.names.roots for module in modules_in(root)),
         )
@@ -80,11 +88,21 @@ def _clipped_ratios(tensors: list[Tensor]) -> Iterator[tuple[Tensor, tuple[float
             yield saved_by(node, "self"), bounds
 
 
+def _other_ratios(tensors: list[Tensor]) -> Iterator[tuple[Tensor, Sequence[float]]]:
+    """Each ratio of log-probabilities in the graph behind ``tensors``, without bounds."""
+    for node in nodes_behind(tensors):
+        if _is_ratio(node) and any(behind.name().startswith(_NORMALIZING) for behind in _behind([node], NEAREST)):
+            yield saved_by(node, "result"), ()
+
+
 def nodes_behind(tensors: list[Tensor]) -> Iterator[Any]:
     """The autograd nodes that ``tensors`` were made by, the nearest first; no more levels once there are :data:`MAX_NODES`."""
-    level: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    return _behind([t.grad_fn for t in tensors if t.grad_fn is not None], MAX_NODES)
+
+
+def _behind(level: list[Any], most: int) -> Iterator[Any]:
     seen = set(level)
-    while level and len(seen) < MAX_NODES:
+    while level and len(seen) < most:
         yield from level
         behind = dict.fromkeys(one for node in level for one, _ in node.next_functions)
         level = [node for node in behind if node is not None and node not in seen]
@@ -99,11 +117,11 @@ def _around_one(clamp: Any) -> tuple[float, float] | None:
 
 
 def _is_ratio(node: Any) -> bool:
-    """Whether a node is exp(new - old), in which only the new one is trained; the difference may be bounded first."""
+    """Whether a node is exp(new - old), in which only the new one is trained; the difference may be bounded, masked or averaged first."""
     if node is None or not node.name().startswith("ExpBackward"):
         return False
     difference = _made_by(node)
-    while difference is not None and difference.name().startswith("ClampBackward"):
+    while difference is not None and difference.name().startswith(_BETWEEN):
         difference = _made_by(difference)
     if difference is None or not difference.name().startswith("SubBackward"):
         return False
@@ -112,7 +130,7 @@ def _is_ratio(node: Any) -> bool:
 
 
 def _made_by(node: Any) -> Any:
-    return node.next_functions[0][0] if node.next_functions else None
+    return next((made_by for made_by, _ in node.next_functions if made_by is not None), None)
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -223,16 +223,18 @@ def _narrow(what: Twins) -> str:
 
 
 def _ratio_off(trace: Trace) -> Iterator[Finding]:
-    """A clipped ratio that is not 1 before the first optimizer step, in a program that computes in half precision somewhere."""
+    """A ratio that is not 1 before the first optimizer step; a note where nothing computes in half precision."""
     ways = _ways_of_computing(trace)
     for seen in trace.observed(FirstRatio):
         what = seen.what
-        if what.largest_gap <= GAP or what.random or not ways:
+        if what.largest_gap <= GAP or what.random:
             continue
-        low, high = what.bounds
+        clipped = "exp(new - old)"
+        if what.bounds:
+            clipped += " before it is clipped to {:g} to {:g}".format(*what.bounds)
         statement = Statement(
             id="logprob-gap",
-            severity=Severity.WARNING,
+            severity=Severity.WARNING if ways else Severity.INFO,
             confidence=Confidence.LIKELY if len(ways) > 1 else Confidence.POSSIBLE,
             summary=(
                 f"Before the first optimizer step, log-probabilities of sampler and trainer are up to {what.largest_gap:.2g} apart: "
@@ -241,13 +243,18 @@ def _ratio_off(trace: Trace) -> Iterator[Finding]:
             cause=(
                 "No weight has been trained yet, so trainer and sampler are the same policy and their ratio is meant to be 1. What it is "
                 "off by is the difference between two ways of computing, and updates are clipped and weighted by it."
+                + (
+                    ""
+                    if ways
+                    else " It is not rounding: temperature, truncation, padding and positions, or other weights."
+                )
             ),
             evidence=(
                 (
-                    f"exp(new - old) before it is clipped to {low:g} to {high:g}: largest difference of log-probabilities "
-                    f"{what.largest_gap:.3g}, mean {what.mean_gap:.3g}; {what.clipped:,} ratios are beyond the bounds."
+                    f"{clipped}: largest difference of log-probabilities {what.largest_gap:.3g}, mean {what.mean_gap:.3g}"
+                    + (f"; {what.clipped:,} ratios are beyond the bounds." if what.bounds else ".")
                 ),
-                f"The policy is computed as {listed(ways)}.",
+                f"The policy is computed as {listed(ways)}." if ways else "Nothing computes in half precision.",
                 "No module drops elements at random or normalizes by its batch while it trains, so that is not the reason.",
             ),
         )

@@ -220,14 +220,14 @@ class DecodedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstRatio:
-    """The first clipped ratio whose backward pass begins.
+    """The first ratio of a policy's loss whose backward pass begins.
 
     Attributes:
         elements: of the ratio.
         off: those that are not 1.
         largest_gap, mean_gap: of the log-ratio's magnitude, over the elements near 1.
         clipped: elements beyond the bounds.
-        bounds: of the clipping, lower and upper.
+        bounds: of the clipping, lower and upper; empty without one around 1.
         random: whether a module that is training drops elements, or normalizes by its batch.
     """
 
