@@ -69,7 +69,17 @@ def _shielded(rule: Rule) -> Rule:
                 raise TypeError(f"{name} of its finding {one.id!r} is {type(value).__name__}, not {wanted}")
             if isinstance(value, tuple | list):
                 _require_items(one.id, name, value)
-        return _with_fixes_of_class(one, read)
+        # The fixes for its module's class come first, which `make_finding` leaves out where it is not told the class. Where the
+        # trace does not know the class either, they are those for any class: a correction that does not fit says so.
+        spec = spec_of(one.id)
+        if one.severity is Severity.INFO:
+            return one
+        cls = class_of(read, one.fqn) if isinstance(read, Trace) and one.fqn is not None else ""
+        if cls:
+            first = spec.remedies_by_class.get(cls, ())
+        else:
+            first = spec.proposed if tuple(one.remedies) == spec.remedies else ()
+        return replace(one, remedies=tuple(dict.fromkeys((*first, *one.remedies))))
 
     def shielded(find: Callable[[Read], Iterable[Finding]]) -> Callable[[Read], Iterable[Finding]]:
         def found(read: Read) -> Iterable[Finding]:
@@ -101,22 +111,6 @@ def _require_items(finding: str, name: str, items: Collection[object]) -> None:
     for item in items:
         if not isinstance(item, item_type):
             raise TypeError(f"{name} of its finding {finding!r} holds {type(item).__name__}, not {item_type.__name__}")
-
-
-def _with_fixes_of_class(finding: Finding, read: object) -> Finding:
-    """The finding with the fixes for its module's class first, which ``make_finding`` leaves out where it is not told the class.
-
-    Where the trace does not know the class either, they are those for any class: a correction that does not fit says so.
-    """
-    spec = spec_of(finding.id)
-    if finding.severity is Severity.INFO:
-        return finding
-    cls = class_of(read, finding.fqn) if isinstance(read, Trace) and finding.fqn is not None else ""
-    if cls:
-        first = spec.remedies_by_class.get(cls, ())
-    else:
-        first = spec.proposed if tuple(finding.remedies) == spec.remedies else ()
-    return replace(finding, remedies=tuple(dict.fromkeys((*first, *finding.remedies))))
 
 
 def _built_in() -> Iterator[Rule]:

@@ -454,21 +454,17 @@ def is_unsettled(trace: Trace) -> bool:
     ):
         return graph_of(trace).failed() is None
     if incidents(trace):
-        return _has_unsettled_incident(trace)
+        # The op trace lacks the first incident that is not harmless, or ends at a parameter that was written before it.
+        for _, seen in searched(graph_of(trace)):
+            if not seen.covered:
+                return True
+            if not seen.harmless:
+                return seen.origin is not None and _was_written_between(trace, seen.origin)
+        return False
     if doubtful_weights(trace):
         return True
     # float16 gradients are zero for the most part, no loss scaler lifts them, and they were not computed from a multiplied loss
     return bool(trace.observed(GradientZeros)) and not (trace.all(ScalerState) or trace.observed(ScaledBackward))
-
-
-def _has_unsettled_incident(trace: Trace) -> bool:
-    """Whether the op trace lacks the first incident that is not harmless, or ends at a parameter that was written before it."""
-    for _, seen in searched(graph_of(trace)):
-        if not seen.covered:
-            return True
-        if not seen.harmless:
-            return seen.origin is not None and _was_written_between(trace, seen.origin)
-    return False
 
 
 def doubt_in_words(trace: Trace) -> str:

@@ -69,31 +69,25 @@ def caught_in(run: Run, findings: Sequence[Finding], limit: int = CAPSULE_LIMIT)
     failures = [finding for finding in findings if finding.severity is not Severity.INFO]
     operators = sorted(run.directory.glob("operator-*.json"))
     try:
-        return _caught_in(run, failures, operators, limit)
+        named = {path: _IN_PLACE.fullmatch(path.name) for path in run.directory.glob("capsule-*-*.json")}
+        made = sorted((path for path, match in named.items() if match), key=lambda path: int(path.name.split("-")[1]))
+        if not failures:
+            _discard(made)
+            return None
+        try:
+            operator = _operator_of(failures[0], operators)
+            if operator is not None:
+                description = {**_description(operator), "finding": _finding(run, failures[0])}
+                return _placed(description, _tensors_of(operator), _place(run))
+            return _chosen(made, _wanted(run, failures[0], limit), _place(run))
+        except UsageError as error:
+            return NoCapsule(why=error.message)
+        except (OSError, ValueError) as error:
+            return NoCapsule(why=f"what the process has left cannot be read ({error})")
+        finally:
+            _discard(made)
     finally:
         _discard(operators)
-
-
-def _caught_in(
-    run: Run, failures: Sequence[Finding], operators: Sequence[Path], limit: int
-) -> Capsule | NoCapsule | None:
-    named = {path: _IN_PLACE.fullmatch(path.name) for path in run.directory.glob("capsule-*-*.json")}
-    made = sorted((path for path, match in named.items() if match), key=lambda path: int(path.name.split("-")[1]))
-    if not failures:
-        _discard(made)
-        return None
-    try:
-        operator = _operator_of(failures[0], operators)
-        if operator is not None:
-            description = {**_description(operator), "finding": _finding(run, failures[0])}
-            return _placed(description, _tensors_of(operator), _place(run))
-        return _chosen(made, _wanted(run, failures[0], limit), _place(run))
-    except UsageError as error:
-        return NoCapsule(why=error.message)
-    except (OSError, ValueError) as error:
-        return NoCapsule(why=f"what the process has left cannot be read ({error})")
-    finally:
-        _discard(made)
 
 
 def _place(run: Run) -> Path:

@@ -226,7 +226,8 @@ def _in_container(value: Any) -> Inside | None:
         if issubclass(kind, builtin):
             return list(enumerate(builtin.__iter__(value)))
     if kind in _VIEWS:
-        return _behind_view(value)
+        # What is in the mapping that a view shows.
+        return [pair for one in get_referents(value) for pair in _in_container(one) or ()]
     if not _IN_DATA.isdisjoint(kind.__mro__):
         return _in_container(dict(_layout_of(kind).attributes(value)).get("data"))
     return None
@@ -239,11 +240,6 @@ def _in_sequence(value: Any) -> Inside:
         return ()
     items = tuple.__iter__(value) if issubclass(kind, tuple) else list.__iter__(value)
     return [(i, one) for i, one in enumerate(items) if type(one) not in _NO_FLOATS]
-
-
-def _behind_view(view: Any) -> Inside:
-    """What is in the mapping that a view shows."""
-    return [pair for one in get_referents(view) for pair in _in_container(one) or ()]
 
 
 _BY_C = (GetSetDescriptorType, MemberDescriptorType)

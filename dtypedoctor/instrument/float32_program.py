@@ -82,7 +82,8 @@ class Originals:
 
     def cast(self, original: Tensor, result: Tensor, owner: nn.Module, name: str) -> None:
         """``result``, which ``owner`` has under ``name``, is to hold ``original`` in its own, narrower dtype."""
-        if not _is_small_cast(original, result):
+        wide = measurable(original) and original.dtype in (torch.float32, torch.float64)
+        if not (wide and measurable(result) and result.dtype in HALF and 0 < original.numel() <= SMALL):
             return
         exact = original.detach().float()
         rounded = exact.to(result.dtype).float()
@@ -100,11 +101,6 @@ class Originals:
                 there = original.to(tensor.device)
                 if torch.equal(there.to(tensor.dtype), tensor.detach()):
                     yield tensor, there
-
-
-def _is_small_cast(original: Tensor, result: Tensor) -> bool:
-    wide = measurable(original) and original.dtype in (torch.float32, torch.float64)
-    return wide and measurable(result) and result.dtype in HALF and 0 < original.numel() <= SMALL
 
 
 Layout = tuple[Any, Any, Any, torch.dtype]
@@ -327,7 +323,9 @@ class Float32Program:
                 made, layout = step.makers[id(operand)]
                 if made.step not in again:
                     again[made.step] = _run(made.step, {}, None)
-                if not _gives(made, again[made.step], layout, operand):
+                values = again[made.step]
+                value = made.read_as(values[made.index], layout) if len(values) > made.index else None
+                if not (value is not None and value.dtype is operand.dtype and torch.equal(value, operand)):
                     exact = False
                     step.makers.pop(id(operand))
                 elif made.step not in distance:
@@ -435,11 +433,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _layout(tensor: Tensor) -> Layout:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
-
-
-def _gives(made: Result, values: list[Tensor], layout: Layout, operand: Tensor) -> bool:
-    value = made.read_as(values[made.index], layout) if len(values) > made.index else None
-    return value is not None and value.dtype is operand.dtype and torch.equal(value, operand)
 
 
 def _rounding(last: Step, behind: dict[Step, int], wide: torch.dtype) -> Step | None:

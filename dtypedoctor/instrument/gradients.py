@@ -7,7 +7,7 @@ torch's takes the gradients, they are measured where a backward pass leaves them
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 from typing import Any, TypeGuard
@@ -109,7 +109,18 @@ class OptimizerSamples:
         if kept.alike and _are_plain(gradients):
             self._glance_at(kept.named, gradients)
             return
-        for parameters, held in _by_device(kept.named, gradients):
+        # Parameters that have a gradient which holds something, and what it holds.
+        by_device: dict[torch.device, tuple[list[Rooted], list[Tensor]]] = {}
+        for named, gradient in zip(kept.named, gradients, strict=True):
+            if gradient is None:
+                continue
+            is_plain = type(gradient) is Tensor and gradient.layout is torch.strided
+            values = gradient if is_plain else held_values(gradient)
+            if values is not None and values.numel():
+                of_device = by_device.setdefault(values.device, ([], []))
+                of_device[0].append(named)
+                of_device[1].append(values)
+        for parameters, held in by_device.values():
             self._glance_at(parameters, held)
 
     def _glance_at(self, parameters: list[Rooted], gradients: list[Tensor]) -> None:
@@ -232,23 +243,6 @@ class OptimizerSamples:
                     where = found if held_values(parameter) is not None else unread
                     where.append((*known.get(id(parameter), unknown), parameter))
         return found, unread
-
-
-def _by_device(
-    parameters: list[Rooted], gradients: list[Tensor | None]
-) -> Collection[tuple[list[Rooted], list[Tensor]]]:
-    """The parameters of each device that have a gradient which holds something, and what it holds."""
-    found: dict[torch.device, tuple[list[Rooted], list[Tensor]]] = {}
-    for named, gradient in zip(parameters, gradients, strict=True):
-        if gradient is None:
-            continue
-        is_plain = type(gradient) is Tensor and gradient.layout is torch.strided
-        values = gradient if is_plain else held_values(gradient)
-        if values is not None and values.numel():
-            of_device = found.setdefault(values.device, ([], []))
-            of_device[0].append(named)
-            of_device[1].append(values)
-    return found.values()
 
 
 def _are_plain(gradients: list[Tensor | None]) -> TypeGuard[list[Tensor]]:

@@ -266,24 +266,20 @@ class InPlaceReplays:
             return
         self._look_now()
         if is_of_several():
-            alone, self._sharded = self._calls_alone(module)
+            # Modules that a rank can call alone, and whether they are units of FSDP2 or between such.
+            kind, alone, self._sharded = self._alone.get(module) or (None, frozenset[int](), False)
+            if kind is not type(module):  # fully_shard changes it
+                alone = frozenset(map(id, calls_alone(module)))
+                self._sharded = any(map(is_sharded, modules_in(module)))
+                self._alone[module] = (type(module), alone, self._sharded)
+            if not alone:
+                self._session.guard.tell(REPLAY_OF_FAILURES, NONE_ALONE)
             self._modules.alone = alone - {id(module)}
             if id(module) not in alone:
                 return
         elif self._sharded or self._modules.alone:  # the job is over
             self._modules.alone, self._sharded = frozenset(), False
         self._enter(module)
-
-    def _calls_alone(self, root: nn.Module) -> tuple[frozenset[int], bool]:
-        """Identities of the modules in ``root`` that a rank can call alone, and whether they are units of FSDP2 or between such."""
-        kind, found, sharded = self._alone.get(root) or (None, frozenset[int](), False)
-        if kind is not type(root):  # fully_shard changes it
-            found = frozenset(map(id, calls_alone(root)))
-            sharded = any(map(is_sharded, modules_in(root)))
-            self._alone[root] = (type(root), found, sharded)
-        if not found:
-            self._session.guard.tell(REPLAY_OF_FAILURES, NONE_ALONE)
-        return found, sharded
 
     def _enter(self, module: nn.Module) -> None:
         """A call begins that may be replayed."""
@@ -298,7 +294,7 @@ class InPlaceReplays:
         """A call that begins, by reference; None where it cannot be made again, or holds too much."""
         position = self._session.position
         here = position.of.here or position.last
-        if _is_capturing() or transformation() is not None:
+        if (torch.cuda.is_initialized() and is_capturing()) or transformation() is not None:
             return None
         args, kwargs, size = _by_reference(*call_arguments(module))
         if size > MAX_HELD:
@@ -385,8 +381,9 @@ class InPlaceReplays:
         if kept is None or kept.live.module is not module or kept.call != self._session.position.call:
             return
         kept.error = None  # the program has caught what was raised inside
-        if self._session.position.looks:
-            self._note_draws(kept.live)
+        if self._session.position.looks and kept.live.random is not None:
+            drew_before = bool(self._draws_on_host.get(kept.live.module))
+            self._draws_on_host[kept.live.module] = drew_before or kept.live.random.host_has_moved()
         tensors = tensors_of(output)
         with out_of_their_sight():
             kept.made = list(map(Made, tensors))
@@ -417,11 +414,6 @@ class InPlaceReplays:
             self._replay(kept, SILENT)
         self._silent.clear()
         self._recomputed = None
-
-    def _note_draws(self, call: LiveCall) -> None:
-        if call.random is not None:
-            drew_before = bool(self._draws_on_host.get(call.module))
-            self._draws_on_host[call.module] = drew_before or call.random.host_has_moved()
 
     def _reason_to_replay(self, kept: KeptCall) -> str:
         """Why a call that is over is replayed at once; empty where it is not."""
@@ -843,14 +835,11 @@ class HeldInputs:
 
     def _queue(self, call: int, module: nn.Module, ids: list[tuple[str, Tensor]]) -> None:
         with out_of_their_sight():
-            places = self._next_room().places([(tensor.dtype, tensor.shape) for _, tensor in ids])
+            # Memory for one more call: that of the oldest one where there are enough.
+            self._rooms.append(_Room() if len(self._rooms) < HELD_CALLS else self._rooms.pop(0))
+            places = self._rooms[-1].places([(tensor.dtype, tensor.shape) for _, tensor in ids])
             copies = {name: place.copy_(t, non_blocking=True) for (name, t), place in zip(ids, places, strict=True)}
         self._calls = [*self._calls[1 - HELD_CALLS :], (call, ref(module), copies)]
-
-    def _next_room(self) -> "_Room":
-        """Memory for one more call: that of the oldest one where there are enough."""
-        self._rooms.append(_Room() if len(self._rooms) < HELD_CALLS else self._rooms.pop(0))
-        return self._rooms[-1]
 
     def write(self) -> None:
         """The device has stopped: writes what has come to the host, once."""
@@ -971,10 +960,6 @@ def _has_bad_gradient(kept: KeptCall) -> bool:
     """Whether a gradient of one of the parameters of a call, on a CPU, is not finite before it is reduced."""
     gradients = (parameter.grad for _, parameter in kept.live.parameters())
     return not all(gradient.is_cuda or is_finite(gradient) for gradient in gradients if gradient is not None)
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_initialized() and is_capturing()
 
 
 def _is_failure(error: BaseException) -> bool:

@@ -87,7 +87,9 @@ class Names:
     def add_root(self, module: nn.Module) -> None:
         """Numbers ``module`` as an outermost one and names everything inside it."""
         number = len(self._roots)
-        absorbed = self._absorbed_by(module)
+        # Roots inside of it are roots no longer, and have a name in there.
+        inside = {id(child): name for name, child in named_modules(module)}
+        absorbed = {number: inside[id(root)] for number, root in self._living() if id(root) in inside}
         elements: Counter[str] = Counter()
         for parameter in parameters_in(module):
             elements[dtype_name(parameter)] += 0 if is_lazy(parameter) else parameter.numel()
@@ -105,11 +107,6 @@ class Names:
             self._roots[inner] = None
         self._name_all(module, number, absorbed)
         self.note_parameters()
-
-    def _absorbed_by(self, module: nn.Module) -> dict[int, str]:
-        """The roots that are inside of ``module``, with their names in there."""
-        inside = {id(child): name for name, child in named_modules(module)}
-        return {number: inside[id(root)] for number, root in self._living() if id(root) in inside}
 
     def _name_all(self, module: nn.Module, number: int, absorbed: Collection[int] = ()) -> None:
         for name, child in named_modules(module):

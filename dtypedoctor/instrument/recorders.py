@@ -439,9 +439,6 @@ class StreamRecorder:
                 bad.append(row)
         self._write(found)
         self._confirm(sorted(bad, key=lambda row: row.entries))  # a batch measures the newest tensors first
-        self._write_what_is_settled()
-
-    def _write_what_is_settled(self) -> None:
         while self._confirmed and all(row.settled for *_, row in self._confirmed[0][1]):
             self._write_given(self._confirmed.popleft())
 

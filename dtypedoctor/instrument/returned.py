@@ -279,9 +279,6 @@ class Returned:
                 place.usual = usual
                 self.record(module, place, args, kwargs, output)
                 return
-        self._record_unusual(module, place, args, kwargs, output)
-
-    def _record_unusual(self, module: nn.Module, place: Place, args: Any, kwargs: Any, output: Any) -> None:
         with DisableTensorClasses(), out_of_their_sight() if modes_are_on() else nullcontext():
             self._record_any(module, place, (args, kwargs), output)
 
@@ -309,7 +306,12 @@ class Returned:
         self._count(place, found)
         for path, _, original in outputs:
             if wants_gradient(original):
-                _hook_gradient(original, _Hook((self._gradient, place, path, position.call)))
+                hook = _Hook((self._gradient, place, path, position.call))
+                if type(original) is Tensor:
+                    hook_gradient(original, hook)
+                else:
+                    with DisableTorchFunction():
+                        register_own(Tensor.register_hook, original, hook)
         self._learn(place, given, output, outputs, source)
 
     def _count(self, place: Place, found: Contents) -> None:
@@ -446,12 +448,3 @@ class Returned:
 def _lies_there(tensor: Tensor) -> bool:
     """Whether a tensor of a floating-point dtype on a real device is dense, has its data, and is in no transformation."""
     return tensor.layout is torch.strided and not tensor.is_nested and not is_wrapped(tensor)
-
-
-def _hook_gradient(tensor: Tensor, hook: _Hook) -> None:
-    """Has ``hook`` called with the gradient of ``tensor``, which is no leaf."""
-    if type(tensor) is not Tensor:
-        with DisableTorchFunction():
-            register_own(Tensor.register_hook, tensor, hook)
-        return
-    hook_gradient(tensor, hook)

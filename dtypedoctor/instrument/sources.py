@@ -13,7 +13,7 @@ import logging
 import sys
 import textwrap
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,14 @@ class Sources:
         elif isinstance(thing, (type, types.FunctionType)) and is_the_users(thing):
             self._add_text(name, thing)
         elif isinstance(thing, (torch.dtype, torch.device, *_LITERALS, tuple, list, dict, set, frozenset)):
-            self._add_value(name, thing)
+            # A constant; what has no literal is state.
+            try:
+                self._parts[name] = f"{name} = {_literal(thing)}"
+            except TypeError:
+                self.state[name] = thing
+                return
+            if "torch." in self._parts[name]:
+                self._add("torch", torch)
         else:
             self._add_import(name, thing)
 
@@ -149,22 +156,29 @@ class Sources:
         known = [name for name, thing in self._known.items() if thing is function]
         if known:
             return known[0]
-        node = _lambda_node(function)
+        # Its expression in the program's text, with the defaults as literals.
+        try:
+            tree = ast.parse("".join(inspect.findsource(function)[0]))
+        except (OSError, SyntaxError) as error:
+            raise TypeError(f"the source of a lambda expression is not there: {error}") from None
+        code = function.__code__
+        found = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Lambda)
+            and node.lineno <= code.co_firstlineno <= (node.end_lineno or node.lineno)
+            and [argument.arg for argument in node.args.args] == list(code.co_varnames[: code.co_argcount])
+        ]
+        if len(found) != 1:
+            raise TypeError(f"{len(found)} lambda expressions stand in line {code.co_firstlineno}")
+        defaults = [ast.parse(_literal(value), mode="eval").body for value in function.__defaults__ or ()]
+        found[0].args.defaults = defaults
+        node = found[0]
         name = f"function_{len(self._known)}"
         self._known[name] = function
         self._add_used(function, node, name)
         self._parts[name] = f"{name} = {ast.unparse(node)}"
         return name
-
-    def _add_value(self, name: str, value: Any) -> None:
-        """A constant; what has no literal is state."""
-        try:
-            self._parts[name] = f"{name} = {_literal(value)}"
-        except TypeError:
-            self.state[name] = value
-            return
-        if "torch." in self._parts[name]:
-            self._add("torch", torch)
 
     def _add_import(self, name: str, thing: Any) -> None:
         """Something of a library. A tensor, a configuration and an object of the user's is state; another one is missed only where it is used."""
@@ -211,31 +225,6 @@ def _is_state(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or (isinstance(value, list) and any(map(_is_state, value)))
 
 
-def _lambda_node(function: types.FunctionType) -> ast.Lambda:
-    """The expression in the program's text, its defaults as literals.
-
-    Raises:
-        TypeError: it is not there, or there are several like it.
-    """
-    try:
-        tree = ast.parse("".join(inspect.findsource(function)[0]))
-    except (OSError, SyntaxError) as error:
-        raise TypeError(f"the source of a lambda expression is not there: {error}") from None
-    code = function.__code__
-    found = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Lambda)
-        and node.lineno <= code.co_firstlineno <= (node.end_lineno or node.lineno)
-        and [argument.arg for argument in node.args.args] == list(code.co_varnames[: code.co_argcount])
-    ]
-    if len(found) != 1:
-        raise TypeError(f"{len(found)} lambda expressions stand in line {code.co_firstlineno}")
-    defaults = [ast.parse(_literal(value), mode="eval").body for value in function.__defaults__ or ()]
-    found[0].args.defaults = defaults
-    return found[0]
-
-
 def is_the_users(thing: Any) -> bool:
     """Whether a class or function stands in the program or in a module beside it, and in no library."""
     module = sys.modules.get(getattr(thing, "__module__", None) or "")
@@ -278,7 +267,14 @@ def _around(thing: Any) -> Iterator[tuple[str, Any]]:
     for function in _functions_of(thing):
         yield from function.__globals__.items()
     for function in _functions_of(thing):
-        yield from _closure(function).items()
+        found = {}
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                found[name] = cell.cell_contents
+            except ValueError:  # not bound yet
+                continue
+        found.pop("__class__", None)
+        yield from found.items()
 
 
 def _functions_of(thing: Any) -> Iterator[types.FunctionType]:
@@ -286,17 +282,6 @@ def _functions_of(thing: Any) -> Iterator[types.FunctionType]:
         plain = unwrap(held) if callable(held) else getattr(held, "__func__", getattr(held, "fget", None))
         if isinstance(plain, types.FunctionType) and plain.__module__ == thing.__module__:
             yield plain
-
-
-def _closure(function: types.FunctionType) -> Mapping[str, Any]:
-    found = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:  # not bound yet
-            continue
-    found.pop("__class__", None)
-    return found
 
 
 def _literal(value: Any) -> str:

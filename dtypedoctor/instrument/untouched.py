@@ -166,7 +166,7 @@ class KeptMemory(OperatorMode):
         if leaves_memory_as_it_was(func) or _key(tensor) == 0:
             self._give_up("it changes the size or the memory of a tensor that was there before")
         elif torch.is_grad_enabled() and (
-            tensor.requires_grad or (is_inplace(func) and _any_differentiable(arguments))
+            tensor.requires_grad or (is_inplace(func) and any(tensor.requires_grad for tensor in tensors_of(arguments)))
         ):
             self._give_up("it writes to a tensor that was there before, in a way that autograd records")
         else:
@@ -208,11 +208,6 @@ class KeptMemory(OperatorMode):
             generator.set_state(state)
         self._storages.clear()
         self._versions.clear()
-
-
-def _any_differentiable(arguments: Arguments) -> bool:
-    """Whether autograd records what is written in place; running statistics, which normalization writes to besides, are not recorded."""
-    return any(tensor.requires_grad for tensor in tensors_of(arguments))
 
 
 class _Audit:
@@ -454,7 +449,12 @@ class _Objects:
         elif isinstance(value, MethodType):
             return [value.__self__, value.__func__]
         elif isinstance(value, CellType):
-            return self._copy_cell(value)
+            try:
+                content = value.cell_contents
+            except ValueError:  # empty as yet
+                return []
+            self._undo.append(lambda: setattr(value, "cell_contents", content))
+            return [content]
         else:
             inside = self._copy_slots(value)
         held = getattr(value, "__dict__", None)
@@ -477,14 +477,6 @@ class _Objects:
                 self._undo.append(lambda: _write_again(file, content, place))
                 return
         raise CannotReplayError("it can write to a pipe or a terminal that the program has opened")
-
-    def _copy_cell(self, cell: CellType) -> list[Any]:
-        try:
-            content = cell.cell_contents
-        except ValueError:  # empty as yet
-            return []
-        self._undo.append(lambda: setattr(cell, "cell_contents", content))
-        return [content]
 
     def _copy_slots(self, value: Any) -> list[Any]:
         names = [name for cls in type(value).__mro__ for name in cls.__dict__.get("__slots__", ()) if "__" not in name]

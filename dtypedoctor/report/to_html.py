@@ -191,7 +191,12 @@ class _Blocks:
 
     def _inline(self, part: Inline, limit: int | None) -> str:
         if isinstance(part, Bar):
-            return _bar(part)
+            if part.fill is None:
+                return Html(ABSENT)
+            level = "bad" if part.bad else f"l{min(9, int(part.fill * 10))}"
+            track = el("rect", width="100", height="10", class_="track")
+            full = el("rect", width=f"{part.fill * 100:.1f}", height="10", class_=f"cell {level}")
+            return el("svg", track, full, viewBox="0 0 100 10", class_="bar", aria_hidden="true")
         if isinstance(part, str):
             return _with_code(_cut(part, limit))
         shown = _cut(part.text, limit)
@@ -248,15 +253,6 @@ def _cut(text: str, limit: int | None) -> str:
     if limit is None or not text.strip():
         return text
     return f"{' ' * text.startswith(' ')}{one_line(text, limit).strip()}{' ' * text.endswith(' ')}"
-
-
-def _bar(bar: Bar) -> Html:
-    if bar.fill is None:
-        return Html(ABSENT)
-    level = "bad" if bar.bad else f"l{min(9, int(bar.fill * 10))}"
-    track = el("rect", width="100", height="10", class_="track")
-    full = el("rect", width=f"{bar.fill * 100:.1f}", height="10", class_=f"cell {level}")
-    return el("svg", track, full, viewBox="0 0 100 10", class_="bar", aria_hidden="true")
 
 
 FORMAT = Format(name="html", suffix=".html", render=render_html)

@@ -315,9 +315,13 @@ def verdict(treatment: Treatment, measured: Measured) -> tuple[Status, str]:
         return status, f"{primary.summary}{fixed}{_rerun_differs(treatment)}"
     if treatment.before.died:
         where = last_module(treatment.before.trace)
+        if treatment.before.rank is not None:
+            who = _one_of(treatment.before).capitalize()
+        else:
+            who = "The script" if treatment.before.foreign else "The worker"
         return (
             Status.WORKER_DIED,
-            f"{_who(treatment.before)} {treatment.before.last_words()}{where}.{_rerun_differs(treatment)}",
+            f"{who} {treatment.before.last_words()}{where}.{_rerun_differs(treatment)}",
         )
     return _without_findings(treatment, measured, primary)
 
@@ -522,12 +526,6 @@ def _in_words(steps: OptimizerSteps) -> str:
 
 def _one_of(run: Run) -> str:
     return f"rank {run.rank} of {size_of(ranks_of(run))}"
-
-
-def _who(run: Run) -> str:
-    if run.rank is not None:
-        return _one_of(run).capitalize()
-    return "The script" if run.foreign else "The worker"
 
 
 def _done(treatment: Treatment) -> str:

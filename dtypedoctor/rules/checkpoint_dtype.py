@@ -48,7 +48,21 @@ def detect_loading(trace: Trace) -> Iterator[Finding]:
     for moments in trace.observed(MomentsStoredInHalf):
         yield from _moments(moments.what)
     for cast in trace.observed(OptimizerStateCast):
-        yield _optimizer_state(cast.what)
+        # torch casts the state to the dtype of the parameters, whatever dtype the optimizer keeps it in.
+        casts, stored, dtype = _casts(cast.what.casts)
+        yield _finding(
+            f"Optimizer.load_state_dict cast {listed(cast.what.keys)} of {cast.what.optimizer} from {casts}, and it steps with that.",
+            (
+                f"torch casts the state of an optimizer to the dtype of its parameters. The checkpoint holds {stored} state; {dtype} keeps "
+                f"{_BITS.get(dtype, 'fewer')} bits of each value, and a slow mean (beta 0.99 or more) in it stands still. Set the {stored} tensors in "
+                "optimizer.state again after load_state_dict, or override it as bitsandbytes does."
+            ),
+            (
+                f"{cast.what.rounded:,} of {cast.what.compared:,} elements that were compared were rounded.",
+                f"State of {cast.what.parameters} parameters.",
+            ),
+            dtype,
+        )
 
 
 def _pretrained(what: Pretrained) -> Iterator[Finding]:
@@ -129,24 +143,6 @@ def _moments(what: MomentsStoredInHalf) -> Iterator[Finding]:
         ),
         "float16",
         proven_by="a mean of squares is 0 only if the mean of the same gradients is 0 as well",
-    )
-
-
-def _optimizer_state(what: OptimizerStateCast) -> Finding:
-    """torch casts the state to the dtype of the parameters, whatever dtype the optimizer keeps it in."""
-    casts, stored, dtype = _casts(what.casts)
-    return _finding(
-        f"Optimizer.load_state_dict cast {listed(what.keys)} of {what.optimizer} from {casts}, and it steps with that.",
-        (
-            f"torch casts the state of an optimizer to the dtype of its parameters. The checkpoint holds {stored} state; {dtype} keeps "
-            f"{_BITS.get(dtype, 'fewer')} bits of each value, and a slow mean (beta 0.99 or more) in it stands still. Set the {stored} tensors in "
-            "optimizer.state again after load_state_dict, or override it as bitsandbytes does."
-        ),
-        (
-            f"{what.rounded:,} of {what.compared:,} elements that were compared were rounded.",
-            f"State of {what.parameters} parameters.",
-        ),
-        dtype,
     )
 
 

@@ -77,7 +77,27 @@ def detect_compilation(trace: Trace) -> Iterator[Finding]:
         yield _broken(trace, breaks)
     hits = trace.observed(RecompileLimit)
     if hits or (raised is not None and raised.type == REFUSED_LIMIT):
-        yield _exhausted(trace, hits, raised)
+        fatal = raised is not None and raised.type == REFUSED_LIMIT
+        name, versions, guard, place = "a function", "too many", "", ""
+        if hits:
+            first = hits[0].what
+            name, versions, guard, place = _function(first.function), str(first.value), _guard(first.guard), first.place
+        statement = Statement(
+            id="recompile-limit",
+            severity=Severity.ERROR if fatal else Severity.WARNING,
+            summary=(
+                f"Dynamo gives up compiling {name} after {versions} versions of it"
+                f"{f'; the guard that failed last: {guard}' if guard else ''}."
+            ),
+            cause=(
+                "A compiled graph holds for what it was traced with: dtypes, sizes, Python values. Each guard failure "
+                "triggers a recompile, up to a limit; beyond it the function runs in plain Python for the rest of the process."
+            ),
+            evidence=tuple(_evidence_of_recompiles(trace.observed(Recompiled), hits)),
+        )
+        fqn = hits[0].fqn if hits else None
+        finding = make_finding(statement, phase="compile", fqn=fqn, source=_file_and_line(place) or None)
+        yield _with_custom_op(finding, trace, [str(one.what) for one in (*hits, *trace.observed(GraphBreak))])
 
 
 def _broken(trace: Trace, breaks: Sequence[Observed[GraphBreak]]) -> Finding:
@@ -129,30 +149,6 @@ def _refused(trace: Trace, raised: Raised) -> Finding:
     )
     finding = make_finding(statement, phase="compile", step=raised.step, source=_file_and_line(place) or None)
     return _with_custom_op(finding, trace, [raised.message])
-
-
-def _exhausted(trace: Trace, hits: Sequence[Observed[RecompileLimit]], raised: Raised | None) -> Finding:
-    fatal = raised is not None and raised.type == REFUSED_LIMIT
-    name, versions, guard, place = "a function", "too many", "", ""
-    if hits:
-        first = hits[0].what
-        name, versions, guard, place = _function(first.function), str(first.value), _guard(first.guard), first.place
-    statement = Statement(
-        id="recompile-limit",
-        severity=Severity.ERROR if fatal else Severity.WARNING,
-        summary=(
-            f"Dynamo gives up compiling {name} after {versions} versions of it"
-            f"{f'; the guard that failed last: {guard}' if guard else ''}."
-        ),
-        cause=(
-            "A compiled graph holds for what it was traced with: dtypes, sizes, Python values. Each guard failure "
-            "triggers a recompile, up to a limit; beyond it the function runs in plain Python for the rest of the process."
-        ),
-        evidence=tuple(_evidence_of_recompiles(trace.observed(Recompiled), hits)),
-    )
-    fqn = hits[0].fqn if hits else None
-    finding = make_finding(statement, phase="compile", fqn=fqn, source=_file_and_line(place) or None)
-    return _with_custom_op(finding, trace, [str(one.what) for one in (*hits, *trace.observed(GraphBreak))])
 
 
 def _origin(breaks: Sequence[Observed[GraphBreak]]) -> str:

@@ -319,7 +319,11 @@ def steps_by_call(trace: Trace) -> Trace:
     A script that only evaluates or generates, or that fails before its first optimizer step, would otherwise be in step 1
     from beginning to end.
     """
-    if _optimized(trace):
+    if (
+        (trace.end is not None and trace.end.steps_completed > 0)
+        or any(site.kind == "param" for site in trace.sites.values())
+        or bool(trace.all(ScalerState))
+    ):
         return trace
     return replace(
         trace,
@@ -327,14 +331,6 @@ def steps_by_call(trace: Trace) -> Trace:
         samples=tuple(replace(sample, step=max(sample.call, 1)) for sample in trace.samples),
         by_call=True,
         cursor=replace(trace.cursor, step=max(trace.cursor.call, 1)) if trace.cursor is not None else None,
-    )
-
-
-def _optimized(trace: Trace) -> bool:
-    return (
-        (trace.end is not None and trace.end.steps_completed > 0)
-        or any(site.kind == "param" for site in trace.sites.values())
-        or bool(trace.all(ScalerState))
     )
 
 
@@ -450,18 +446,15 @@ class DetailFiles:
             if self._eventful & {number - 1, number, number + 1} and self._kept < Sizes.around_events:
                 self._kept += 1
             else:
-                self._fold(number, path)
-
-    def _fold(self, number: int, path: Path) -> None:
-        try:
-            samples, records = self._read(path)
-        except FileNotFoundError:  # taken away by somebody: what was in it is lost, and the reader sees the gap
-            return
-        self._folded.merge(totals_of(samples, records, number))
-        part = self._directory / (FOLDED + ".part")
-        part.write_bytes(seal(folded_to_json(self._folded), 1) + b"\n")
-        os.replace(part, self._directory / FOLDED)
-        path.unlink()
+                try:
+                    samples, records = self._read(path)
+                except FileNotFoundError:  # taken away by somebody: what was in it is lost, and the reader sees the gap
+                    continue
+                self._folded.merge(totals_of(samples, records, number))
+                part = self._directory / (FOLDED + ".part")
+                part.write_bytes(seal(folded_to_json(self._folded), 1) + b"\n")
+                os.replace(part, self._directory / FOLDED)
+                path.unlink()
 
 
 def _counted(path: Path, lines: Lines) -> Path:

@@ -132,7 +132,20 @@ class _Process:
             with suppress(OSError):
                 (self._job / FAILURES).write_text(json.dumps(failures), encoding="utf-8")
         if self._writes_report:
-            _write_report(self._job.parent, failed=error is not None)
+            # In a process of its own: nothing of it comes into the program's.
+            failed = error is not None
+            if not self._job.parent.is_dir():
+                say(
+                    f"dtypedoctor: the program deleted the folder with the records of this run ({self._job.parent}), so nothing is known of it: "
+                    "set TMPDIR to a folder that it does not delete"
+                )
+                return
+            job = from_json(read_file(self._job.parent / JOB_FILE)) | {"failed": failed}
+            _tell(self._job.parent, job)
+            command = [sys.executable, "-m", "dtypedoctor", "job-report", str(self._job.parent), "--to", job["to"]]
+            environment = {name: value for name, value in os.environ.items() if name not in (SWITCH, JOB)}
+            sys.stdout.flush()
+            subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=2, check=False)
 
 
 def _numbers_of_child() -> Iterator[int]:
@@ -168,22 +181,6 @@ def _new_job(environment: Mapping[str, str]) -> Path:
 
 def _tell(folder: Path, job: Mapping[str, Any]) -> None:
     (folder / JOB_FILE).write_text(json.dumps(job), encoding="utf-8")
-
-
-def _write_report(folder: Path, *, failed: bool) -> None:
-    """In a process of its own: nothing of it comes into the program's."""
-    if not folder.is_dir():
-        say(
-            f"dtypedoctor: the program deleted the folder with the records of this run ({folder}), so nothing is known of it: "
-            "set TMPDIR to a folder that it does not delete"
-        )
-        return
-    job = from_json(read_file(folder / JOB_FILE)) | {"failed": failed}
-    _tell(folder, job)
-    command = [sys.executable, "-m", "dtypedoctor", "job-report", str(folder), "--to", job["to"]]
-    environment = {name: value for name, value in os.environ.items() if name not in (SWITCH, JOB)}
-    sys.stdout.flush()
-    subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=2, check=False)
 
 
 def request_of(argv: list[str], place: str) -> dict[str, object]:

@@ -50,15 +50,6 @@ class ShardCalls(Observer):
         """FSDP has been imported."""
         sharding = sys.modules[module]
         original = sharding.fully_shard
-        wrapped = self._before_fully_shard(original)
-        for name in (SHARDING, *SHARDING_COPIES):
-            owner = sys.modules.get(name)
-            if getattr(owner, "fully_shard", None) is original:
-                self.replace(owner, "fully_shard", wrapped)
-        first = sharding.FullyShardedDataParallel
-        self.replace(first, "__init__", self._around_first(first.__init__))
-
-    def _before_fully_shard(self, original: Callable[..., Any]) -> Callable[..., Any]:
         note = self.session.guard.shield(self._note, "some calls of fully_shard")
 
         @functools.wraps(original)
@@ -66,7 +57,12 @@ class ShardCalls(Observer):
             note(module, "fully_shard", kwargs)
             return original(module, *args, **kwargs)
 
-        return fully_shard
+        for name in (SHARDING, *SHARDING_COPIES):
+            owner = sys.modules.get(name)
+            if getattr(owner, "fully_shard", None) is original:
+                self.replace(owner, "fully_shard", fully_shard)
+        first = sharding.FullyShardedDataParallel
+        self.replace(first, "__init__", self._around_first(first.__init__))
 
     def _around_first(self, original: Callable[..., Any]) -> Callable[..., Any]:
         note = self.session.guard.shield(self._note, "what FSDP1 refused")
@@ -185,14 +181,10 @@ class ModelFacts(Observer):
 
 def _configurations(module: nn.Module, root: int) -> Iterator[tuple[str, ModelConfig]]:
     for name, child in named_modules(module):
-        kept = _kept_in_float32(child)
+        kept = sorted({str(entry) for attribute in _KEEP_LISTS for entry in attribute_of(child, attribute) or ()})
         dtype = _configured_dtype(child) if not name or kept else None
         if kept or dtype:
             yield name, ModelConfig(root=root, dtype=dtype, keep_in_fp32=kept)
-
-
-def _kept_in_float32(module: nn.Module) -> list[str]:
-    return sorted({str(entry) for attribute in _KEEP_LISTS for entry in attribute_of(module, attribute) or ()})
 
 
 def _configured_dtype(module: nn.Module) -> str | None:

@@ -127,7 +127,9 @@ class AbsorbedOverflows(Observer):
 
     def saw(self, seen: Seen) -> None:
         """Follows what has overflowed, or finds out that this op has."""
-        if _reads_no_values(seen):
+        # The results do not depend on the operands' values: what memory is made like an inf may hold anything.
+        name = schema_of(seen.func).name.removeprefix("aten::").rstrip("_")
+        if name in _MADE_ANEW or leaves_memory_as_it_was(seen.func):
             return
         held = self._held(seen)
         if self._count >= MAX_SHADOWED:
@@ -191,6 +193,13 @@ class AbsorbedOverflows(Observer):
     def _told(self, seen: Seen, results: list[Tensor], extents: list[Extent], wide: list[Tensor]) -> Overflowed:
         source, fqn = self.here()
         bad = [e for e in extents if not e.finite]
+        name = schema_of(seen.func).name.removeprefix("aten::").rstrip("_")
+        operands = seen.operands
+        if name == "pow":
+            squares = any(text in ("2", "2.0") for text in scalars(seen.arguments))
+        else:
+            same = len(operands) == 2 and seen.number(operands[0]) == seen.number(operands[1])
+            squares = name in ("square", "linalg_vector_norm", "norm", "_foreach_norm") or (name == "mul" and same)
         return Overflowed(
             op=seen.name,
             fqn=fqn,
@@ -200,7 +209,7 @@ class AbsorbedOverflows(Observer):
             float32=max(e.absmax for e in measure(wide)),
             bad=sum(map(_not_finite, bad)),
             elements=sum(t.numel() for t in results),
-            squares=_squares(seen),
+            squares=squares,
             of_gradients=not self.session.names.gradients().isdisjoint(
                 t.data_ptr() for t in _measurable(seen.operands)
             ),
@@ -359,21 +368,6 @@ def _not_finite(extent: Extent) -> int:
     return extent.num_nan + extent.num_posinf + extent.num_neginf
 
 
-def _reads_no_values(seen: Seen) -> bool:
-    """Whether the results do not depend on the operands' values: what memory is made like an inf may hold anything."""
-    name = schema_of(seen.func).name.removeprefix("aten::").rstrip("_")
-    return name in _MADE_ANEW or leaves_memory_as_it_was(seen.func)
-
-
-def _squares(seen: Seen) -> bool:
-    name = schema_of(seen.func).name.removeprefix("aten::").rstrip("_")
-    operands = seen.operands
-    if name == "pow":
-        return any(text in ("2", "2.0") for text in scalars(seen.arguments))
-    same = len(operands) == 2 and seen.number(operands[0]) == seen.number(operands[1])
-    return name in ("square", "linalg_vector_norm", "norm", "_foreach_norm") or (name == "mul" and same)
-
-
 def _relative_error(real: Tensor, other: Tensor) -> float:
     if not real.numel() or real.shape != other.shape:
         return 0.0
@@ -432,7 +426,10 @@ class RouterFlips(Observer):
     def saw(self, seen: Seen) -> None:
         """Keeps the last products, follows what is made of them, and judges a selection."""
         numbers = [seen.number(t) for t in seen.operands]
-        self._tell_of_used(numbers)
+        # Selections that have been judged are told of once their result is used.
+        for number in self._judged.keys() & set(numbers):
+            choice, fqn = self._judged.pop(number)
+            self.session.once(choice, (fqn, choice.scores_source, choice.source), fqn=fqn)
         fed = self._fed_by(numbers)
         if fed and seen.name == _SELECTION:
             self._judge(seen, fed[-1])
@@ -449,12 +446,6 @@ class RouterFlips(Observer):
     def _fed_by(self, numbers: Sequence[int]) -> list[_Product]:
         """The products that these tensors were made of, the latest last."""
         return [product for product in self._recent if not product.derived.isdisjoint(numbers)]
-
-    def _tell_of_used(self, numbers: Sequence[int]) -> None:
-        """Tells of selections that have been judged, and whose result is used now."""
-        for number in self._judged.keys() & set(numbers):
-            choice, fqn = self._judged.pop(number)
-            self.session.once(choice, (fqn, choice.scores_source, choice.source), fqn=fqn)
 
     def _follow(self, seen: Seen, product: _Product, numbers: Sequence[int]) -> None:
         if not seen.results:  # it writes to an argument, as what copies gathered parameters does

@@ -50,7 +50,14 @@ class IdleCheck(Observer):
         standing = self._standings.get(optimizer)
         if standing is None:
             standing = self._standings[optimizer] = _Standing(number=next(self._numbers))
-        standing.reason = _reason(optimizer)
+        # As far as can be told without waiting for a device.
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        if all(isinstance(rate, (int, float)) and rate == 0 for rate in rates):
+            standing.reason = "its learning rate is 0"
+        elif all(parameter.grad is None for parameter in parameters_of(optimizer)):
+            standing.reason = "none of its parameters has a gradient"
+        else:
+            standing.reason = ""
         with self.position.aside():
             standing.before = _some(optimizer) if standing.reason and standing.told < _TOLD else ()
 
@@ -67,16 +74,6 @@ class IdleCheck(Observer):
             standing.is_idle, standing.told = is_idle, standing.told + 1
             name, number = type(optimizer).__name__, standing.number
             self.session.emit(IdleSteps(optimizer=name, number=number, is_idle=is_idle, reason=standing.reason))
-
-
-def _reason(optimizer: Optimizer) -> str:
-    """Why a step can change nothing, as far as can be told without waiting for a device."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    if all(isinstance(rate, (int, float)) and rate == 0 for rate in rates):
-        return "its learning rate is 0"
-    if all(parameter.grad is None for parameter in parameters_of(optimizer)):
-        return "none of its parameters has a gradient"
-    return ""
 
 
 def _some(optimizer: Optimizer) -> list[Tensor]:

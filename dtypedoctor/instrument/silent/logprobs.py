@@ -194,7 +194,12 @@ class LogprobCheck(Observer):
         elif name in ("sub", "div") and len(operands) == 2:
             self._met(name, operands, result, node, line)
         elif name == "exp":
-            self._exponentiated(operands[0], result)
+            operand = operands[0]
+            known = self._known_now(operand)
+            if known is None or known.kind != ONE:
+                return
+            rounded = operand.dtype if dtype_name(operand) in HALF else known.rounded
+            self._learn(result, ONE_P, rounded=rounded, how=known.how, source=known.source)
         else:
             self._passed(name, arguments, operands, result, line)
 
@@ -205,7 +210,9 @@ class LogprobCheck(Observer):
             return
         self._has_scores = True
         for path, tensor in tensors_in(output):
-            if _is_called_logprobs(tensor, question, path) and self._known_now(tensor) is None:
+            # An output that is named like log-probabilities of what the model was called with.
+            is_one_a_token = tensor.is_floating_point() and tensor.dim() == 2 and len(tensor) == len(question)
+            if is_one_a_token and _NAMED.search(path) is not None and self._known_now(tensor) is None:
                 self._learn(tensor, ONE)
 
     def before_backward(self, tensors: list[Tensor]) -> None:
@@ -323,13 +330,6 @@ class LogprobCheck(Observer):
         self._unmet.pop(known.source or "", None)
         return known.kind
 
-    def _exponentiated(self, operand: Tensor, result: Tensor) -> None:
-        known = self._known_now(operand)
-        if known is None or known.kind != ONE:
-            return
-        rounded = operand.dtype if dtype_name(operand) in HALF else known.rounded
-        self._learn(result, ONE_P, rounded=rounded, how=known.how, source=known.source)
-
     def _judge(self, new: Tensor, old: Tensor, use: str, node: int, line: Line | None) -> None:
         """Measures how far the rounding of two operands that are compared may have moved their difference."""
         at = _text(line) or ""
@@ -437,16 +437,6 @@ def _numbers(values: list[Any]) -> list[Tensor]:
     return found if all(map(measurable, found)) else []
 
 
-def _is_called_logprobs(tensor: Tensor, question: Tensor, path: str) -> bool:
-    """Whether an output of a model is named like log-probabilities of what it was called with."""
-    return (
-        tensor.is_floating_point()
-        and tensor.dim() == 2
-        and len(tensor) == len(question)
-        and _NAMED.search(path) is not None
-    )
-
-
 def _ends_a_density(name: str, arguments: Arguments) -> bool:
     """Whether an operator is the end of a Gaussian's log-density, as ``Normal.log_prob`` computes it."""
     args = arguments[0]
@@ -455,7 +445,7 @@ def _ends_a_density(name: str, arguments: Arguments) -> bool:
 
 def _may_be_compared(one: Tensor, other: Tensor) -> bool:
     """Whether one of two tensors is trained and the other is not, element for element."""
-    return one.shape == other.shape and one.requires_grad != other.requires_grad and _is_small(one)
+    return one.shape == other.shape and one.requires_grad != other.requires_grad and one.numel() <= MOST_ELEMENTS
 
 
 def _some_rows(scores: Tensor) -> Tensor:
@@ -470,10 +460,6 @@ def _is_turn(number: int) -> bool:
 
 def _text(line: Line | None) -> str | None:
     return None if line is None else line.source
-
-
-def _is_small(tensor: Tensor) -> bool:
-    return tensor.numel() <= MOST_ELEMENTS
 
 
 def _kind_after(name: str, kind: str, arguments: Arguments, result: Tensor) -> str | None:

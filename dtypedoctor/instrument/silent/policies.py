@@ -83,9 +83,11 @@ def _clipped_ratios(tensors: list[Tensor]) -> Iterator[tuple[Tensor, tuple[float
     for node in nodes_behind(tensors):
         if not node.name().startswith("ClampBackward"):
             continue
-        bounds = _around_one(node)
-        if bounds is not None and _is_ratio(_made_by(node)):
-            yield saved_by(node, "self"), bounds
+        low, high = saved_by(node, "min"), saved_by(node, "max")
+        if not isinstance(low, int | float) or not isinstance(high, int | float) or not 0 <= low < 1 < high < 100:
+            continue
+        if _is_ratio(_made_by(node)):
+            yield saved_by(node, "self"), (float(low), float(high))
 
 
 def _other_ratios(tensors: list[Tensor]) -> Iterator[tuple[Tensor, Sequence[float]]]:
@@ -107,13 +109,6 @@ def _behind(level: list[Any], most: int) -> Iterator[Any]:
         behind = dict.fromkeys(one for node in level for one, _ in node.next_functions)
         level = [node for node in behind if node is not None and node not in seen]
         seen.update(level)
-
-
-def _around_one(clamp: Any) -> tuple[float, float] | None:
-    low, high = saved_by(clamp, "min"), saved_by(clamp, "max")
-    if not isinstance(low, int | float) or not isinstance(high, int | float):
-        return None
-    return (float(low), float(high)) if 0 <= low < 1 < high < 100 else None
 
 
 def _is_ratio(node: Any) -> bool:

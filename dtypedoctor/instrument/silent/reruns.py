@@ -162,7 +162,15 @@ class CacheCheck(Observer):
         with self.position.aside():
             for layer, name in self._alive(module):
                 weight = layer.weight
-                if isinstance(weight, Tensor) and _would_be_kept(weight):
+                # Autocast keeps a copy of float32 leaves that are trained (`cached_cast` in torch's autocast_mode.cpp).
+                if (
+                    isinstance(weight, Tensor)
+                    and weight.dtype is torch.float32
+                    and weight.requires_grad
+                    and weight.is_leaf
+                    and weight.is_contiguous()
+                    and measurable(weight)
+                ):
                     flat = weight.detach().reshape(-1)
                     found[name] = flat[:: max(1, flat.numel() // ELEMENTS)].clone()
         return found
@@ -208,14 +216,3 @@ class CompiledCalls(Observer):
             losses = [tensor for tensor in tensors_of(result) if tensor.requires_grad and tensor.dim() == 0]
             for check in (Shadows, LogprobCheck):
                 self.checks[check].before_backward(losses)
-
-
-def _would_be_kept(weight: Tensor) -> bool:
-    """Whether autocast keeps a copy: of float32 leaves that are trained (``cached_cast`` in torch's autocast_mode.cpp)."""
-    return (
-        weight.dtype is torch.float32
-        and weight.requires_grad
-        and weight.is_leaf
-        and weight.is_contiguous()
-        and measurable(weight)
-    )

@@ -107,18 +107,15 @@ class IntegerCasts(Observer):
             elif numbers and cast.as_number is None:
                 cast.as_number = (seen.name, self.here()[0])
             elif not numbers:
-                self._pass_on(seen, cast)
+                # Integers made of integers say no more than these did; a truth value says something else.
+                for result in tensors_of(seen.results):
+                    if result.dtype is not torch.bool:
+                        self._casts[seen.number(result)] = cast
 
     def _used_by(self, seen: Seen) -> list[_Cast]:
         """The casts that made operands of an operator."""
         numbers = [seen.number(t) for t in seen.operands if not t.is_floating_point()]
         return [self._casts[number] for number in numbers if number in self._casts]
-
-    def _pass_on(self, seen: Seen, cast: _Cast) -> None:
-        """Integers made of integers say no more than these did; a truth value says something else."""
-        for result in tensors_of(seen.results):
-            if result.dtype is not torch.bool:
-                self._casts[seen.number(result)] = cast
 
 
 def _relative_error(source: Tensor, result: Tensor) -> float | None:
@@ -259,7 +256,16 @@ def _rounded(name: str, buffer: Tensor, position: int) -> _Table | None:
     values = buffer.double().tolist() if rounded_to is not None else []
     if rounded_to is None or not _is_geometric(values):
         return None
-    deviation, error = _off(values)
+    # The largest relative and absolute deviation from the geometric progression between the first and last value. For a table
+    # that bends, a deviation below bfloat16's spacing is assumed: what half of the last place amounts to.
+    count = len(values) - 1
+    factor = (values[-1] / values[0]) ** (1.0 / count)
+    exact = [values[0] * factor**i for i in range(count + 1)]
+    relative = max(abs(v / e - 1.0) for v, e in zip(values, exact, strict=True))
+    if relative > TOLERANCE:
+        deviation, error = 2.0**-9, max(values) * 2.0**-9
+    else:
+        deviation, error = relative, max(abs(v - e) for v, e in zip(values, exact, strict=True))
     if deviation < EXACT:
         return None
     told = RotaryTable(
@@ -284,21 +290,6 @@ def _is_geometric(values: list[float]) -> bool:
     if max(factors) >= 1.0 or usual < 0.05:
         return False
     return sum(abs(f / usual - 1.0) <= TOLERANCE for f in factors) >= USUAL * len(factors)
-
-
-def _off(values: list[float]) -> tuple[float, float]:
-    """Largest relative and largest absolute deviation from the geometric progression between the first and last value.
-
-    The progression is ``v[i] = v[0] * r**i``. For a table that bends, a deviation below bfloat16's spacing is assumed: what
-    half of the last place amounts to.
-    """
-    count = len(values) - 1
-    factor = (values[-1] / values[0]) ** (1.0 / count)
-    exact = [values[0] * factor**i for i in range(count + 1)]
-    relative = max(abs(v / e - 1.0) for v, e in zip(values, exact, strict=True))
-    if relative > TOLERANCE:
-        return 2.0**-9, max(values) * 2.0**-9
-    return relative, max(abs(v - e) for v, e in zip(values, exact, strict=True))
 
 
 def _largest_but(memory: int, tensors: Iterable[tuple[int, Tensor]]) -> float:

@@ -813,7 +813,21 @@ class Shadows(Observer):
             self._used("decision", call, far, real, exact)
             if call.origin.dtype in NARROW:
                 self._used("choice", call, near, real, exact)
-            self._judge_ties(call, real, exact)
+            # One of each row, chosen by the order of values that are equal only here. They are as near to the float64 ones as their
+            # dtype allows, or its spacing is not why.
+            scores, dim = call.operands[0][0], call.argument("dim")
+            values = call.values[id(scores)]
+            if dim is None or not torch.equal(values.to(scores.dtype), scores):
+                return
+            at, other = (index if index.dim() == scores.dim() else index.unsqueeze(dim) for index in (real, exact))
+            if at.size(dim) != 1:
+                return  # of a whole order, a part always is
+            picked = scores.gather(dim, at)
+            is_tie = (
+                picked == scores.gather(dim, other)
+            ) & picked.isfinite()  # what is inf has lost more than its last bits
+            apart = values.gather(dim, at) != values.gather(dim, other)
+            self._used("tie", call, is_tie & apart, at, other)
 
     def _judge_angles(self, call: _Call) -> None:
         """Sines of angles that are off, because of whole numbers (timesteps, positions) that were rounded, or of a rounding of their own."""
@@ -941,22 +955,6 @@ class Shadows(Observer):
             counted="_to_copy" not in origin.op,
         )
         self.session.once(told, told.source)
-
-    def _judge_ties(self, call: _Call, chosen: Tensor, exact: Tensor) -> None:
-        """One of each row, chosen by the order of values that are equal only here. They are as near to the float64 ones as their dtype allows, or its spacing is not why."""
-        scores, dim = call.operands[0][0], call.argument("dim")
-        values = call.values[id(scores)]
-        if dim is None or not torch.equal(values.to(scores.dtype), scores):
-            return
-        at, other = (index if index.dim() == scores.dim() else index.unsqueeze(dim) for index in (chosen, exact))
-        if at.size(dim) != 1:
-            return  # of a whole order, a part always is
-        picked = scores.gather(dim, at)
-        is_tie = (
-            picked == scores.gather(dim, other)
-        ) & picked.isfinite()  # what is inf has lost more than its last bits
-        apart = values.gather(dim, at) != values.gather(dim, other)
-        self._used("tie", call, is_tie & apart, at, other)
 
     def _judge_real_part(self, call: _Call) -> None:
         """A cast of complex numbers to real ones, of which more than a rounding is imaginary."""

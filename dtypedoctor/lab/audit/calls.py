@@ -51,7 +51,15 @@ class Audit:
         """Follows every way in which a kernel is called."""
         self._is_on = True
         apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-        self._replace(torch.autograd.Function, "apply", classmethod(self._applying(apply)))
+
+        # Stands for `Function.apply`; torch's own Functions are left alone.
+        def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            function, module = partial(apply, cls), str(cls.__module__)
+            if module.partition(".")[0] in ("torch", "dtypedoctor"):
+                return function(*args, **kwargs)
+            return self._called(FUNCTION, f"{module}.{cls.__qualname__}", function, args, kwargs)
+
+        self._replace(torch.autograd.Function, "apply", classmethod(applied))
         for cls in operator_classes():
             self._replace(cls, "__call__", self._calling(cls.__call__))
         self._replace(torch, "compile", self._compiling(torch.compile))
@@ -65,17 +73,6 @@ class Audit:
         self._try_all()
         for undo in self._undoing:
             undo()
-
-    def _applying(self, apply: Any) -> Any:
-        """Stands for ``Function.apply``; torch's own Functions are left alone."""
-
-        def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            function, module = partial(apply, cls), str(cls.__module__)
-            if module.partition(".")[0] in ("torch", "dtypedoctor"):
-                return function(*args, **kwargs)
-            return self._called(FUNCTION, f"{module}.{cls.__qualname__}", function, args, kwargs)
-
-        return applied
 
     def _calling(self, call: Any) -> Any:
         """Stands for the call of an operator; those that torch brings are left alone."""

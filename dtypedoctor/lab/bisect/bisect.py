@@ -85,32 +85,28 @@ class _Bisecting:
         treatment = treat(self._scenario, lambda label, request: self._runner.run(request, label), Plan(remedies=False))
         _require_built(treatment.before)
         try:
-            return self._searched(treatment)
+            failure, setup = self._failure(treatment)
+            found = Bisection(end=End.HEALTHY, treatment=treatment, failure=failure)
+            if failure.healthy:
+                return found
+            ladder = cheaper(self._scenario, failure.phase, failure.step)
+            for position, workload in enumerate(ladder):
+                whole = position == len(ladder) - 1
+                if not whole and not self._shows(workload, failure):
+                    continue
+                setup = self._set_up(workload)
+                found = replace(
+                    found, workload=describe(workload), tolerance=next(iter(setup.tolerance.limits.values()), None)
+                )
+                found = self._on(setup, found)
+                if found.end is not End.FOUND or found.confirmed:
+                    break  # else the cheap workload has left out a part of the failure
+            return self._concluded(found, setup, ladder) if setup is not None else found
         except UsageError as error:  # the disk is full, the model is gone: what is known is reported all the same
             note = f"a run could not be made: {error.message}"
         except KeyboardInterrupt:
             note = "the failure is reproduced; no module had been ruled out yet"
         return Bisection(end=End.INTERRUPTED, treatment=treatment, failure=symptom_of(treatment.before), note=note)
-
-    def _searched(self, treatment: Treatment) -> Bisection:
-        """What is found out about the failure of the untreated run."""
-        failure, setup = self._failure(treatment)
-        found = Bisection(end=End.HEALTHY, treatment=treatment, failure=failure)
-        if failure.healthy:
-            return found
-        ladder = cheaper(self._scenario, failure.phase, failure.step)
-        for position, workload in enumerate(ladder):
-            whole = position == len(ladder) - 1
-            if not whole and not self._shows(workload, failure):
-                continue
-            setup = self._set_up(workload)
-            found = replace(
-                found, workload=describe(workload), tolerance=next(iter(setup.tolerance.limits.values()), None)
-            )
-            found = self._on(setup, found)
-            if found.end is not End.FOUND or found.confirmed:
-                break  # else the cheap workload has left out a part of the failure
-        return self._concluded(found, setup, ladder) if setup is not None else found
 
     def _failure(self, treatment: Treatment) -> tuple[Symptom, ReferenceSetup | None]:
         """What the untreated run came to; only where nothing else is wrong its outputs are compared with the reference's."""

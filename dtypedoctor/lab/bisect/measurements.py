@@ -84,7 +84,12 @@ def measure(
         run = runner.ask(probe_of(mode.scenario)).run
         if isinstance(run, UsageError):
             continue  # what the model cannot do is no verdict about it
-        symptom = _as_far_as_seen(symptom_of(run, _tolerance(setup, mode, failure)), mode)
+        # Of another workload only the outputs before any training can be compared.
+        tolerance = None
+        if failure.kind is Kind.INACCURATE:
+            same = _work(mode.scenario) == _work(setup.workload)
+            tolerance = setup.tolerance if same else setup.tolerance.of_first_outputs()
+        symptom = _as_far_as_seen(symptom_of(run, tolerance), mode)
         verdicts[mode.name] = Verdict(
             mode=mode.name, workload=describe(mode.scenario), outcome=symptom.outcome(failure), symptom=symptom
         )
@@ -94,14 +99,6 @@ def measure(
 def _needs_own_process(mode: Mode) -> bool:
     """Whether a mode changes more of its process than the model: trainers and the compiler do."""
     return any(step.compile is not None or isinstance(step.workload, (Grpo, Sft)) for step in mode.scenario.steps)
-
-
-def _tolerance(setup: ReferenceSetup, mode: Mode, failure: Symptom) -> Tolerance | None:
-    """What is accepted of a mode's run; of another workload only the outputs before any training can be compared."""
-    if failure.kind is not Kind.INACCURATE:
-        return None
-    same = _work(mode.scenario) == _work(setup.workload)
-    return setup.tolerance if same else setup.tolerance.of_first_outputs()
 
 
 def _work(scenario: Scenario) -> list[dict[str, Any]]:

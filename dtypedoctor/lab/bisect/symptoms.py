@@ -164,7 +164,10 @@ def symptom_of(run: Run, tolerance: Tolerance | None = None) -> Symptom:
     others = (one for one in run.ranks if one.rank != run.rank)
     found = next((symptom for one in (run, *others) for symptom in _symptoms(one, tolerance)), None)
     last = incident.sample if incident is not None and found is not None else None
-    peak = _peak(trace, last)
+    # The module that came nearest to the end of its dtype's range.
+    reached = list(_reached(trace, last))
+    narrow = [peak for bits, peak in reached if bits <= 16]
+    peak = max(narrow or [peak for _, peak in reached], key=lambda peak: peak.share, default=None)
     if found is None:
         found = Symptom(kind=Kind.HEALTHY, reason="healthy", fqn=peak.fqn if peak else None)
     if peak is not None:
@@ -273,13 +276,6 @@ class _Peak(NamedTuple):
     share: float
     absmax: float
     fqn: str
-
-
-def _peak(trace: Trace, until: Sample | None) -> _Peak | None:
-    """The module that came nearest to the end of its dtype's range, and the largest magnitude that it reached."""
-    reached = list(_reached(trace, until))
-    narrow = [peak for bits, peak in reached if bits <= 16]
-    return max(narrow or [peak for _, peak in reached], key=lambda peak: peak.share, default=None)
 
 
 def _reached(trace: Trace, until: Sample | None) -> Iterator[tuple[int, _Peak]]:

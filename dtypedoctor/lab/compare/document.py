@@ -104,7 +104,13 @@ def _sections(found: TraceComparison) -> Iterator[Section]:
     yield _divergence("First NaN or inf in one run only", other, found.compared)
     yield _drift(found)
     yield _numbers(found)
-    yield _missing(found)
+    groups: dict[tuple[str, bool, str, bool], list[Missing]] = {}
+    for one in found.missing:
+        groups.setdefault((one.only_in, one.whole, one.lane, one.after_the_end), []).append(one)
+    yield _section(
+        "Measured in one run only",
+        lines=tuple(_missing_line(*key, several) for key, several in groups.items()),
+    )
     yield _dtype_changes(found)
     several = [*(("", one) for one in found.settings), *(("environment: ", one) for one in found.environment)]
     settings = [(named(f"{prefix}{one.name}"), one.a or ABSENT, one.b or ABSENT) for prefix, one in several]
@@ -186,16 +192,6 @@ def _numbers(found: TraceComparison) -> Section:
         header=("", "run", "step by step"),
         rows=tuple(rows),
         notes=(f"The trained parameters at the end are {notes[found.parameters_equal]}.",) if rows else (),
-    )
-
-
-def _missing(found: TraceComparison) -> Section:
-    groups: dict[tuple[str, bool, str, bool], list[Missing]] = {}
-    for one in found.missing:
-        groups.setdefault((one.only_in, one.whole, one.lane, one.after_the_end), []).append(one)
-    return _section(
-        "Measured in one run only",
-        lines=tuple(_missing_line(*key, several) for key, several in groups.items()),
     )
 
 

@@ -123,7 +123,13 @@ def _builtin(spec: Model, dtype: torch.dtype, device: torch.device, seed: int) -
     require_installed(spec.name, builtin.needs)
     arguments = builder_arguments(spec.options)
     if builtin.finished:
-        _refuse_changes_of_finished(spec)
+        given = {"outliers": spec.outliers, "lora": spec.lora, "quantization": spec.quantization}
+        wrong = [key for key, value in given.items() if value]
+        if wrong or spec.attention or spec.gradient_checkpointing or spec.device_map:
+            raise UsageError(
+                f"{spec.name} decides on its weights, packing and adapters itself: remove {', '.join(wrong) or 'the rest'}",
+                "Its `options` choose among what it can do; see docs/scenarios.md.",
+            )
         arguments |= {"dtype": dtype, "seed": seed}
     try:
         model = _code(builtin)(**arguments)
@@ -141,16 +147,6 @@ def _code(builtin: Registered) -> Callable[..., nn.Module]:
         return cast(Callable[..., nn.Module], resolve(builtin.build))
     except ImportError as error:
         raise UsageError(f"{BUILTIN}{builtin.name}: cannot import {builtin.build}: {error}") from error
-
-
-def _refuse_changes_of_finished(spec: Model) -> None:
-    given = {"outliers": spec.outliers, "lora": spec.lora, "quantization": spec.quantization}
-    wrong = [key for key, value in given.items() if value]
-    if wrong or spec.attention or spec.gradient_checkpointing or spec.device_map:
-        raise UsageError(
-            f"{spec.name} decides on its weights, packing and adapters itself: remove {', '.join(wrong) or 'the rest'}",
-            "Its `options` choose among what it can do; see docs/scenarios.md.",
-        )
 
 
 def _from_factory(spec: Model) -> nn.Module:

@@ -429,17 +429,14 @@ class Capture:
                 finally:
                     self._depth -= 1
                 with self._position.mute():
-                    self._came_back(name, result)
+                    assert self._found is not None  # the part is called by the captured module
+                    number = len(self._found["calls"])
+                    self._found["calls"].append([name, describe(result, self._tensors, f"{name}.{number}")])
                 return result
 
             return forward
 
         return around
-
-    def _came_back(self, name: str, result: Any) -> None:
-        assert self._found is not None  # the part is called by the captured module
-        number = len(self._found["calls"])
-        self._found["calls"].append([name, describe(result, self._tensors, f"{name}.{number}")])
 
     def _leaving(self, what: str, value: Any) -> None:
         """Notes that tensors leave the frame, and keeps the gradients that come back for them."""

@@ -4,7 +4,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.checkpoint import StaticTensor, Subject
+from dtypedoctor.diagnosis.checkpoint import Subject
 from dtypedoctor.diagnosis.incidents import incidents
 from dtypedoctor.diagnosis.rule import SILENT, Confidence, Finding, FindingSpec, Rule, Severity
 from dtypedoctor.diagnosis.wording import listed, module_of, named_module, percent, short
@@ -313,22 +313,18 @@ def check_rotary(subject: Subject) -> Iterator[Finding]:
             continue
         lost = tensor.dtype if tensor.dtype in HALF else rounded_to(tensor.values)
         if lost is not None:
-            yield _inspected(tensor, lost)
+            now = f"is {lost}" if tensor.dtype == lost else f"is float32 and holds only values that {lost} has too"
+            statement = Statement(
+                id="rounded-rotary-buffer",
+                severity=Severity.WARNING,
+                confidence=Confidence.LIKELY,
+                summary=f"The rotary frequencies were rounded to {lost}.",
+                cause="An angle is a frequency times a position, so the rounding of the frequency grows with the position. "
+                "A later cast to float32 does not bring the bits back.",
+                evidence=(f"{tensor.name} {now}.",),
+            )
+            yield make_finding(statement, phase="static", fqn=module_of(tensor.name), dtype=tensor.dtype)
             return  # one table stands for all layers
-
-
-def _inspected(tensor: StaticTensor, lost: str) -> Finding:
-    now = f"is {lost}" if tensor.dtype == lost else f"is float32 and holds only values that {lost} has too"
-    statement = Statement(
-        id="rounded-rotary-buffer",
-        severity=Severity.WARNING,
-        confidence=Confidence.LIKELY,
-        summary=f"The rotary frequencies were rounded to {lost}.",
-        cause="An angle is a frequency times a position, so the rounding of the frequency grows with the position. "
-        "A later cast to float32 does not bring the bits back.",
-        evidence=(f"{tensor.name} {now}.",),
-    )
-    return make_finding(statement, phase="static", fqn=module_of(tensor.name), dtype=tensor.dtype)
 
 
 def rounded_to(values: tuple[float, ...]) -> str | None:

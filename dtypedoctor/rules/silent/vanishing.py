@@ -55,28 +55,24 @@ def detect_underflow(trace: Trace) -> Iterator[Finding]:
     if trace.all(ScalerState):
         return
     for flushed in trace.observed(FlushedGradient)[:1]:
-        yield _flushed_as_a_whole(flushed)
+        what = flushed.what
+        statement = Statement(
+            id="gradient-underflow",
+            severity=Severity.WARNING,
+            proven_by=f"multiplied by {what.scale:.3g} the same gradient is not zero in float16",
+            summary=f"All gradients are zero: what comes back from the loss, up to {what.absmax:.2g}, is flushed to zero in float16, and there is no loss scaler.",
+            cause=_SMALLEST,
+            evidence=(
+                f"Where the gradient of the loss becomes float16, none of {what.elements:,} elements is left.",
+                f"Of the same gradient multiplied by {what.scale:.3g} there are {what.revived:,}.",
+            ),
+        )
+        yield replace(make_finding_of(flushed, statement, dtype="float16", source=what.source), phase="backward")
     if seen is None or seen.what.error is not None:
         return
     revived = {name: one for name, one in seen.what.parameters.items() if _share_revived(one) >= REVIVED}
     if revived:
         yield _underflow(trace, seen, dict(sorted(revived.items(), key=lambda pair: -_share_revived(pair[1]))))
-
-
-def _flushed_as_a_whole(seen: Observed[FlushedGradient]) -> Finding:
-    what = seen.what
-    statement = Statement(
-        id="gradient-underflow",
-        severity=Severity.WARNING,
-        proven_by=f"multiplied by {what.scale:.3g} the same gradient is not zero in float16",
-        summary=f"All gradients are zero: what comes back from the loss, up to {what.absmax:.2g}, is flushed to zero in float16, and there is no loss scaler.",
-        cause=_SMALLEST,
-        evidence=(
-            f"Where the gradient of the loss becomes float16, none of {what.elements:,} elements is left.",
-            f"Of the same gradient multiplied by {what.scale:.3g} there are {what.revived:,}.",
-        ),
-    )
-    return replace(make_finding_of(seen, statement, dtype="float16", source=what.source), phase="backward")
 
 
 def _capital(sentence: str) -> str:
