@@ -432,6 +432,39 @@ def documents() -> None:
     torch.where((rows[:, None] == rows[None]), 0.0, -1e4).softmax(-1).sum().item()
 
 
+def lengths_of_rows() -> None:
+    """Four lengths of which three are odd, and a fourth that meets a position that is: an error of one is an error."""
+    lengths = torch.tensor([[2049.0], [2051.0], [2500.0], [2053.0]]).half()
+    (torch.arange(2500, dtype=lengths.dtype) < lengths).sum(1).tolist()
+
+
+def converged() -> None:
+    """A loss that was as it should be while it was large."""
+    for step in range(60):
+        margins = (torch.rand(32) + min(step, 6)).to(HALF).requires_grad_()
+        (1 + torch.exp(-margins)).log().mean().backward()
+
+
+def estimates() -> None:
+    """A mean of positive terms that are differences of near numbers; in some batches it is 0."""
+    for _ in range(20):
+        gaps = (torch.randn(64) * 0.04).to(HALF)
+        (gaps.exp() - gaps - 1).float().mean().item()
+
+
+def falling() -> None:
+    """A loss that falls to nothing, without a difference of near values."""
+    for step in range(60):
+        margins = (torch.rand(32) + min(step, 6)).to(HALF).requires_grad_()
+        nn.functional.softplus(-margins).mean().backward()
+
+
+def short_lengths() -> None:
+    """Lengths of which half precision has all."""
+    lengths = torch.tensor([[301.0], [407.0], [599.0], [513.0]]).half()
+    (torch.arange(1000, dtype=lengths.dtype) < lengths).sum(1).tolist()
+
+
 @pytest.mark.parametrize(
     ("work", "id", "line", "says"),
     [
@@ -478,7 +511,10 @@ def documents() -> None:
         (beams, "rounded-result", ".flatten().topk(4)", "as often as not"),
         (handed_on, "rounded-rotary-buffer", "* 999).to(HALF).tolist()", "takes the sine"),
         (through_numpy, "rounded-indices", "torch.randint(0, 60000, (64,)).half()", "have changed"),
-        (documents, "rounded-result", "(rows[:, None] == rows[None])", "another mask"),
+        (documents, "rounded-result", "(rows[:, None] == rows[None])", "compares whole numbers"),
+        (lengths_of_rows, "rounded-result", "torch.arange(2500, dtype=lengths.dtype) < lengths", "for 4 of 10,000"),
+        (converged, "rounded-result", "(1 + torch.exp(-margins)).log()", "the loss that is differentiated"),
+        (estimates, "rounded-result", "gaps.exp() - gaps - 1", "Python reads it"),
         (micro_batches, "rounded-sum", "(weight * 0.003).sum().backward()", "adds to a sum in bfloat16 600 times"),
     ],
 )
@@ -786,6 +822,8 @@ def reported() -> None:
         learned,
         compared,
         attended,
+        falling,
+        short_lengths,
     ],
 )
 def test_programs_that_are_right_in_half_precision_are_told_nothing_of(

@@ -181,12 +181,15 @@ class _Memory(Uncollected):
 
 @dataclass(slots=True)
 class _Total:
-    """Squares of the errors and of the float64 values of all that a line has used, with the worst of them."""
+    """Squares of the errors and of the float64 values of all that a line has used, with the worst of them, and how often it has used something, and lost that."""
 
     use: RoundedUse
     errors: float = 0.0
     squares: float = 0.0
-    worst: float = 0.0
+    worst: tuple[bool, float] = (False, 0.0)
+    uses: int = 0
+    lost: int = 0
+    first_lost: RoundedUse | None = None
 
 
 @dataclass(frozen=True)
@@ -457,6 +460,9 @@ class Shadows(Observer):
                 least = math.sqrt(least)
             if total.errors > least**2 * total.squares:
                 self._tell(key, total.use)
+            elif total.first_lost and total.lost > max(FEWEST, total.uses / 2):
+                shown = total.first_lost
+                self._tell(key, replace(total.use, value=shown.value, exact=shown.exact))
         self._uses.clear()
         self._totals.clear()
         self._memories.clear()
@@ -994,6 +1000,9 @@ class Shadows(Observer):
         else:
             apart = _coarser(sides[0], call.origin.dtype) != _coarser(sides[1], call.origin.dtype)
             apart |= torch.tensor(all(map(_is_rounded_number, call.known.values())))  # and the data is what it is
+        if real.numel() > 1 and call.origin.whole and all(map(_is_whole, sides)):  # right or wrong, however near
+            self._used("compared", call, real != exact, real, exact)
+            return
         few = max(1, min(int(exact.sum()), int((~exact).sum()))) if real.numel() > 1 else 1
         changed = (real != exact) & apart & sides[0].isfinite() & sides[1].isfinite()
         few = max(few, int(changed.sum()))  # as where none of float64's mask is True
@@ -1049,11 +1058,21 @@ class Shadows(Observer):
             total = self._totals[key] = _Total(told)
             self._met_first(key)
         total.errors, total.squares = total.errors + error, total.squares + size
+        # A loss that falls is small beside what it was when nothing of it was lost
+        is_lost = use == "loss" and error > digits_lost(total.use.dtype) ** 2 * size
+        total.uses, total.lost = total.uses + 1, total.lost + is_lost
         changed = int((off > digits_lost(total.use.dtype) * right.abs()).sum())
         total.use = replace(total.use, changed=total.use.changed + changed, of=total.use.of + real.numel())
-        if real.numel() and float(off.max()) > total.worst:
-            total.worst, at = float(off.max()), int(off.argmax())
-            total.use = replace(total.use, value=_number(real, at), exact=_number(exact, at))
+        if not real.numel():
+            return
+        at = int(off.argmax())
+        shown = replace(total.use, value=_number(real, at), exact=_number(exact, at))
+        if is_lost and total.first_lost is None:
+            total.first_lost = shown
+        # Of numbers that are read a 0 says the least: a difference may be meant to be one
+        rank = use != "number" or bool(now.flatten()[at]), float(off.max())
+        if rank > total.worst:
+            total.worst, total.use = rank, shown
 
     def _judge_state(self, call: _Call, overwritten: set[int]) -> None:
         """Memory that outlives the call and holds inf where float64 holds finite values."""

@@ -395,6 +395,7 @@ _CHANGES = {
     "tie": "chooses by their order between values that are equal only after rounding",
     "step": "makes a step of 0 between two entries of a grid, which are apart in float64",
     "fraction": "takes the fraction of numbers that are off by a quarter of what it is a fraction of",
+    "compared": "compares whole numbers that are others in float64",
     "state": "leaves inf in memory that outlives the call, where the same operators in float64 leave finite values",
     "mask": "makes another mask than the same operators do in float64",
     "condition": "decides a condition otherwise than the same operators do in float64",
@@ -477,7 +478,7 @@ def _matters(what: RoundedUse) -> bool:
         return what.changed >= max(TIES, FEWEST * what.of)
     if what.use in ("mask", "condition"):
         return what.changed >= max(TIES if what.use == "mask" else CONDITIONS, FEWEST * what.of)
-    return what.use in ("whole", "draw", "factor") or what.changed >= FEWEST * what.of
+    return what.use in ("whole", "draw", "factor", "compared") or what.changed >= FEWEST * what.of
 
 
 def _statement(what: RoundedUse) -> Statement:
