@@ -63,12 +63,17 @@ def _advice(scene: Scene, *, own_files: bool) -> Advice:
         return Advice(finding=finding.id, text=text, code=code)
     if spec.instead is not None and (text := spec.instead(finding)):
         return Advice(finding=finding.id, text=text)
-    ways = []
-    for edits, maker in edits_for(scene, spec.edits) if own_files else [((), "")]:
-        sentence = INSTEAD.get(maker, "") or (spec.without_edit(finding) if spec.without_edit and not edits else "")
-        text = f"{_text(spec, scene, sentence)} {REMARKS.get(maker, '')}".rstrip()
-        ways.append(Advice(finding=finding.id, text=text, edits=edits, maker=maker if edits else ""))
-    return replace(ways[0], others=tuple(ways[1:]))
+    made = edits_for(scene, spec.edits) if own_files else [((), "")]
+    first, *others = [_way(scene, edits, maker) for edits, maker in made]
+    return replace(first, others=tuple(others))
+
+
+def _way(scene: Scene, edits: tuple[Edit, ...], maker: str) -> Advice:
+    """One way to mend it, in words, and by edits where there are some."""
+    finding, spec = scene.finding, spec_of(scene.finding.id)
+    sentence = INSTEAD.get(maker, "") or (spec.without_edit(finding) if spec.without_edit and not edits else "")
+    text = f"{_text(spec, scene, sentence)} {REMARKS.get(maker, '')}".rstrip()
+    return Advice(finding=finding.id, text=text, edits=edits, maker=maker if edits else "")
 
 
 def _excerpts(scene: Scene) -> tuple[Excerpt, ...]:

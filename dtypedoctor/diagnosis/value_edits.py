@@ -162,10 +162,8 @@ def _computed_in(source: Source, function: ast.FunctionDef, wide: str, narrow: s
     if given and not narrow:
         casts.insert(0, f"dtype_before = {given[0]}.dtype")
         narrow = ".to(dtype_before)"
-    body = function.body[ast.get_docstring(function) is not None :]
-    begin = source.before(body[0], *casts) if casts and body else []
-    back = _returned(source, function, narrow)
-    return [*begin, *back] if begin and back else []
+    body, back = function.body[ast.get_docstring(function) is not None :], _returned(source, function, narrow)
+    return [*source.before(body[0], *casts), *back] if casts and body and back else []
 
 
 def _in_question(node: ast.expr) -> ast.expr | None:

@@ -422,19 +422,22 @@ class Instruments:
 
     def _note_returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Outside of modules the float32 program begins with what a module returns, where half precision is at work in it."""
-        root = id(module)
-        if root not in self._computes_in_half:
-            self._computes_in_half[root] = any(parameter.dtype in HALF for parameter in parameters_in(module))
         results = list(map(itemgetter(1), tensors_in(output)))
         if self.position.looks:
             line = line_of(sys._getframe())
             self._programs.made(results, [], type(module).__name__, line.source if line is not None else None)
-        if self._computes_in_half[root] or self._regions.any or any(t.dtype in HALF for t in results):
+        if self._regions.any or any(t.dtype in HALF for t in results) or self._is_in_half(module):
             self.session.is_in_half = True
             self._programs.in_float32.begins_with(results)
         if self.modules.recorders.news.suspicious and self._of_thread.sentinel is not None:
             for tensor in results:
                 self._bad.returned(tensor)
+
+    def _is_in_half(self, module: nn.Module) -> bool:
+        """Whether a parameter of an outermost module was half precision when it was first called."""
+        if id(module) not in self._computes_in_half:
+            self._computes_in_half[id(module)] = any(parameter.dtype in HALF for parameter in parameters_in(module))
+        return self._computes_in_half[id(module)]
 
     def _leaves_modules(self) -> None:
         if (sentinel := self._of_thread.sentinel) is not None:
