@@ -34,6 +34,7 @@ COMMANDS = {
     "env": [],
     "job-report": ["run"],
     "verify": ["saved", "--of", "run"],
+    "parity": ["run", "rollouts.jsonl"],
 }
 AT_ONCE = {"treat", "explain", "scenarios", "enable", "disable", "skill"}
 """Verbs that print what they are asked for, or become the script, and have no more to import than that takes."""
@@ -58,6 +59,7 @@ def test_a_verb_says_what_it_does_before_it_imports_what_it_needs_for_that(verb:
     """At a terminal; the words name what was given."""
     (tmp_path / "train.py").touch()
     (tmp_path / "run").mkdir()
+    (tmp_path / "rollouts.jsonl").write_text('{"prompt_ids": [1], "completion_ids": [2], "logprobs": [-1.0]}\n')
     terminal, end = os.openpty()
     done = subprocess.run(
         [sys.executable, "-c", FIRST, verb, *COMMANDS[verb]],
