@@ -69,7 +69,9 @@ def parity(
         if not Path(folder).is_dir():
             raise UsageError(f"{folder}: no such folder", "Give a folder that save_pretrained wrote.")
     every = read_rollouts(rollouts, Sampling(temperature=temperature, top_p=top_p, top_k=top_k))
-    announce(f"Scoring {min(rows, len(every))} of {len(every)} rollouts of {rollouts} again with {model}", terminal_only=True)
+    announce(
+        f"Scoring {min(rows, len(every))} of {len(every)} rollouts of {rollouts} again with {model}", terminal_only=True
+    )
     spaced = [every[place * len(every) // rows] for place in range(rows)] if len(every) > rows else every
     request = {
         "model": model,

@@ -12,7 +12,7 @@ reader = nn.Sequential(nn.Embedding(vocabulary, width), nn.Linear(width, vocabul
 optimizer = torch.optim.SGD(reader.parameters(), lr=0.05)
 words, weighed = torch.zeros((), dtype=torch.bfloat16), 0
 
-for page in range(400):
+for _ in range(400):
     line = torch.randint(0, vocabulary, (1, 2))
     guess = reader(line[:, :-1])
     loss = nn.functional.cross_entropy(guess.flatten(0, 1).float(), line[:, 1:].flatten())
