@@ -302,9 +302,8 @@ def _behind_unseen(graph: OpGraph, use: tuple[Op, TensorNote], incident: Inciden
 
     for op in reversed(list(filter(may_be_read, graph.ops))[-MAX_TRIED:]):
         before = _origin(graph, op, incident)
-        if (
-            before is not None and not before.written
-        ):  # an accumulator that begins with -inf is handed to such a kernel, too
+        # An accumulator that begins with -inf is handed to such a kernel, too
+        if before is not None and not before.written:
             return replace(before, unseen=before.unseen or use)
     maker = graph.producer(tensor)
     return Origin(graph, maker, incident, unseen=use) if maker is not None else None

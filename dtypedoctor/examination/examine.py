@@ -30,6 +30,7 @@ from dtypedoctor.examination.results import NOT_REQUESTED, Observer, Outcome, Tr
 from dtypedoctor.foreign_files import read_file
 from dtypedoctor.plugins import Remedy
 from dtypedoctor.replay.capsule import CallFix, Capsule, NoCapsule
+from dtypedoctor.rules.nonfinite.undefined import GROWN
 from dtypedoctor.runner.run import Run
 from dtypedoctor.text import counted
 from dtypedoctor.trace.events import AFTER_STEP, REPLAY_OF_FAILURES, Coverage, NotWatched
@@ -47,9 +48,8 @@ _ROUNDING = 2**-4
 """How far a loss may be from that of the program as it is where that is right: half precision keeps 8 bits or more, and a deep network loses some."""
 _ABSURD = 1000.0
 """How many times larger than the losses before it a loss is that is finite and wrong: a bound in the place of an inf."""
-GROWN = 10.0
 _END = 8
-"""How many times its first loss the median of the last eighth is in a training that goes wrong."""
+"""The last loss of a training is the median of its last eighth."""
 _AFTER_THE_LOSS = frozenset({"backward", "optimizer", AFTER_STEP})
 
 Attempt = Callable[[str, dict[str, str], int], Run | str]
@@ -487,9 +487,6 @@ def _explains_what_it_raised(trace: Trace) -> bool:
     return analysis.uncaught is not None and first is not None and first.confidence is Confidence.PROVEN
 
 
-_EQUAL = {False: "bitwise equal", True: "the same but for rounding, as compiled code and eager mode differ"}
-
-
 def _compared(seen: Sequence[ReplayedCall]) -> Look:
     """What the replays are worth: whether they went as the calls did."""
     begun = f"Op trace: {_number_of(seen)} replayed in the process itself, {_moment_of(seen)}"
@@ -507,7 +504,10 @@ def _equality(seen: Sequence[ReplayedCall], comparable: int) -> str:
     """How like their calls those replays are that can be compared, as a clause."""
     equal = sum(what.compared for what in seen)
     which = "the results are" if equal == comparable else f"{equal} of {comparable} results could be compared, and are"
-    return f"{which} {_EQUAL[any(what.rounds for what in seen)]}"
+    rounds = any(what.rounds for what in seen)
+    return (
+        f"{which} {'the same but for rounding, as compiled code and eager mode differ' if rounds else 'bitwise equal'}"
+    )
 
 
 def _number_of(replays: Sequence[ReplayedCall]) -> str:

@@ -1,23 +1,17 @@
 """``dtypedoctor parity``: why do generator and trainer give the same tokens other log-probabilities?"""
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dtypedoctor.cli.output import TERMINAL, Device, FormatOption, announce, show
-from dtypedoctor.errors import ExitCode, UsageError, WorkerDiedError
+from dtypedoctor.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from dtypedoctor.lab.parity.gaps import Gap, Parity
-    from dtypedoctor.lab.parity.rollouts import Rollout
     from dtypedoctor.report.document import Document, Section
 
 _DTYPES = ("bfloat16", "float16", "float32", "autocast")
@@ -60,6 +54,8 @@ def parity(
 
     Exits 0 if the log-probabilities are the same up to the rounding of the trainer's dtype, else 10.
     """
+    from dtypedoctor.lab.cli.verify import answer_of
+    from dtypedoctor.lab.parity.gaps import Parity
     from dtypedoctor.lab.parity.rollouts import Sampling, read_rollouts
     from dtypedoctor.redaction.redact import redact
 
@@ -74,6 +70,7 @@ def parity(
     )
     spaced = [every[place * len(every) // rows] for place in range(rows)] if len(every) > rows else every
     request = {
+        "rows": list(map(asdict, spaced)),
         "model": model,
         "others": others or [],
         "dtype": dtype,
@@ -82,40 +79,11 @@ def parity(
         "rollouts": str(rollouts),
         "of_rows": len(every),
     }
-    result = _split(spaced, request)
+    hint = "Its messages are above; with too little memory, give a smaller --batch-size or fewer --rows."
+    result = Parity.of(answer_of("dtypedoctor.lab.parity.rescoring", request, "scores the rollouts", hint))
     document = parity_document(result if format == TERMINAL else redact(result))
     show(document, format)
     return int(ExitCode.OK if document.good else ExitCode.FINDINGS)
-
-
-def _split(rows: "Sequence[Rollout]", request: dict[str, Any]) -> "Parity":
-    """Has a process of its own import torch and score the rollouts.
-
-    Raises:
-        UsageError: a folder cannot be loaded, or a token is beyond its vocabulary.
-        WorkerDiedError: the process left no answer.
-    """
-    from dtypedoctor.foreign_files import parse_json, read_file, write_file
-    from dtypedoctor.lab.parity.gaps import Parity
-
-    with tempfile.TemporaryDirectory(prefix="dtypedoctor-") as folder:
-        answer, file = Path(folder, "answer.json"), Path(folder, "rows.json")
-        write_file(file, json.dumps([asdict(row) for row in rows]))
-        request = request | {"rows": str(file), "result": str(answer)}
-        # -P: a torch.py in the working directory must not be taken for the real one
-        command = [sys.executable, "-P", "-m", "dtypedoctor.lab.parity.rescoring", json.dumps(request)]
-        quiet = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), env=quiet, check=False)
-        try:
-            data: dict[str, Any] = parse_json(read_file(answer))
-        except (OSError, ValueError) as error:
-            raise WorkerDiedError(
-                f"the process that scores the rollouts ended with status {done.returncode}",
-                "Its messages are above; with too little memory, give a smaller --batch-size or fewer --rows.",
-            ) from error
-    if "message" in data:
-        raise UsageError(data["message"], data["hint"])
-    return Parity.of(data)
 
 
 def parity_document(result: "Parity") -> "Document":

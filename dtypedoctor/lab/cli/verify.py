@@ -64,27 +64,43 @@ def _verified(saved: str, of: str) -> "Verification":
         UsageError: one of the two is not there, or is no model.
         WorkerDiedError: the process left no answer.
     """
-    from dtypedoctor.foreign_files import parse_json, read_file
     from dtypedoctor.lab.verify.verdicts import Verification
+
+    request = {"saved": saved, "of": of}
+    hint = "Its messages are above: correct the script, or give it more memory."
+    return Verification.of(answer_of("dtypedoctor.lab.verify.verifying", request, "compares the models", hint))
+
+
+def answer_of(module: str, request: dict[str, Any], what: str, hint: str) -> dict[str, Any]:
+    """Runs a module in a process of its own, which reads a request from its standard input and writes an answer to the request's ``result``.
+
+    Args:
+        module: what is run.
+        request: what it gets, without ``result``.
+        what: it does, in words.
+        hint: what to do where it leaves no answer.
+
+    Raises:
+        UsageError: the answer is that the request cannot be met.
+        WorkerDiedError: the process left no answer.
+    """
+    from dtypedoctor.foreign_files import parse_json, read_file
 
     with tempfile.TemporaryDirectory(prefix="dtypedoctor-") as folder:
         answer = Path(folder, "answer.json")
-        request = json.dumps({"saved": saved, "of": of, "result": str(answer)})
+        asked = json.dumps(request | {"result": str(answer)})
         # -P: a torch.py in the working directory must not be taken for the real one. What a script prints is no part of the report
-        command = [sys.executable, "-P", "-m", "dtypedoctor.lab.verify.verifying", request]
+        command = [sys.executable, "-P", "-m", module]
         # What transformers warns of is what is measured
         quiet = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), env=quiet, check=False)
+        done = subprocess.run(command, input=asked, text=True, stdout=sys.stderr.fileno(), env=quiet, check=False)
         try:
             data: dict[str, Any] = parse_json(read_file(answer))
         except (OSError, ValueError) as error:
-            raise WorkerDiedError(
-                f"the process that compares the models ended with status {done.returncode}",
-                "Its messages are above: correct the script, or give it more memory.",
-            ) from error
+            raise WorkerDiedError(f"the process that {what} ended with status {done.returncode}", hint) from error
     if "message" in data:
         raise UsageError(data["message"], data["hint"])
-    return Verification.of(data)
+    return data
 
 
 def verification_document(verification: "Verification") -> "Document":

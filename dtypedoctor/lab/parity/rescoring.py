@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor.errors import DoctorError, UsageError, require_installed
-from dtypedoctor.foreign_files import parse_json, read_file, write_file
+from dtypedoctor.foreign_files import write_file
 from dtypedoctor.lab.parity.gaps import DTYPE, PADDING, SAMPLING, SHIFT, WEIGHTS, Change, Gap, Parity
 from dtypedoctor.lab.parity.rollouts import Rollout
 
@@ -365,7 +365,7 @@ def main(request: dict[str, Any]) -> None:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        rows = [Rollout.of(row) for row in parse_json(read_file(Path(request["rows"]), 1 << 30))]
+        rows = list(map(Rollout.of, request["rows"]))
         scorer = Scorer(rows, request["rollouts"], device, request["batch_size"])
         names = ("others", "dtype", "of_rows")
         answer = split(request["model"], scorer, **{name: request[name] for name in names}).data()
@@ -375,4 +375,4 @@ def main(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(json.load(sys.stdin))

@@ -333,4 +333,4 @@ def main(request: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(json.load(sys.stdin))
