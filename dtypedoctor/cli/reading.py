@@ -99,7 +99,7 @@ def report(
     announce(f"Reading {', '.join(map(str, runs))}", terminal_only=True)  # a long trace without a report takes seconds
     from dtypedoctor.lab.cli.matrix import matrix_document, matrix_exit, read_matrix
     from dtypedoctor.redaction.redact import redact
-    from dtypedoctor.report.files import newest_runs, report_of, report_of_machines, runs_document
+    from dtypedoctor.report.files import newest_runs, report_of, report_of_machines, runs_document, with_typed_paths
     from dtypedoctor.report.first_screen import brief
     from dtypedoctor.report.run_document import run_document
 
@@ -115,7 +115,10 @@ def report(
         show(runs_document(run, newest), format)
         return
     found = report_of(run) if len(runs) == 1 else report_of_machines(runs)
-    show((brief if is_brief else run_document)(found if format == TERMINAL else redact(found)), format)
+    found = found if format == TERMINAL else redact(found)
+    if format == TERMINAL or is_brief:  # read by who types the next command
+        found = with_typed_paths(found, run)
+    show((brief if is_brief else run_document)(found), format)
 
 
 def explain(

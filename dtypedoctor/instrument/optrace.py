@@ -297,7 +297,7 @@ class OpTrace(OperatorMode):
     def _note(self, tensor: Tensor, extent: Extent | None) -> TensorNote:
         number, storage = self._ids.of(tensor)
         name, origin = self._known.of(tensor)
-        made = self._outside.dtype_by(tensor) if self._outside is not None and not origin else ("", "")
+        made = self._outside.dtype_by(tensor) if self._outside is not None and origin in ("", "input") else ("", "")
         return TensorNote(
             id=number,
             dtype=dtype_name(tensor),

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from dtypedoctor.errors import UsageError
@@ -112,6 +113,17 @@ def report_of(place: Path) -> Report:
         if not any((part / EVENTS).is_file() for part in (place, place / BEFORE)):
             raise
     return _examined(open_run(place), place)
+
+
+def with_typed_paths(report: Report, place: Path) -> Report:
+    """Name files of a run directory in its next command as the directory is typed here: a report that was written names no absolute paths."""
+    folder = place if place.is_dir() else place.parent
+    words = report.next_command.split(" ")
+    there = [
+        shlex.quote(str(folder / word)) if word and "/" not in word and (folder / word).exists() else word
+        for word in words
+    ]
+    return replace(report, next_command=" ".join(there))
 
 
 def diagnose(run: str | os.PathLike[str]) -> Report:

@@ -28,6 +28,7 @@ from dtypedoctor.report.document import (
     named,
     parts_of,
 )
+from dtypedoctor.report.fixes import ended_with
 from dtypedoctor.report.run_document import expectation_line, run_document
 from dtypedoctor.report.run_facts import (
     PATCH,
@@ -221,7 +222,7 @@ def _brief_data(report: Report, longest: int, *, with_edit: bool) -> Mapping[str
         "finding": first.id if first else None,
         "confidence": first.confidence.value if first else None,
         "origin": [one_line(line, longest) for line in (origins(first) if first else [])[:3]],
-        "noticed": one_line(report.noticed, longest),
+        "noticed": one_line(report.noticed or ended_with(report), longest),
         "why": clipped((first.proven_by and f"proven: {first.proven_by}") or first.cause, longest) if first else "",
         "do_this": clipped(advice.text, longest) if advice else "",
         "edit": edit if edit and with_edit else None,

@@ -25,13 +25,14 @@ CONFIDENCE = {
     Confidence.POSSIBLE: "possible, not proven",
 }
 _SETTLED = "the operator, or the whole run, was repeated with one change, and the failure disappeared"
-_AS_LOADED = "load-dtype"
-"""A link of a chain that ends at a parameter: the name is a contract, and says little."""
+_AS_LOADED, _AN_INPUT = "load-dtype", "model-input"
+"""Links of chains that end at a parameter (the name is a contract, and says little) and at what a model is called with."""
 _REASONS = {
     "elsewhere": "a tensor from outside of the call, used", "autocast-list": "cast by autocast", "factory": "a tensor made",
-    "model-input": "input", "compute-dtype": "compute dtype of the 4-bit layer", "fsdp-output": "output_dtype of the shard unit",
-    "embedding": "embedding's", "norm": "norm's", "adapter": "adapter's", "buffer": "buffer", "quant-state": "quantized",
-    "keep-in-fp32": "kept in float32:", "modules-to-save": "saved copy's", "reinterpreted": "read as another dtype:", "cast": "cast",
+    _AN_INPUT: "input", "compute-dtype": "compute dtype of the 4-bit layer", "fsdp-output": "output_dtype of the shard unit",
+    "embedding": "embedding", "norm": "norm weight", "adapter": "adapter", "buffer": "buffer", "quant-state": "quantized",
+    "keep-in-fp32": "kept in float32:", "modules-to-save": "saved copy", "reinterpreted": "read as another dtype:", "cast": "cast",
+    _AS_LOADED: "parameter", "attribute": "attribute",
 }  # fmt: skip
 """How a chain ends, in words; the names are a contract of report.json."""
 _OF_A_REGION = "autocast-contradicts-model"
@@ -125,7 +126,7 @@ def place(finding: Finding) -> list[tuple[str, str]]:
 
 def origins(finding: Finding) -> list[str]:
     """Where a finding originates: of a mismatch where each of the two dtypes was set, of anything else operator, module and line."""
-    ends = [chain[-1] for _, chain in chains(finding) if chain[-1].source]
+    ends = [links[-1] for links in filter(None, (finding.provenance, finding.met)) if links[-1].source]
     if ends:
         return [_set_by(link) for link in dict.fromkeys(ends)]
     told = dict(place(finding))
@@ -142,11 +143,15 @@ def _plainly(text: str) -> str:
 
 
 def _set_by(link: Link) -> str:
-    """``float32: parameter bias (nn.Linear()) in head at train.py:22``."""
+    """``float32: parameter head.bias (nn.Linear()) at train.py:22``."""
+    reason, _, name = link.op.partition(": ")
     where = f" in {module_name(link.fqn)}" if link.fqn else ""
+    if name and reason != _AN_INPUT:  # what a module holds is named with it
+        held, opening, setter = name.partition(" (")
+        module, dot, tensor = held.rpartition(".")
+        name, where = f"{module_name(module)}{dot}{tensor}{opening}{setter}", ""
+    what = _plainly(f"{_REASONS[reason]} {name}".rstrip() if reason in _REASONS else link.op)
     dtype = link.dtype_out or link.dtype_in
-    reason, colon, name = link.op.partition(": ")
-    what = f"{_REASONS[reason]}{' ' * bool(colon)}{name}" if reason in _REASONS else _plainly(link.op)
     return f"{f'{dtype}: ' if dtype else ''}{what}{where} at {link.source}"
 
 

@@ -134,6 +134,9 @@ def program_of(script: str, arguments: list[str], *, module: bool, text: bool) -
     if not os.path.exists(script):
         hint = "Give a file, -m and the name of a module, or a command such as torchrun."
         raise UsageError(f"{script}: no such script{_meant_beside(script)}", hint)
+    if script.endswith(".ipynb"):
+        hint = f"Put `%%doctor` on top of its cells, or run what `jupyter nbconvert --to script {script}` makes of it."
+        raise UsageError(f"{script}: a notebook is no script of Python", hint)
     # Python takes what begins with a dash for options
     return {"path": f"./{script}" if script.startswith("-") else script, "args": arguments}
 

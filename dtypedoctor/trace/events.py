@@ -167,7 +167,7 @@ class TensorNote:
     ``name`` is the parameter, buffer, plain attribute or model input whose memory it is (whole, perhaps transposed), where
     known, and ``origin`` says which: ``parameter`` ``buffer`` ``attribute`` ``input``; it is ``gradient``, without a name, for
     that of a parameter outside of modules. ``storage`` is equal for two notes exactly when they share memory; 0 where that is
-    unknown. ``made_by`` and ``made_at``: of one without an origin, what gave it its dtype outside of modules, and the line. ``selected_away``: of an operand, whether it has inf or NaN and none of them gets into the result of its op.
+    unknown. ``made_by`` and ``made_at``: of one without an origin and of an input, what gave it its dtype outside of modules, and the line. ``selected_away``: of an operand, whether it has inf or NaN and none of them gets into the result of its op.
     """
 
     id: int

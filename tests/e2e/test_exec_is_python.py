@@ -44,7 +44,12 @@ def test_the_command_line_takes_every_form_and_runs_it_again(form: str, tmp_path
 
 def test_what_is_no_program_is_refused(tmp_path: Path) -> None:
     """Exit 2 and one message, and no directory is left."""
-    for arguments, message in ((["-c", "-m", "x"], "give either -m or -c"), (["none.py"], "none.py: no such script")):
+    (tmp_path / "book.ipynb").write_text('{"cells": []}')
+    for arguments, message in (
+        (["-c", "-m", "x"], "give either -m or -c"),
+        (["none.py"], "none.py: no such script"),
+        (["book.ipynb"], "jupyter nbconvert --to script book.ipynb"),
+    ):
         finished = dtypedoctor("exec", "--out", tmp_path / "run", *arguments, cwd=tmp_path)
         assert finished.code == 2
         assert message in finished.err

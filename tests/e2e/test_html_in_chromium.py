@@ -3,6 +3,8 @@
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -56,10 +58,11 @@ def render(directory: Path) -> Path:
 
 
 def every_kind(folder: Path) -> list[Path]:
-    """The pages of runs, a matrix, a bisection, a comparison, an inspection and the environment."""
+    """The pages of runs with findings, of a healthy one, a matrix, a bisection, a comparison, an inspection and the environment."""
     runs = [
         run_directory("gemma4_grpo_fp16", folder / "overflow", ("model.layers.0.mlp", HOSTILE)),
         run_directory("divergence_learning_rate_30", folder / "divergence"),
+        run_directory("healthy_zero_embedding_gradients", folder / "healthy"),
     ]
     reports = [read_report(run) for run in runs]
     rows = [row_of(report, exit_code=10, seconds=1.0, path="report.json") for report in reports]
@@ -106,3 +109,25 @@ def test_pages_of_every_kind_open_without_errors(browser: webdriver.Chrome, tmp_
     browser.get(pages[1].as_uri())
     assert browser.find_element(By.TAG_NAME, "h1").text == read_report(pages[1].parent).headline
     assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.release
+def test_axe_has_nothing_to_say_against_any_page(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """Neither on a phone nor on a desk, in light or dark colors."""
+    package = find_spec("axe_core_python")
+    if package is None or package.origin is None:
+        pytest.skip("needs the extra dtypedoctor[release]")
+    axe = Path(package.origin).with_name("axe.min.js").read_text(encoding="utf-8")
+    pages = every_kind(tmp_path)
+    for scheme, width in product(("light", "dark"), (390, 1440)):
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": features})
+        metrics = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 500}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        for page in pages:
+            browser.get(page.as_uri())
+            browser.execute_script(axe)  # type: ignore[no-untyped-call]
+            told = browser.execute_async_script("axe.run(document).then(arguments[0])")  # type: ignore[no-untyped-call]
+            assert told["passes"]
+            violations = [(rule["id"], rule["nodes"][0]["html"]) for rule in told["violations"]]
+            assert violations == [], (page, scheme, width)

@@ -13,6 +13,7 @@ from report_builders import everything, healthy, overflow
 from dtypedoctor.cli.enabling import skill
 from dtypedoctor.diagnosis.rule import Advice, Edit
 from dtypedoctor.errors import UsageError
+from dtypedoctor.report.files import with_typed_paths
 from dtypedoctor.report.first_screen import BRIEF, brief
 from dtypedoctor.report.to_json import Report, render_data
 
@@ -50,6 +51,26 @@ def test_the_edit_of_a_brief_report_is_whole_and_says_on_what_it_was_tried() -> 
     assert told["edit"].splitlines()[-2:] == ["-model = model.half()", "+model = model.bfloat16()"]
     assert told["tried"] == "run"
     assert json.loads(render_data(brief(endless())))["edit"] is None
+
+
+def test_the_next_command_of_a_brief_report_names_files_that_are_there(tmp_path: Path) -> None:
+    """A report in a file names no absolute path: the patch and the capsule are named as the run directory is typed."""
+    (tmp_path / "do-this.patch").touch()
+    told = replace(overflow(), next_command="patch -p0 < do-this.patch && dtypedoctor exec train.py")
+    assert (
+        with_typed_paths(told, tmp_path).next_command
+        == f"patch -p0 < {tmp_path}/do-this.patch && dtypedoctor exec train.py"
+    )
+    relative = "dtypedoctor replay runs/first/capsule"
+    assert with_typed_paths(replace(told, next_command=relative), tmp_path).next_command == relative
+
+
+def test_a_brief_report_says_how_a_program_ended_that_raised_nothing() -> None:
+    """pytest, say, catches what a test raises, and ends with a status."""
+    report = overflow()
+    assert report.before is not None
+    ended = replace(report, noticed="", before=replace(report.before, ended="ended with status 1"))
+    assert json.loads(render_data(brief(ended)))["noticed"] == "ended with status 1"
 
 
 def test_the_skill_explains_every_key_of_the_brief_report() -> None:

@@ -503,7 +503,8 @@ class _Walk:
         fqn = user.fqn if tensor.origin == "input" else module_of(name)
         if reason is Reason.LOAD_DTYPE:
             fqn = self._known.census.loaded_with(user.root, fqn, tensor.dtype)
-        return replace(self._originates(reason, user), fqn=fqn, name=name)
+        at = tensor.made_at or None  # of an input, where that is known
+        return replace(self._originates(reason, user), fqn=fqn, name=name, set_at=at, set_by=tensor.made_by)
 
     def _dequantized(self, maker: Op) -> DtypeOrigin:
         packed = next((t for t in maker.inputs if t.origin and t.dtype not in DTYPES), None)
@@ -532,7 +533,9 @@ class _Walk:
     def _end(self, origin: DtypeOrigin) -> DtypeOrigin:
         what = f"{origin.reason}: {origin.name}" if origin.name else str(origin.reason)
         source = origin.op.source if origin.op is not None else None
-        set_at, set_by = self._known.census.set_in(origin.root, origin.name or "", origin.dtype)
+        set_at, set_by = origin.set_at, origin.set_by
+        if set_at is None:
+            set_at, set_by = self._known.census.set_in(origin.root, origin.name or "", origin.dtype)
         if set_at is not None:
             source = set_at
             what += f" ({set_by})" if set_by else ""
