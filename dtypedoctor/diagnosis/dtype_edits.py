@@ -429,7 +429,7 @@ def bfloat16_to_float32(scene: Scene) -> Changes | None:
 
 def whole_in_float32(source: Source) -> list[Change]:
     """What makes a file compute in float32 in the place of bfloat16."""
-    return [change for node in _used(source) for change in _without_bfloat16(source, node)]
+    return list(dict.fromkeys(change for node in _used(source) for change in _without_bfloat16(source, node)))
 
 
 def _used(source: Source) -> Iterator[ast.AST]:
@@ -446,12 +446,30 @@ def half_in_float32(source: Source, node: ast.AST) -> list[Change]:
 
 def _without_bfloat16(source: Source, node: ast.AST) -> list[Change]:
     if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.bfloat16":
-        return [source.instead(node, "torch.float32")]
+        return _other_dtype(source, node, "float32")
     if isinstance(node, ast.Call) and source.text(node.func).endswith(".bfloat16") and not node.args:
         return [other_method(source, node, "bfloat16", "float()")]
     if isinstance(node, ast.Call) and source.text(node.func).endswith("autocast"):
         return with_keyword(source, node, "enabled=False")
     return []
+
+
+def _other_dtype(source: Source, node: ast.Attribute, dtype: str) -> list[Change]:
+    """Another dtype in the place of one that is named; of a table of precisions, which is right, the key of the other where the program gives that of this one."""
+    table = source.parents.get(node)
+    if isinstance(table, ast.Dict):
+        pairs = zip(table.keys, table.values, strict=True)
+        keys = {ast.unparse(value): key for key, value in pairs if isinstance(key, ast.Constant)}
+        own, other = keys.get(ast.unparse(node)), keys.get(f"torch.{dtype}")
+        constants = (one for one in source.every(ast.Constant) if own is not None and one.value == own.value)
+        given = [one for one in constants if isinstance(source.parents.get(one), _GIVES)]
+        if other is not None and given:
+            return [source.instead(one, source.text(other)) for one in given]
+    return [source.instead(node, f"torch.{dtype}")]
+
+
+_GIVES = (ast.Call, ast.keyword, ast.Assign, ast.AnnAssign, ast.arguments, ast.Subscript)
+"""What a constant is given by: an argument, a default, an assignment, an index; not a list of choices, nor a comparison."""
 
 
 def uncast_line(scene: Scene) -> Changes | None:
@@ -476,7 +494,7 @@ def _half_to(scene: Scene, dtype: str) -> Changes | None:
 
 def without_halves(source: Source, dtype: str) -> list[Change]:
     """What makes a file compute in ``dtype`` in the place of float16."""
-    changes = [change for node in _used(source) for change in _without_half(source, node, dtype)]
+    changes = list(dict.fromkeys(change for node in _used(source) for change in _without_half(source, node, dtype)))
     return changes and changes + [
         change for call in scalers(source) for change in with_keyword(source, call, "enabled=False")
     ]
@@ -485,7 +503,7 @@ def without_halves(source: Source, dtype: str) -> list[Change]:
 def _without_half(source: Source, node: ast.AST, dtype: str) -> list[Change]:
     """The change of a node that names float16: ``torch.float16``, ``.half()``, or an option."""
     if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.float16", "torch.half"):
-        return [source.instead(node, f"torch.{dtype}")]
+        return _other_dtype(source, node, dtype)
     if isinstance(node, ast.Call):
         return _call_without_half(source, node, dtype)
     if isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):

@@ -306,6 +306,8 @@ _OF_WEIGHTS = frozenset(
 def _with_copies(scene: Scene, maker: str, changed: Source, changes: list[Change]) -> tuple[Edit, ...]:
     """The changed lines, with those that keep copies of weights from sharing the storage of the weights, in other files of the program too."""
     dtypes = dtypes_in(changes) if maker in _OF_WEIGHTS else set()
+    if changes and maker in _ELSEWHERE:  # a key of a table names none
+        dtypes.add(maker.rpartition("-to-")[2])
     edits = _checked(scene, changed, [*changes, *still_copying(changed, changes, dtypes)])
     for source in scene.imported_files() if edits and dtypes else ():
         if source.path != changed.path:

@@ -108,7 +108,7 @@ class Source:
 
     def _is_apart(self, node: ast.expr) -> bool:
         """Whether ``node`` is an argument, an element or a whole statement, so that no operator or method stands beside it."""
-        parent = self._parents.get(node)
+        parent = self.parents.get(node)
         if isinstance(parent, ast.Call):
             return parent.func is not node
         if isinstance(parent, ast.Subscript):
@@ -116,7 +116,8 @@ class Source:
         return isinstance(parent, (ast.stmt, ast.keyword, ast.Tuple, ast.List, ast.Dict))
 
     @cached_property
-    def _parents(self) -> dict[ast.AST, ast.AST]:
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        """What each part of the file is a part of."""
         return {child: parent for parent in ast.walk(self.tree) for child in ast.iter_child_nodes(parent)}
 
     def every(self, kind: type[_Any]) -> Iterator[_Any]:

@@ -567,6 +567,25 @@ def test_a_dtype_is_changed_in_all_files_of_a_program(tmp_path: Path) -> None:
     ]
 
 
+TABLE = 'DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}\n'
+
+
+@pytest.mark.parametrize(
+    ("maker", "given", "after"),
+    [
+        ("bfloat16-to-float32", 'fit(DTYPES["bf16"], precision="bf16")', 'fit(DTYPES["fp32"], precision="fp32")'),
+        ("bfloat16-to-float32", 'add("--dtype", default="bf16", choices=["bf16", "fp32"])', 'add("--dtype", default="fp32", choices=["bf16", "fp32"])'),
+        ("half-to-bfloat16", 'def fit(p="fp16"):\n    net.to(DTYPES[p])', 'def fit(p="bf16"):\n    net.to(DTYPES[p])'),
+    ],
+)  # fmt: skip
+def test_a_table_of_precisions_stays_true(maker: str, given: str, after: str, tmp_path: Path) -> None:
+    """What the program gives as a key becomes the key of the other dtype; where it gives none, the entry is what can be changed."""
+    dtype = maker.partition("-")[0].replace("half", "float16")
+    assert edited(program(tmp_path, TABLE + given, dtype=dtype), maker) == TABLE + after
+    unknown = "fit(DTYPES[args.p])"
+    assert edited(program(tmp_path, TABLE + unknown, dtype=dtype), maker) not in ("", TABLE + unknown)
+
+
 def test_weights_that_a_library_has_cast_are_no_reason_to_change_other_casts(tmp_path: Path) -> None:
     """A trainer casts the model; a copy that the program makes for a comparison has nothing to do with it."""
     text = "before = net.weight.bfloat16()"
