@@ -18,9 +18,9 @@ import dtypedoctor
 from dtypedoctor.runner.view import NoViewError, View
 
 # How long an example and its making take depends on the machine. And each run has the same examples, or a new one fails a change that
-# has nothing to do with it: runs with the release tests look for new ones.
-settings.register_profile("exploring", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("repeatable", settings.get_profile("exploring"), derandomize=True)
+# has nothing to do with it: runs with the release tests look for new ones, and for more of them.
+settings.register_profile("exploring", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=250)
+settings.register_profile("repeatable", settings.get_profile("exploring"), derandomize=True, max_examples=50)
 settings.load_profile("repeatable")
 
 sys.path.append(str(Path(__file__).parent / "e2e"))  # helpers of its tests, such as `patience`, are others' too

@@ -199,7 +199,7 @@ def test_a_killed_bisection_goes_on_and_repeats_no_run(tmp_path: Path) -> None:
     assert " (known)" in resumed.err
 
 
-@pytest.mark.release(all_but=1)
+@pytest.mark.release
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_with_the_best_answer_so_far(tmp_path: Path, by: signal.Signals) -> None:
     """Exit 10, a report that says so, and the command that goes on: after Ctrl-C, and after what ``timeout`` and job schedulers send."""

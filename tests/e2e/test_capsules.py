@@ -298,7 +298,7 @@ REJECTED_OUTSIDE = "import torch\ntorch.ones(5, 4) @ torch.ones(4, 3).half()\n"
 LACKING_OUTSIDE = "import torch\ntorch.linalg.cholesky(torch.eye(3).half())\n"
 
 
-@pytest.mark.release(all_but=1)
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("text", "op", "said"),
     [
@@ -327,6 +327,7 @@ def test_an_operator_outside_of_modules_is_kept(text: str, op: str, said: str, t
     assert len((tmp_path / "alone" / "repro.py").read_text().splitlines()) < 100
 
 
+@pytest.mark.release
 def test_what_a_script_uses_of_its_own_package_is_carried_along(tmp_path: Path) -> None:
     """Functions and constants of modules beside the script are not there elsewhere."""
     package = tmp_path / "ours"

@@ -241,6 +241,7 @@ def test_a_training_goes_on_when_its_record_is_removed(code: Path, tmp_path: Pat
     assert report_of(tmp_path / "run")["status"] == "unknown"
 
 
+@pytest.mark.release
 def test_a_watch_from_inside_goes_on_without_its_record(code: Path, tmp_path: Path) -> None:
     """``dtypedoctor.watch()`` says on stderr that there is no report, and the program comes to its own end."""
     (elsewhere := tmp_path / "elsewhere").mkdir()

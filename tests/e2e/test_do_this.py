@@ -28,6 +28,7 @@ CASES = [
 ]
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("case", CASES)
 def test_the_edit_makes_the_failure_disappear(case: Case, tmp_path: Path, rewrite_snapshot: bool) -> None:
     """The edited copy ends by itself, and the finding is gone; or there is no such edit, and the list of outcomes says so."""

@@ -92,7 +92,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.release(all_but=6)
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("command", CHEAP, ids=str)
 def test_the_command_can_be_typed_as_it_is_shown(command: Command, place: Path) -> None:
     """It prints something, complains about nothing, and ends with 0, or with 10 where two runs are not equal."""
@@ -102,6 +102,7 @@ def test_the_command_can_be_typed_as_it_is_shown(command: Command, place: Path) 
     assert "Traceback" not in finished.err
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("example", "code"), marked_examples().items())
 def test_the_example_for_programs_runs(example: str, code: str, place: Path) -> None:
     """It reads the report of the run as it says, and prints what that run is about."""

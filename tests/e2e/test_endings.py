@@ -101,6 +101,7 @@ GOES_ON = {
 """What a script does last that leaves work unmeasured though its status is 0, and what is said of it."""
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("ending", GOES_ON)
 def test_a_script_whose_end_was_not_seen_is_never_healthy(ending: str, tmp_path: Path) -> None:
     """No end record is *unknown*, and so is a process with torch that goes on; what was not measured is named."""

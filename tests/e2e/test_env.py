@@ -39,6 +39,7 @@ def _without(place: Path) -> str:
     return os.pathsep.join(path for path in sys.path if path and Path(path) != place)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_file_called_torch_in_the_working_directory_is_not_taken_for_torch(
     format: str, shown: dict[str, Finished]

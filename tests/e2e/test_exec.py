@@ -215,6 +215,7 @@ def test_a_script_that_never_calls_a_module_gets_a_truthful_report(tmp_path: Pat
     assert any("has not imported torch" in line for line in report["coverage"])
 
 
+@pytest.mark.release
 def test_environment_set_before_torch_is_imported_is_heeded(tmp_path: Path) -> None:
     """The doctor has not imported torch before the script does."""
     source = """

@@ -62,6 +62,7 @@ def test_accelerate_in_front_of_a_healthy_script(folder: Path) -> None:
     assert "rank" not in done.err.partition("Nothing found")[2].partition("Reproduce")[0].replace("rank-0", "")
 
 
+@pytest.mark.release
 def test_a_launcher_that_does_not_come_to_the_script_is_reported_so(folder: Path) -> None:
     """Its own message is shown, and there is no record of a process that did not run."""
     done = dtypedoctor("exec", "--out", "run", "torchrun", "--no-such-option", "train.py", cwd=folder)

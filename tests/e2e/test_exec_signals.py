@@ -221,6 +221,7 @@ def test_nothing_is_run_again_once_somebody_asked_for_the_end(tmp_path: Path) ->
     ] == ["before"]
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("measured", [False, True])
 def test_an_interrupt_before_anything_was_measured_leaves_no_directory(tmp_path: Path, *, measured: bool) -> None:
     """The next command may use the same --out; what was measured before Ctrl-C is kept and reported. A file of the user's stays."""

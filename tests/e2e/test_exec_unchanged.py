@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from command import Finished, dtypedoctor, report_of
+from command import Finished, dtypedoctor, forked, python, report_of
 from patience import PATIENCE
 
 PROBE = """
@@ -220,7 +220,6 @@ for step in range(40):
 def test_hooks_of_a_program_have_the_numbers_that_they_have_without(tmp_path: Path) -> None:
     """Those of the doctor, some in each step, have others."""
     (tmp_path / "program.py").write_text(NUMBERED)
-    command = [sys.executable, "program.py"]
-    alone = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    alone = python("program.py", cwd=tmp_path).out
     assert len(alone.splitlines()) == 40
-    assert dtypedoctor("exec", "program.py", cwd=tmp_path).out == alone
+    assert forked("exec", "program.py", cwd=tmp_path).out == alone

@@ -94,6 +94,7 @@ def test_files_are_edited_in_place_in_a_clean_work_tree_alone(tmp_path: Path) ->
     assert "net(x.to(torch.bfloat16))" in script.read_text()
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -134,6 +135,7 @@ def test_a_signal_while_an_edit_is_tried_ends_the_command(tmp_path: Path) -> Non
     assert script.read_text() == waits
 
 
+@pytest.mark.release
 def test_links_lead_to_where_they_did(tmp_path: Path) -> None:
     """A relative one that leads out of the folder would lead to nothing in a copy of it."""
     (tmp_path / "program").mkdir()

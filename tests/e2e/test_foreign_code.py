@@ -109,6 +109,7 @@ def test_a_strangers_run_directory_is_not_resumed(tmp_path: Path, monkeypatch: p
     assert resumed_case(directory, Options(allow_code=True)).resumed
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("answer", "asked_again"), [("n\n", True), ("y\n", False)])
 def test_a_person_at_a_terminal_is_asked(answer: str, asked_again: bool, tmp_path: Path) -> None:
     """What would run is named, and only a yes lets it; what reorders the line is spelt out."""

@@ -131,7 +131,7 @@ def test_an_executor_that_is_not_installed_is_named_with_its_extra(light: Light,
 
 
 def test_a_script_is_diagnosed_and_its_call_replayed(light: Light) -> None:
-    """`exec`, `replay`, `compare` and `report` in each format."""
+    """`exec` and `replay`; `report` draws what was found."""
     done = light.dtypedoctor("exec", "--out", "script", "train.py")
     assert done.code == 10, done.err
     (finding,) = report_of(light.folder / "script")["findings"]
@@ -139,12 +139,9 @@ def test_a_script_is_diagnosed_and_its_call_replayed(light: Light) -> None:
     replayed = light.dtypedoctor("replay", "script/capsule", "--allow-code", "--out", "replayed")
     assert replayed.code == 10, replayed.err
     assert report_of(light.folder / "replayed")["findings"][0]["id"] == "float16-overflow"
-    compared = light.dtypedoctor("compare", "script", "script", "--format", "json")
-    assert compared.code == 0, compared.err
-    for form in ("md", "html", "json", "junit"):
-        shown = light.dtypedoctor("report", "script", "--format", form)
-        assert shown.code == 0, shown.err
-        assert "float16-overflow" in shown.out
+    shown = light.dtypedoctor("report", "script", "--format", "html")
+    assert shown.code == 0, shown.err
+    assert "float16-overflow" in shown.out
 
 
 @pytest.mark.release
@@ -171,7 +168,7 @@ def test_files_of_a_checkpoint_are_inspected(light: Light, checkpoint: str) -> N
     assert json.loads(done.out)["census"]["tensors"] == {"float16": {"tensors": 1, "elements": 2}}
 
 
-@pytest.mark.release(all_but=2)
+@pytest.mark.release(all_but=1)
 @pytest.mark.usefixtures("checkpoint")
 @pytest.mark.parametrize(
     ("arguments", "needed"),

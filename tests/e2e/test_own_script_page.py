@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 from command import forked as dtypedoctor
 from command import report_of
 from documented import ROOT
@@ -17,6 +18,7 @@ def without_numbers(text: str) -> str:
     return re.sub(r"reaches [\d.,e]*\d", "reaches", " ".join(text.split()))
 
 
+@pytest.mark.release
 def test_the_pages_script_gives_the_verdict_that_is_shown(tmp_path: Path) -> None:
     """As the page has it typed."""
     page = PAGE.read_text(encoding="utf-8")

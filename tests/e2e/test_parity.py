@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import Finished, dtypedoctor, python
+from command import Finished, forked, python
 from transformers import LlamaConfig, LlamaForCausalLM
 
 PAGE = (Path(__file__).parents[2] / "docs" / "parity.md").read_text(encoding="utf-8")
@@ -27,13 +27,13 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scored(tmp_path: Path, folder: Path, *rows: object, options: tuple[str, ...] = ()) -> Finished:
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (tmp_path / "rollouts.jsonl").write_text("\n".join(lines))
-    return dtypedoctor("parity", folder, "rollouts.jsonl", *options, cwd=tmp_path)
+    return forked("parity", folder, "rollouts.jsonl", *options, cwd=tmp_path)
 
 
 def test_the_example_of_the_page_fails_as_the_page_says(tmp_path: Path) -> None:
     (tmp_path / "generate.py").write_text(EXAMPLE)
     assert python("generate.py", cwd=tmp_path).code == 0
-    done = dtypedoctor("parity", "policy", "rollouts.jsonl", cwd=tmp_path)
+    done = forked("parity", "policy", "rollouts.jsonl", cwd=tmp_path)
     assert done.code == 10, done.err
     assert " ".join(SHOWN.split()) in " ".join(done.out.split())
 
@@ -43,7 +43,7 @@ def test_the_same_example_with_raw_log_probabilities_is_the_same(tmp_path: Path)
     assert raw.count("logits") == EXAMPLE.count("logits") + 2
     (tmp_path / "generate.py").write_text(raw)
     assert python("generate.py", cwd=tmp_path).code == 0
-    done = dtypedoctor("parity", "policy", "rollouts.jsonl", "--format", "json", cwd=tmp_path)
+    done = forked("parity", "policy", "rollouts.jsonl", "--format", "json", cwd=tmp_path)
     report = json.loads(done.out)
     assert (done.code, report["kind"], report["status"], report["verdict"]) == (0, "parity", "healthy", "same")
     assert report["gap"]["outside"] == 0

@@ -329,7 +329,7 @@ def test_a_replay_has_as_many_threads_and_makes_the_same_bits(tmp_path: Path) ->
     assert "bitwise equal" in treatment.replayed
 
 
-@pytest.mark.release(all_but=1)
+@pytest.mark.release
 @pytest.mark.parametrize("case", HEALTHY, ids=lambda case: case.name)
 def test_healthy_scripts_are_unchanged_by_replays(case: Case, tmp_path: Path) -> None:
     """With every call made again, forward and backward: the same losses, parameters after each step, output and files."""

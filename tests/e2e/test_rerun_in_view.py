@@ -131,7 +131,7 @@ REPLACES = {
 }
 
 
-@pytest.mark.release(all_but=1)
+@pytest.mark.release
 @pytest.mark.parametrize(("begin", "end"), RESUMES.values(), ids=RESUMES)
 def test_a_rerun_in_place_does_not_continue_what_the_first_run_wrote(begin: str, end: str, tmp_path: Path) -> None:
     """Its files are those of one run; the finding is the first run's, and the report says why there is no second."""
@@ -146,7 +146,7 @@ def test_a_rerun_in_place_does_not_continue_what_the_first_run_wrote(begin: str,
     assert "written during its first run" in " ".join(finished.err.split()), "that is why no ablation tells anything"
 
 
-@pytest.mark.release(all_but=1)
+@pytest.mark.release
 @pytest.mark.parametrize(("begin", "end"), REPLACES.values(), ids=REPLACES)
 def test_a_script_that_begins_anew_is_run_again_in_place(begin: str, end: str, tmp_path: Path) -> None:
     """The run without instrumentation is not kept from the files that it begins anew."""

@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from command import forked, report_of
+from command import forked, python, report_of
 from patience import PATIENCE, becomes
 
 pytestmark = pytest.mark.slow
@@ -127,19 +127,16 @@ def test_a_program_reads_copies_and_archives_its_folder_as_it_would_alone(tmp_pa
     """It hashes, lists, copies, zips, tars, measures and commits all that lies below its working directory; what it prints is the same, in the first
     run and in another.
     """
-    recorded = ["-m", "dtypedoctor", "exec", "--propagate-exit", "--out", "out", "--verify-uninstrumented", "work.py"]
+    recorded = ("-m", "dtypedoctor", "exec", "--propagate-exit", "--out", "out", "--verify-uninstrumented", "work.py")
     printed = []
-    for name, words in (("alone", ["work.py"]), ("recorded", recorded)):
+    for name, words in (("alone", ("work.py",)), ("recorded", recorded)):
         work = tmp_path / name / "work"
         work.mkdir(parents=True)
         (work / "work.py").write_text(USES_OF_A_FOLDER)
         subprocess.run(["git", "init", "--quiet"], cwd=work, check=True)
-        done = subprocess.run(
-            [sys.executable, *words], cwd=work, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=PATIENCE, check=False,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        printed.append(done.stdout)
+        done = python(*words, cwd=work)
+        assert done.code == 0, done.err
+        printed.append(done.out)
     printed.append((work / "out" / "unwatched" / "stdout.txt").read_text())
     assert printed == [printed[0]] * 3
 
@@ -162,7 +159,7 @@ BEGINNINGS = {
 }
 
 
-@pytest.mark.release(all_but=1)
+@pytest.mark.release
 @pytest.mark.parametrize(("words", "begin"), BEGINNINGS.values(), ids=BEGINNINGS)
 def test_no_folder_of_ours_ever_holds_a_pipe(words: list[str], begin: str, tmp_path: Path) -> None:
     """There are plain files only: whoever reads a pipe waits for ever, and it cannot be copied."""

@@ -181,6 +181,7 @@ if number == {waits}:
 """
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("waits", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)], ids=["first", "later"])
 def test_a_signal_ends_the_command_whatever_run_of_a_script_it_meets(
     waits: int, number: signal.Signals, tmp_path: Path

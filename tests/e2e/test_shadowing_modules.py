@@ -116,6 +116,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.release
 def test_workers_import_nothing_from_the_working_directory(place: Path) -> None:
     """Nor does what multiprocessing starts for ``run`` and ``bisect``: its server and its tracker of resources."""
     (place / "dtypedoctor").write_text(LAUNCHES)

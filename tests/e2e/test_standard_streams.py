@@ -56,6 +56,7 @@ def finished(
     return subprocess.run(command, cwd=cwd, check=False, timeout=PATIENCE, **{**streams, **environment, **more})
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("columns", ["", "abc", "0", "999999999999"])
 def test_any_number_of_columns_is_survived(columns: str, run: Path) -> None:
     """COLUMNS is what a shell, a container or a CI has made of it."""
@@ -65,6 +66,7 @@ def test_any_number_of_columns_is_survived(columns: str, run: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 4000
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("arguments", "environment"),
     [(["report"], ASCII), (["report"], POSIX), (["report", "--format", "html"], POSIX), (["compare"], ASCII)],
@@ -84,6 +86,7 @@ def test_a_terminal_without_unicode_gets_what_it_can_show(
     done.stdout.decode("utf-8")
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_closed_streams_are_survived(closed: str, run: Path) -> None:
     """As daemons have them; no file of ours takes the place of one."""
@@ -92,6 +95,7 @@ def test_closed_streams_are_survived(closed: str, run: Path) -> None:
     assert done.stderr == b""
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("arguments", [["report"], ["report", "--format", "html"], ["--help"]], ids=" ".join)
 def test_a_reader_that_has_gone_changes_nothing(arguments: list[str], run: Path) -> None:
     """``| head -1``: neither a traceback nor another exit code."""
@@ -101,6 +105,7 @@ def test_a_reader_that_has_gone_changes_nothing(arguments: list[str], run: Path)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     "arguments", ["report RUN --format md", "report RUN", "--help", "compare RUN/before RUN/before"]
 )
@@ -123,6 +128,7 @@ def test_every_verb_writes_to_standard_error_by_one_function() -> None:
     assert not [path.name for path in sources if "file=sys.stderr" in path.read_text()]
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("verb", ["run", "replay", "compare"])
 def test_a_name_sends_no_control_characters_to_the_terminal(verb: str, run: Path, tmp_path: Path) -> None:
     """Neither in the line that says what begins nor in the one that says what to type next."""
@@ -134,7 +140,7 @@ def test_a_name_sends_no_control_characters_to_the_terminal(verb: str, run: Path
     assert shown.replace("\n", "").isprintable()
 
 
-@pytest.mark.release(all_but=1)
+@pytest.mark.release
 @pytest.mark.parametrize("how", ["closed", "no reader", "ascii"])
 def test_a_run_that_has_cost_its_time_is_never_lost_to_its_streams(how: str, tmp_path: Path) -> None:
     """The script overflows; exit code and report are those of any other terminal, whoever reads what is printed."""

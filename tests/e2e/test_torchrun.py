@@ -352,6 +352,7 @@ def test_a_sharded_scenario_with_a_precision_policy_is_healthy(tmp_path: Path) -
         assert any(site.kind == "param" and site.shape[0] == 16 for site in trace.sites.values())  # half of 32 rows
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [

@@ -48,6 +48,7 @@ def test_the_script_runs_corrected_and_ends_with_its_own_status(tmp_path: Path) 
     )
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("found_before", [True, False])
 def test_a_changed_source_ends_with_2_and_the_difference(tmp_path: Path, found_before: bool) -> None:
     """Before the script starts, or where the script itself says where the library is, when it imports it."""
@@ -74,6 +75,7 @@ def test_a_library_with_its_own_correction_runs_as_it_is(tmp_path: Path) -> None
     assert "is not needed any more" in done.err
 
 
+@pytest.mark.release
 def test_an_unknown_correction_is_a_usage_error(tmp_path: Path) -> None:
     """So is one that no script can have."""
     script = package(tmp_path, "if WEIGHT_BUFFER is None:")

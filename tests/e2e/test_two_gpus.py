@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import dtypedoctor, report_of
+from command import dtypedoctor, in_this_process, report_of
 from test_resident import MODEL
 
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -64,9 +64,11 @@ def test_a_model_that_is_spread_over_devices_is_run_and_fixed(llama: Path, tmp_p
     assert first["confidence"] == "proven"
 
 
-def test_an_unknown_map_of_devices_is_rejected(llama: Path, tmp_path: Path) -> None:
+def test_an_unknown_map_of_devices_is_rejected(tmp_path: Path) -> None:
     """Before anything is run."""
-    finished = dtypedoctor("bisect", "--model", llama, "--device-map", "balanced", "--out", tmp_path / "run")
+    finished = in_this_process(
+        "bisect", "--model", "builtin:llama-tiny", "--device-map", "balanced", "--out", tmp_path / "run"
+    )
     assert finished.code == 2
     assert "--device-map: " in finished.err
     assert not (tmp_path / "run").exists()

@@ -45,6 +45,7 @@ def test_the_example_of_the_page_fails_as_the_page_says(tmp_path: Path) -> None:
     assert " ".join(SHOWN.split()) in " ".join(done.out.split())
 
 
+@pytest.mark.release
 def test_the_same_example_without_the_fault_is_the_same(tmp_path: Path) -> None:
     assert RENAMES in EXAMPLE
     (tmp_path / "model.py").write_text(EXAMPLE.replace(RENAMES, ""))
@@ -62,6 +63,7 @@ def test_a_script_is_run_and_its_output_is_no_part_of_the_report(tmp_path: Path)
     assert "saved" in done.err
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("of", "words"),
     [
@@ -76,13 +78,14 @@ def test_what_is_no_model_is_a_usage_error(of: str, words: str, tmp_path: Path) 
     assert (done.code, words in done.err) == (2, True), done.err
 
 
+@pytest.mark.release
 def test_a_script_that_raises_leaves_no_verdict(tmp_path: Path) -> None:
     done = verified(tmp_path, NET.replace("model, inputs =", "1 / 0 ="), "net.pt", "--of", "model.py")
     assert done.code == 3, done.err
     assert "ZeroDivisionError" in done.err or "SyntaxError" in done.err
 
 
-@pytest.mark.release(all_but=2)
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("broken", ["def g(:\n", "def inner():\n    raise ValueError('no')\ninner()\n"])
 @pytest.mark.parametrize("of", ["model.py", "model.py:model"])
 def test_what_a_script_raises_is_shown_from_its_own_lines_on(broken: str, of: str, tmp_path: Path) -> None:

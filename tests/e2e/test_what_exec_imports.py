@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 COUNTED = """
 import json, subprocess, sys
 
@@ -115,6 +117,7 @@ with open("collected.json", "w") as file:
 """
 
 
+@pytest.mark.release
 def test_starting_the_instruments_goes_through_no_objects_of_torch(tmp_path: Path) -> None:
     """They are imported beside these, all of which a full collection of garbage would visit; after that Python collects as before."""
     (tmp_path / "train.py").write_text(COLLECTED, encoding="utf-8")

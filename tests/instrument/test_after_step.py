@@ -52,6 +52,7 @@ def counting(start: float) -> Callable[[int], object]:
     return at
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("work", "moment"),
     [

@@ -49,6 +49,7 @@ def causal(scores: Tensor, hidden: float = -torch.inf) -> Tensor:
     return (scores / 4).masked_fill(later, hidden)
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     "between",
     [
@@ -79,6 +80,7 @@ def test_the_fused_result_is_that_of_attention_in_float32(tmp_path: Path) -> Non
     assert one.values["sdpa_absmax"] == pytest.approx(float(exact.abs().max()), rel=2e-3)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_rows_in_which_everything_is_masked_are_nan_in_float32_too(tmp_path: Path, dtype: torch.dtype) -> None:
     """Without the mask they are finite, so it is the mask."""

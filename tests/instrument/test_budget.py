@@ -109,6 +109,7 @@ def test_looks_that_are_paid_for_come_in_rows() -> None:
     assert {len(row) for row in rows[:-1]} == {IN_A_ROW}
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("dtype", "whole"), [(torch.float32, CREDIT), (torch.bfloat16, IN_HALF)])
 def test_a_program_in_half_precision_is_seen_whole_for_longer(tmp_path: Path, dtype: torch.dtype, whole: float) -> None:
     """Also where no module is called: what decides is that an operator has met half precision."""
@@ -154,6 +155,7 @@ def test_calls_without_steps_have_a_schedule_of_their_own(tmp_path: Path) -> Non
     assert "steps" not in note.what + note.why  # there are none
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("raises", [False, True])
 def test_looks_that_end_or_begin_in_inference_mode_leave_the_dispatcher_as_it_should_be(
     tmp_path: Path, raises: bool
@@ -178,6 +180,7 @@ def test_looks_that_end_or_begin_in_inference_mode_leave_the_dispatcher_as_it_sh
     assert all(on == counted for on, counted in seen)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("raises", [False, True])
 def test_calls_in_quick_succession_have_their_numbers(tmp_path: Path, raises: bool) -> None:
     """Nobody is told of most of them; the next one that is told of, or the one that raises, is the 51st all the same."""
@@ -214,6 +217,7 @@ def test_between_looks_the_loss_is_measured_alone(tmp_path: Path) -> None:
     assert note.why.startswith("3 of 9 steps were looked at (1/4)")
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("several", [False, True], ids=["one process", "DDP"])
 @pytest.mark.usefixtures("group")
 def test_an_exception_in_a_module_that_is_passed_by_is_told_of_there(tmp_path: Path, several: bool) -> None:

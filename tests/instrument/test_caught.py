@@ -132,6 +132,7 @@ def probes_outside(_: Any) -> None:
     nn.Linear(2, 2)(torch.ones(1, 2))
 
 
+@pytest.mark.release(all_but=3)
 @pytest.mark.parametrize(
     ("work", "code", "phase"),
     [
@@ -241,6 +242,7 @@ GONE_ON_FROM = [
 ]
 
 
+@pytest.mark.release(all_but=3)
 @pytest.mark.parametrize("work", GONE_ON_FROM)
 def test_an_exception_that_the_program_goes_on_from_is_no_finding(
     work: Callable[[Instruments], Any], tmp_path: Path

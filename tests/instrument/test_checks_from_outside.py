@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[1] / "e2e" / "extension" / "tinylab"
 RECORDING = """
 import sys, torch
@@ -17,6 +19,8 @@ with dtypedoctor.watch(out=sys.argv[1]):
 READING = """
 import sys
 from pathlib import Path
+
+import pytest
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.trace.reader import read_trace
 print(*((f.id, f.step, f.dtype) for f in diagnose(read_trace(Path(sys.argv[1])))), "torch" in sys.modules)
@@ -56,6 +60,7 @@ def test_a_check_of_another_package_is_found_without_an_entry_in_a_table(tmp_pat
     )
 
 
+@pytest.mark.release
 def test_a_check_that_names_no_observer_is_named_as_not_watching(tmp_path: Path) -> None:
     """The program runs as it would."""
     site, directory = (

@@ -228,7 +228,7 @@ ROUNDS: dict[str, list[tuple[str, int]]] = {
 }
 
 
-@pytest.mark.release(all_but=2)
+@pytest.mark.release(all_but=1)
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("calls", ROUNDS.values(), ids=ROUNDS)
 def test_the_records_of_a_loop_do_not_grow_with_its_steps(tmp_path: Path, calls: list[tuple[str, int]]) -> None:

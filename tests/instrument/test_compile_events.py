@@ -101,6 +101,7 @@ def test_a_watch_that_is_over_leaves_no_frame_to_compile(tmp_path: Path) -> None
     assert (watch.report().frames, watch.report().frames_compiled) == (2, 2)
 
 
+@pytest.mark.release
 def test_a_compiled_optimizer_step_has_nothing_of_the_watch_in_its_graph(tmp_path: Path) -> None:
     """Dynamo inlines the hooks of optimizers: what watches is neither compiled with the step nor a reason to break it."""
     weight = torch.nn.Parameter(torch.ones(4))

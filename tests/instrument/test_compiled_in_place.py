@@ -74,6 +74,7 @@ def coverage(trace: Trace) -> Coverage:
     return found
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_a_module_compiled_in_place_is_an_outermost_call(tmp_path: Path, when: str) -> None:
     """Whether it was compiled before the watch begins or after, its output is measured and its inside is listed as not covered."""
@@ -204,6 +205,7 @@ def test_the_watch_changes_no_graph_break_recompilation_result_or_gradient(
     assert all(torch.equal(one, other) for one, other in zip(seen[0][2], bare[2], strict=True))
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_call_that_runs_uncompiled_is_seen_once_and_so_is_its_inside(tmp_path: Path, every: int) -> None:
     """Where Dynamo leaves a call alone, torch's hooks tell of it as well."""
@@ -264,6 +266,7 @@ class Catches(nn.Module):
         return self.apart[0](nn.Tanh()(x))
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("make", [Catches, lambda: in_place(Catches())], ids=["hooks", "in place"])
 def test_calls_are_known_to_be_open_or_over(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
     """torch's own frames show it, of which a call that is compiled in place has none yet where it begins, and one where it runs."""
@@ -278,6 +281,7 @@ def test_calls_are_known_to_be_open_or_over(tmp_path: Path, make: Callable[[], n
     assert [root.cls for root in trace.all(Root)] == ["Catches"]
 
 
+@pytest.mark.release
 def test_compiled_functions_outside_of_modules_are_counted_and_listed(tmp_path: Path) -> None:
     """What they call is not measured. One inside of a module call is covered by that, and one that runs uncompiled is no such call."""
     net, wrapped, placed = Net(), torch.compile(Net(), backend="eager"), in_place(Net())

@@ -29,6 +29,7 @@ def test_a_training_step_is_counted_and_measured_whole(tmp_path: Path) -> None:
     assert (found.losses, found.losses_measured) == (1, 1)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("thinned", [{"every": 3}, {"every": 0}, {"budget": Budget(every=2)}])
 def test_what_is_left_out_on_purpose_is_counted_among_what_ran(tmp_path: Path, thinned: Any) -> None:
     """Whatever is measured, the same calls and gradients ran; those that were not measured are named."""
@@ -68,6 +69,7 @@ def test_the_coverage_is_written_once(tmp_path: Path) -> None:
     assert len(watched(tmp_path, work).all(Coverage)) == 1
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("result", "caught"), [(None, 0), (ValueError("of the module's own"), 1)])
 def test_a_module_that_returns_nothing_while_an_exception_is_handled_has_not_raised(
     tmp_path: Path, result: Any, caught: int
@@ -129,6 +131,7 @@ def unused_outputs() -> nn.Module:
     return model
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("replays", [False, True])
 def test_gradients_of_outputs_that_nothing_used_are_no_failures_of_the_instruments(
     tmp_path: Path, *, replays: bool

@@ -190,7 +190,7 @@ def trained(
     return model.weight.detach().clone(), read_trace(directory), optimizer
 
 
-@pytest.mark.release(all_but=4)
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     "make",
     [Plain, Counting, Calling, Remembering, Masters, StateMasters, Closed, Wrapping],
@@ -207,12 +207,14 @@ def test_what_a_program_trains_is_bitwise_what_it_is_unwatched(make: Any, tmp_pa
         assert {**group, "params": 0} == {**same, "params": 0}
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("make", [Masters, StateMasters], ids=lambda make: make.__name__)
 def test_weights_that_are_copies_of_float32_ones_do_not_stall(make: Any, tmp_path: Path) -> None:
     """Wherever an optimizer holds these, and from its first step on."""
     assert not lost(trained(make, tmp_path)[1])
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     ("make", "size"),
     [(Closed, 16), (Remembering, 16), (Calling, 16), (Plain, 300)],
@@ -223,6 +225,7 @@ def test_an_optimizer_is_checked_whatever_it_holds(make: Any, size: int, tmp_pat
     assert lost(trained(make, tmp_path, size)[1])
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("how", ["foreach", "fused"])
 def test_updates_are_checked_however_torch_makes_the_step(how: str, tmp_path: Path) -> None:
     """One kernel for all parameters, or one for each: the float32 copy makes the same."""
@@ -238,7 +241,7 @@ def lost(trace: Trace | None) -> dict[str, int]:
     return {name: one.lost for name, one in seen[-1].what.parameters.items()} if seen else {}
 
 
-@pytest.mark.release(all_but=4)
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("resumed", [False, True], ids=["from-the-start", "resumed"])
 @pytest.mark.parametrize("only_half", [False, True], ids=["in-any-dtype", "only-in-half"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -262,6 +265,7 @@ class KahanOfOneLine(Kahan):
             # fmt: on
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("make", [Kahan, KahanOfOneLine])
 def test_what_keeps_the_rounding_of_weights_is_no_sum_that_drifts(make: type[Optimizer], tmp_path: Path) -> None:
     """In float64 it is 0 after each step, and in bfloat16 it is what the weights have lost: neither has lost anything by itself."""
@@ -285,6 +289,7 @@ def test_an_update_that_is_held_and_never_added_again_is_lost(tmp_path: Path) ->
     assert lost(trained(LastUpdate, tmp_path)[1])
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("lr", [1e-4, 1e-2])
 def test_weights_that_are_rounded_at_random_do_not_stall(lr: float, tmp_path: Path) -> None:
     """Most weights stay in each step, and the few that move go as far as all of them were to go."""

@@ -96,6 +96,7 @@ def test_a_decode_path_that_keeps_a_copy_of_the_adapters_is_found_once_they_are_
     assert found.source in spec_of("logprob-gap").instead(found)
 
 
+@pytest.mark.release
 def test_no_tokens_are_decoded_again_after_the_last_step_that_is_looked_at(tmp_path: Path) -> None:
     """A run that tries a fix for another failure does not pay for calls that would show what that fix is not about."""
     calls: list[int] = []
@@ -109,6 +110,7 @@ def test_no_tokens_are_decoded_again_after_the_last_step_that_is_looked_at(tmp_p
     assert gaps(watched(tmp_path, grpo(llama(fresh=False), steps=2), look_steps=1)) == []
 
 
+@pytest.mark.release
 def test_stale_copies_that_decoding_does_not_take_are_not_the_reason(tmp_path: Path) -> None:
     """The finding names no module and no line, and is not proven."""
     model = llama(fresh=False)

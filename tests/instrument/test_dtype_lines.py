@@ -50,6 +50,7 @@ def by_copy() -> nn.Module:
     return copy.deepcopy(Twice()).half()
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("make", "expected"),
     [

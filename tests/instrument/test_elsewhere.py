@@ -104,6 +104,7 @@ def test_a_program_that_may_compute_with_torch_is_told_from_others(
     assert len(list(seen(start).processes())) == (0 if works else 1)
 
 
+@pytest.mark.release
 def test_what_torch_compile_starts_is_no_computation_of_the_program() -> None:
     """Inductor starts Python to try what its compiler made, which loads torch."""
     started = f"import subprocess\nsubprocess.run([{sys.executable!r}, '-c', 'import torch'], check=True)"

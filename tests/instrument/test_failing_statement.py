@@ -63,6 +63,7 @@ def _averages_whole_numbers() -> None:
     torch.arange(4).mean()
 
 
+@pytest.mark.release(all_but=3)
 @pytest.mark.parametrize(
     ("work", "dtype"),
     [

@@ -85,6 +85,7 @@ def multiplied(net: Projection, folder: Path) -> Trace:
 WRONG, RIGHT = (torch.bfloat16, ["stale-dequant-buffer"]), (torch.float16, [])
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("kept", ["global", "attribute", "buffer"])
 @pytest.mark.parametrize(("read", "found"), [WRONG, RIGHT])
 def test_garbage_in_filled_memory_is_traced_back_to_the_packed_weight(
@@ -98,6 +99,7 @@ def test_garbage_in_filled_memory_is_traced_back_to_the_packed_weight(
     assert [(note.dtype, note.shape) for note in op.outputs] == [("float16", [64, 64])]
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("kept", ["global", "attribute", "buffer"])
 @pytest.mark.parametrize(("read", "found"), [WRONG, RIGHT])
 def test_memory_that_is_filled_unseen_is_told_by_its_values(
@@ -177,7 +179,7 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 """Ways to the product that has no bits of the weight left in its operand where float16 makes 0 of 1e-16."""
 
 
-@pytest.mark.release(all_but=2)
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("use", USES)
 def test_bits_that_a_cast_destroys_are_seen_before_the_cast(use: str, tmp_path: Path) -> None:
     """In both orders, as a view of a larger buffer that was made in inference mode; in memory of its own dtype nothing is said."""

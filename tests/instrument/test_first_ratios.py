@@ -88,6 +88,7 @@ CASES = {
 }
 
 
+@pytest.mark.release(all_but=3)
 @pytest.mark.parametrize("case", CASES)
 def test_a_ratio_is_told_where_rounding_alone_can_have_made_it(case: str, tmp_path: Path) -> None:
     """With identical weights and nothing random it compares two ways of computing; in every other case nothing is said of it."""

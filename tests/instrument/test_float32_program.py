@@ -44,7 +44,7 @@ def normalised(x: Tensor) -> Tensor:
     return x / x.norm(dim=-1, keepdim=True)
 
 
-@pytest.mark.release(all_but=4)
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     ("function", "words"),
     [
@@ -89,6 +89,7 @@ def loaded() -> nn.Module:
     return model
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("make", [cast, loaded])
 def test_a_parameter_that_a_cast_has_rounded_to_zero_is_named(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     """What the cast lost is known from the float32 value, also where the cast was long before."""
@@ -97,6 +98,7 @@ def test_a_parameter_that_a_cast_has_rounded_to_zero_is_named(make: Callable[[],
     assert "The parameter guard rounds to 0 in float16" in found.summary
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("function", [lambda x: x / x.sum(), lambda x: torch.log(x - 1)], ids=["0/0", "log"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_domain_error_is_one_that_the_float32_program_has_too(
@@ -188,6 +190,7 @@ def written_in_place(x: Tensor) -> Tensor:
     return torch.log(rows[0])
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     ("function", "words"),
     [
@@ -311,6 +314,7 @@ class Squared(nn.Module):
         return self.down(h * h).float()
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("up", "op", "fqn"), [(40.0, "aten.mul.Tensor", ""), (10.0, "aten.mm.default", "down")])
 def test_an_overflow_in_a_tensor_parallel_block_is_proven_on_the_local_tensors(
     up: float, op: str, fqn: str, one_rank: Any, tmp_path: Path

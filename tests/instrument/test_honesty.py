@@ -48,6 +48,7 @@ def seen(trace: Trace) -> set[str]:
     return {trace.sites[sample.site].fqn for sample in trace.samples if trace.sites[sample.site].kind == "output"}
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("method", ["write_samples", "write", "mark"])
 def test_an_error_inside_the_instruments_does_not_reach_the_program(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -325,7 +326,7 @@ def seen_of_process(directory: Path, work: Callable[[], Any]) -> Trace:
     return read_trace(directory)
 
 
-@pytest.mark.release(all_but=3)
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("work", "told"),
     [
@@ -361,6 +362,7 @@ def test_a_loss_inside_of_vmap_is_read_as_one_for_each_row(tmp_path: Path) -> No
     assert counts.losses > 0
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("given", "found"), [(True, "nonfinite-input"), (False, "domain-error")])
 def test_a_bad_input_is_told_from_a_bad_start_in_one_run(given: bool, found: str, tmp_path: Path) -> None:
     """NaN in what the model is called with is the data's; NaN that its own code makes before the first layer is not."""
@@ -393,6 +395,7 @@ def wrapped(inner: nn.Module) -> nn.Module:
     return Outer()
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("order", ["inner first", "outer first"])
 def test_a_model_inside_a_larger_one_has_one_name(order: str, tmp_path: Path) -> None:
     """Whichever was called first, everything is named from the larger one on."""

@@ -71,6 +71,7 @@ def by_itself() -> None:
     stepped(lambda layer: ByItself(layer.parameters()))
 
 
+@pytest.mark.release(all_but=3)
 @pytest.mark.parametrize(
     ("program", "told"),
     [

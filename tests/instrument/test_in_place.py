@@ -166,7 +166,7 @@ class OwnStep(torch.optim.Optimizer):
                 parameter.sub_(group["lr"] * parameter.grad / (self.past[-1].sqrt() + 1e-10))
 
 
-@pytest.mark.release(all_but=5)
+@pytest.mark.release(all_but=4)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("optimizer", "options", "finding", "confidence", "operators", "step"),
@@ -218,6 +218,7 @@ def in_place(directory: Path, program: Callable[[], Any], *, force: int = 0) -> 
     return watched(directory, work)
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     ("program", "name", "module"),
     [
@@ -237,6 +238,7 @@ def test_the_smallest_call_is_left_as_a_capsule(
     assert (tmp_path / f"{name}.safetensors").stat().st_size
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("limit", "is_left"), [(1, False), (1 << 40, True)])
 def test_a_capsule_keeps_the_limit_that_was_given(tmp_path: Path, limit: int, is_left: bool) -> None:
     """Also one above the usual 64 MiB; a capsule that is larger is not left."""
@@ -263,6 +265,7 @@ def test_all_capsules_of_a_run_together_have_a_limit(tmp_path: Path) -> None:
     assert sum(left) <= OF_ALL_CAPSULES * size
 
 
+@pytest.mark.release(all_but=3)
 @pytest.mark.parametrize(
     ("program", "finding", "op", "phase"),
     [
@@ -431,6 +434,7 @@ def promoted(z: Tensor, y: Tensor) -> Tensor:
     return (z - y).square().mean()
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("factor", [1e-9, 0.0])
 @pytest.mark.parametrize(("loss_of", "autocast"), [(nn.MSELoss(), True), (cast_before, False), (promoted, False)])
 def test_a_loss_whose_gradient_is_lost_on_the_way_to_the_model_is_no_healthy_one(
@@ -684,7 +688,7 @@ def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values()]
 
 
-@pytest.mark.release(all_but=2)
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("program", [trains_normalized, trains_overflowing, trains_llama, writes_in_place])
 def test_healthy_programs_are_bitwise_unchanged_by_forced_replays(
@@ -930,6 +934,7 @@ def dispatched(model: nn.Module, folder: Path) -> None:
     dispatch_model(model, {"0": "disk", "1": "cpu"}, "cpu", offload_dir=folder / "offload", force_hooks=True)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("spread", [offloaded, dispatched])
 def test_a_call_whose_weights_an_offload_loads_is_made_again(
     spread: Callable[[nn.Module, Path], None], tmp_path: Path

@@ -75,7 +75,7 @@ def _somewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: HOST)
 
 
-@pytest.mark.release(all_but=1)
+@pytest.mark.release
 @pytest.mark.usefixtures("_somewhere")
 @pytest.mark.parametrize(("way", "share"), [(in_a_block, 20), (in_a_trainer, 60)], ids=["watch", "callback"])
 def test_no_format_shows_a_secret(way: Way, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

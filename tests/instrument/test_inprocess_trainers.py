@@ -106,6 +106,7 @@ def test_trainers_of_trl_are_watched(make: Callable[..., Trainer], phases: set[s
     assert phases <= phases_in(tmp_path / "run")
 
 
+@pytest.mark.release
 def test_watch_around_a_trainer_says_what_the_callback_says(tmp_path: Path) -> None:
     """Training and the evaluation after it are in one report."""
     trainer = plain(tmp_path / "trainer")
@@ -134,6 +135,7 @@ def test_the_callback_as_the_readme_adds_it_names_the_operator(tmp_path: Path) -
     assert (tmp_path / "run" / "capsule").is_dir()
 
 
+@pytest.mark.release
 def test_one_callback_serves_several_trainings_and_an_end_that_was_not_told(tmp_path: Path) -> None:
     """Each training has a directory of its own; the one that raised is written up when the next one begins."""
     callback = dtypedoctor.DtypeDoctorCallback(tmp_path / "run")
@@ -148,6 +150,7 @@ def test_one_callback_serves_several_trainings_and_an_end_that_was_not_told(tmp_
     assert not any("did not complete" in line for line in second["coverage"])
 
 
+@pytest.mark.release
 def test_an_exception_that_is_told_is_in_the_report(tmp_path: Path) -> None:
     """`finish(error)` writes the training up at once, and again does nothing."""
     callback = dtypedoctor.DtypeDoctorCallback(tmp_path / "run")
@@ -175,6 +178,7 @@ def test_a_training_that_is_resumed_is_watched_from_there(tmp_path: Path) -> Non
     assert "1 optimizer step" in report["headline"]
 
 
+@pytest.mark.release
 def test_a_training_inside_a_watched_block_is_part_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The callback gives way and says so; training goes on."""
     callback = dtypedoctor.DtypeDoctorCallback(tmp_path / "inner")

@@ -58,6 +58,7 @@ def test_a_watched_block_leaves_what_exec_leaves(tmp_path: Path, capsys: pytest.
     assert call.startswith("dtypedoctor: failing call: ")
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("largest", "weight"), [(9e5, 1.0), (1.0, 6e4)])
 def test_an_input_that_float16_cannot_hold_is_told_from_what_the_model_computes(
     largest: float, weight: float, tmp_path: Path
@@ -200,6 +201,7 @@ def test_what_python_prints_of_an_exception_does_not_show_the_doctor(
     assert shown.args == ("bad gradient", 7)
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(("code", "status"), [(0, "healthy"), (None, "healthy"), (3, "error"), ("no data", "error")])
 def test_leaving_the_program_inside_the_block_is_no_failure_of_its_own(
     code: int | str | None, status: str, tmp_path: Path
@@ -232,6 +234,7 @@ def test_an_interrupted_block_says_so(tmp_path: Path) -> None:
     assert "interrupted" in report_in(tmp_path / "run")["headline"]
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("model", ["a path/to/a model", nn.Linear, torch.ones(2)], ids=["text", "class", "tensor"])
 def test_what_is_no_module_is_refused_before_anything_is_touched(model: object, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def signalled_inside(handler: Any, where: str) -> Callable[[Instruments], None]:
     return work
 
 
-@pytest.mark.release(all_but=6)
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("where", ["before_root", "on_return", "after_root"])
 @pytest.mark.parametrize("error", [Alarm, RuntimeError, Shutdown, KeyboardInterrupt])
 def test_whatever_a_signal_handler_raises_passes(
@@ -207,6 +207,7 @@ def touchy_tensor(*_: Any) -> None:
         Touchy.armed = False
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("own", [defect, failing_operator, program_code])
 def test_what_an_instrument_raises_or_provokes_stays_inside(tmp_path: Path, own: Callable[..., None]) -> None:
     """A defect of ours, an operator's error and what the program's own classes raise because we asked do not reach the program."""
@@ -247,6 +248,7 @@ def abandoned_calls(tmp_path: Path, error: type[BaseException]) -> Trace:
     return watched(tmp_path, work)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, Alarm])
 def test_a_call_that_an_exception_ends_is_over(tmp_path: Path, error: type[BaseException]) -> None:
     """After Ctrl-C in a notebook the next call of any model is an outermost call of its own."""

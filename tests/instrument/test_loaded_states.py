@@ -53,6 +53,7 @@ def train_what_was_assigned() -> None:
 CASES = [(train_it, ["checkpoint-dtype-mismatch"]), (ask_it, []), (train_what_fits, []), (train_what_was_assigned, [])]
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(("work", "expected"), CASES, ids=[work.__name__ for work, _ in CASES])
 def test_rounded_parameters_are_told_of_where_they_are_trained(
     work: Callable[[], None], expected: list[str], tmp_path: Path

@@ -9,6 +9,7 @@ from torch import nn
 import dtypedoctor
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_losses_beside_a_scaler_are_those_of_the_program_in_skipped_steps_too(tmp_path: Path, accumulated: int) -> None:
     """Not multiplied by the scale, and NaN in the step that the scaler skips."""

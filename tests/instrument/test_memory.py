@@ -234,7 +234,7 @@ def test_peak_memory_is_that_of_the_program(program: Callable[[], Any], tmp_path
     assert max(max(one) for one in found.values()) <= 1.02 * bare + ALLOWED, found
 
 
-@pytest.mark.release(all_but=1)
+@pytest.mark.release
 @pytest.mark.parametrize("program", [temporaries, without_gradients, half_training, attention])
 def test_peak_memory_under_the_op_trace_is_that_of_the_program(program: Callable[[], Any], tmp_path: Path) -> None:
     """What records each operator keeps none of its operands."""

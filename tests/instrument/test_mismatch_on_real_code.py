@@ -138,7 +138,7 @@ class Half(nn.Module):
         return self.does(self.weight)
 
 
-@pytest.mark.release(all_but=3)
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("does", "expected"),
     [
@@ -163,6 +163,7 @@ def test_an_operator_that_half_precision_lacks_is_told_from_one_that_fails_in_an
     assert all(finding.proven_by for finding in found if finding.id == "unsupported-dtype")
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint8])
 def test_indices_of_few_bits_are_to_be_int64(dtype: torch.dtype, tmp_path: Path) -> None:
     """The embedding runs with int64 in their place; a cast of anything to a floating-point dtype is not advised."""

@@ -57,7 +57,7 @@ def watched(kind: str, place: Path, *, fails: bool) -> list[weakref.ref[object]]
     return [weakref.ref(one) for one in (*model.modules(), *model.parameters(), *states)]
 
 
-@pytest.mark.release(all_but=2)
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("fails", [False, True], ids=["healthy", "fails"])
 @pytest.mark.parametrize("kind", ["plain", "reduced", "fsdp"])
 def test_what_was_watched_is_let_go_of(kind: str, fails: bool, pair: None, tmp_path: Path) -> None:
@@ -84,6 +84,7 @@ def test_the_inputs_of_a_step_die_with_it(tmp_path: Path) -> None:
         assert [step()() for _ in range(4)] == [None] * 4
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("mode", ["trained", "not backward", "no_grad", "kept output"])
 def test_a_model_dies_when_the_program_lets_go_of_it(mode: str, tmp_path: Path) -> None:
     """A program that frees one model to make room for the next must have that room, without Python's collector."""

@@ -157,6 +157,7 @@ def test_a_region_that_the_program_switches_off_is_told_from_one_that_torch_does
     assert warned == [__file__] * (not torch.cuda.is_available())
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("error", [False, True])
 def test_what_a_scaler_unscales_is_recorded_before_it_does(error: bool, tmp_path: Path) -> None:
     """Dtypes of parameters and gradients, and parameters of no known module."""

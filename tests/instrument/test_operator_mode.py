@@ -82,6 +82,7 @@ class Scales(nn.Module):
         return x + self.kept
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     "where", ["between modules", "in a module that is looked at", "under the op trace", "in an optimizer"]
 )

@@ -104,6 +104,7 @@ def _with_complex_gradients() -> None:
     torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, scale)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("work", "dtype", "how"),
     [

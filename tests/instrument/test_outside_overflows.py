@@ -105,7 +105,7 @@ FOUND = {
 HEALTHY = (other_branch, bounded, masked, equal, entropy, in_float32)
 
 
-@pytest.mark.release(all_but=6)
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("weigh", [*FOUND, *HEALTHY], ids=lambda weigh: str(weigh.__name__))
 def test_what_is_made_finite_again_is_found_where_float32_gives_something_else(
     weigh: Callable[[Tensor], Tensor], tmp_path: Path
@@ -133,6 +133,7 @@ def clipped_and_shown(parameters: list[nn.Parameter]) -> None:
     assert nn.utils.clip_grad_norm_(parameters, 1.0).item() == float("inf")
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     "clip", [clipped_by_torch, clipped_by_hand, clipped_and_shown], ids=lambda clip: str(clip.__name__)
 )
@@ -169,6 +170,7 @@ class Guarded(torch.autograd.Function):
         return gradient @ weight.t(), torch.nan_to_num(x.t() @ gradient, 0.0, 0.0, 0.0)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("scale", "ids"), [(3e4, ["silent-rescue"]), (1.0, [])])
 def test_gradients_that_a_custom_function_replaces_are_found(scale: float, ids: list[str], tmp_path: Path) -> None:
     """Its backward is the program's own code, and is followed as its forward is."""
@@ -194,6 +196,7 @@ class Layer(nn.Module):
         return Guarded.apply(x, self.weight)  # type: ignore[no-untyped-call,no-any-return]
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("scale", "ids"), [(3e4, ["silent-rescue"]), (1.0, [])])
 def test_gradients_that_a_custom_function_of_a_module_replaces_are_found(
     scale: float, ids: list[str], tmp_path: Path

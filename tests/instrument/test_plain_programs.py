@@ -29,7 +29,7 @@ def label_of(program: Callable[[], None]) -> tuple[int, list[str]]:
     return first + place, lines[place].partition(MARK)[2].split()
 
 
-@pytest.mark.release(all_but=8)
+@pytest.mark.release(all_but=4)
 @pytest.mark.parametrize("program", FAULTY, ids=lambda program: program.__name__)
 def test_the_operator_that_makes_inf_or_nan_is_found_in_one_run(program: Callable[[], None], tmp_path: Path) -> None:
     """A plain program in which a value stops being finite is no healthy one; operator and line are those that made it."""
@@ -42,7 +42,7 @@ def test_the_operator_that_makes_inf_or_nan_is_found_in_one_run(program: Callabl
     assert any(f".{op}." in named or f"`{op}`" in named for op in operators), named
 
 
-@pytest.mark.release(all_but=5)
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("program", HEALTHY, ids=lambda program: program.__name__)
 def test_infinities_that_are_meant_are_no_finding(program: Callable[[], None], tmp_path: Path) -> None:
     """Masks, bounds, running minima and gaps that the program fills are none of the doctor's business; all is measured without trouble."""
@@ -51,6 +51,7 @@ def test_infinities_that_are_meant_are_no_finding(program: Callable[[], None], t
     assert not trace.all(NotWatched)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("of", "infinity"), [(torch.log, " returns -inf in "), (torch.reciprocal, " returns inf in ")])
 def test_an_infinity_is_named_with_its_sign(
     of: Callable[[torch.Tensor], torch.Tensor], infinity: str, tmp_path: Path

@@ -20,6 +20,7 @@ def measured(case: Case, tmp_path: Path) -> Parity:
     return split(str(policy), scorer, others=list(map(str, others)), dtype=None, of_rows=len(rollouts))
 
 
+@pytest.mark.release(all_but=16)
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_a_gap_is_explained_by_what_made_it(case: Case, tmp_path: Path) -> None:
     result = measured(case, tmp_path)

@@ -37,6 +37,7 @@ def table(dtype: torch.dtype, wave: Callable[[Tensor], Tensor] = torch.cos, rows
     return wave(torch.outer(torch.arange(rows).to(dtype), FREQUENCIES.to(dtype))).float()
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("wave", [torch.cos, torch.sin])
 @pytest.mark.parametrize(("dtype", "rows"), [(BFLOAT16, 400), (HALF, 4096)])
 def test_a_table_of_rounded_angles_is_found(
@@ -48,6 +49,7 @@ def test_a_table_of_rounded_angles_is_found(
     assert [(f.id, f.confidence == "proven") for f in findings] == [("rounded-rotary-buffer", True)]
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     "healthy",
     [
@@ -73,6 +75,7 @@ def embedding(t: Tensor, frequencies: Tensor) -> Tensor:
 TIMES = torch.tensor([3, 999, 257, 514, 700])
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     "cast",
     [
@@ -88,7 +91,7 @@ def test_timesteps_in_half_precision_are_found(tmp_path: Path, cast: Callable[[T
     assert ("rounded-rotary-buffer", True) in evidence(tmp_path, Apply(cast), TIMES)
 
 
-@pytest.mark.release(all_but=3)
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("made", "found"),
     [
@@ -110,6 +113,7 @@ def test_timesteps_that_are_cast_before_the_call_are_found(
     assert [(f.id, f.confidence == "proven") for f in diagnose(trace)] == [("rounded-rotary-buffer", True)] * found
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("program", "found"),
     [
@@ -126,7 +130,7 @@ def test_sines_outside_of_modules_are_found(tmp_path: Path, program: Callable[[]
     assert all((f.source or "").startswith("test_rounded_angles.py:") for f in findings)
 
 
-@pytest.mark.release(all_but=3)
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     "healthy",
     [

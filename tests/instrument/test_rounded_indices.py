@@ -90,6 +90,7 @@ def in_a_closure(_: object) -> None:
     optimizer.step(closure)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("work", "line"),
     [
@@ -112,6 +113,7 @@ def count_inside(_: object) -> None:
         model(torch.ones(2, 300, dtype=torch.bfloat16)).sum().backward()
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("work", "line"),
     [
@@ -131,6 +133,7 @@ def test_positions_that_are_counted_in_half_precision_are_found(
     assert finding.proven_by is not None
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     ("work", "line"),
     [
@@ -167,6 +170,7 @@ def in_the_default_dtype(make: Callable[[], Tensor]) -> Callable[[object], None]
     return work
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     "make",
     [
@@ -202,7 +206,7 @@ def test_a_lookup_out_of_range_is_told_of_where_nobody_looks(tmp_path: Path) -> 
     assert "of 1,000 have changed" in finding.summary
 
 
-@pytest.mark.release(all_but=6)
+@pytest.mark.release(all_but=3)
 @pytest.mark.parametrize(
     "work",
     [

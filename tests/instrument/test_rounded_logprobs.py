@@ -369,7 +369,7 @@ def line_of(script: str, text: str) -> str:
     return f"train.py:{next(number for number, line in enumerate(lines, 1) if text in line)}"
 
 
-@pytest.mark.release(all_but=4)
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_rounded_log_probabilities_are_found_with_a_line_of_the_script(name: str, tmp_path: Path) -> None:
     """One finding, a warning, at a line of the script."""
@@ -381,7 +381,7 @@ def test_rounded_log_probabilities_are_found_with_a_line_of_the_script(name: str
     assert found.source.startswith("train.py:")
 
 
-@pytest.mark.release(all_but=4)
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_said_of_log_probabilities_that_keep_their_digits(name: str, tmp_path: Path) -> None:
     """Neither a finding, nor a word that something was not checked."""
@@ -390,7 +390,7 @@ def test_nothing_is_said_of_log_probabilities_that_keep_their_digits(name: str, 
     assert not [note for note in trace.all(NotWatched) if note.why.startswith(NOT_SEEN)]
 
 
-@pytest.mark.release(all_but=3)
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("name", "cast"),
     [
@@ -410,6 +410,7 @@ def test_a_cast_that_was_seen_is_named_and_proven(name: str, cast: str, tmp_path
     assert "before the rounding" in found.proven_by
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("name", "computed"),
     [("both in bfloat16", "F.log_softmax"), ("both in bfloat16 late float", "log_softmax(-1).float()")],
@@ -454,6 +455,7 @@ def test_a_loss_that_cannot_be_looked_into_is_named(name: str, tmp_path: Path) -
     assert any(note.why.startswith(NOT_SEEN) and name in note.what for note in trace.all(NotWatched))
 
 
+@pytest.mark.release
 def test_a_compiled_loss_is_looked_into(tmp_path: Path) -> None:
     """Its call is made once more in eager mode, in which the comparison is seen."""
     script = """

@@ -35,6 +35,7 @@ def added(
     return work
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     ("work", "line"),
     [
@@ -74,6 +75,7 @@ def gradients_of_many_passes(_: object) -> None:
     torch.optim.SGD(model.parameters(), 0.05).step()
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     ("work", "words"),
     [
@@ -94,6 +96,7 @@ def test_what_to_do_is_of_the_tensor_that_has_the_dtype(
     assert advice.startswith(words)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("start", [2000.0, 30000.0])
 def test_a_sum_that_begins_high_is_compared_with_what_is_added(tmp_path: Path, start: float) -> None:
     """Of what the loop adds a good part is lost, or made up, which beside the total is little."""
@@ -136,6 +139,7 @@ def with_a_part_taken_away(in_place: bool) -> Callable[[object], None]:
     return work
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("in_place", [True, False])
 def test_an_average_that_stands_still_is_no_sum(tmp_path: Path, in_place: bool) -> None:
     """What is added depends on what it is, so there are no terms whose sum it should be."""
@@ -143,7 +147,7 @@ def test_an_average_that_stands_still_is_no_sum(tmp_path: Path, in_place: bool) 
     assert found == ["update-stall"]
 
 
-@pytest.mark.release(all_but=5)
+@pytest.mark.release(all_but=3)
 @pytest.mark.parametrize(
     "work",
     [

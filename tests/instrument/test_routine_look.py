@@ -48,6 +48,7 @@ def binned(x: Tensor) -> Tensor:
     return torch.randn(9)[number] * number.float()
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("hide", [torch.nan_to_num, lambda y: torch.where(torch.isfinite(y), y, 0)])
 def test_an_overflow_that_training_leads_to_is_looked_at_in_the_next_call(
     tmp_path: Path, hide: Callable[[Tensor], Tensor]
@@ -62,6 +63,7 @@ def test_an_overflow_that_training_leads_to_is_looked_at_in_the_next_call(
     assert (one.call, one.values["born"]["op"], one.values["rescued"]) == (6, "aten.mul.Tensor", 4)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("zeroed", [False, True])
 def test_a_step_in_which_every_gradient_is_zero_has_the_next_call_looked_at(tmp_path: Path, zeroed: bool) -> None:
     """Squares that overflow in a divisor leave zeros that are finite; a loss that is zero by itself leaves nothing to be found."""
@@ -162,6 +164,7 @@ def test_an_overflow_in_place_is_followed(tmp_path: Path) -> None:
     assert (one.values["born"]["op"], one.values["op"]) == ("aten.index_add_.default", "aten.clamp_.default")
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     "work",
     [
@@ -190,6 +193,7 @@ def test_an_activation_cast_to_int_and_back_is_observed(tmp_path: Path) -> None:
     assert one.values["relative_error"] > 1
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     "work",
     [
@@ -216,7 +220,7 @@ CLIPPING = pytest.mark.skipif(
 )
 
 
-@pytest.mark.release(all_but=5)
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     ("size", "dtype", "lost"),
     [(1e-4, E4M3, "vanished"), pytest.param(3e4, E4M3, "clipped", marks=CLIPPING), (1e-7, E5M2, "vanished")],
@@ -253,7 +257,7 @@ def test_a_copy_into_a_float8_cache_is_a_cast(tmp_path: Path) -> None:
     assert one.values["op"] == "aten.copy_.default"
 
 
-@pytest.mark.release(all_but=4)
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     "work",
     [

@@ -14,7 +14,7 @@ from dtypedoctor.lab.verify.verdicts import FUNCTION, SAME, Verification
 from dtypedoctor.lab.verify.verifying import verify_saved
 
 
-@pytest.mark.release(all_but=30)
+@pytest.mark.release(all_but=16)
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_a_saved_model_gets_the_verdict_that_it_was_made_for(case: Case, tmp_path: Path) -> None:
     result = verify_saved(*case.make(tmp_path))

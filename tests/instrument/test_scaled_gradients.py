@@ -125,7 +125,7 @@ def other_loss(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scale
     scaler.update()
 
 
-@pytest.mark.release(all_but=3)
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("body", "line", "says"),
     [
@@ -161,6 +161,7 @@ def test_the_first_step_that_is_clipped_is_named(tmp_path: Path) -> None:
     assert (finding.step, finding.phase) == (3, "optimizer")
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("body", [clipped_first, clipped_by_hand], ids=lambda one: one.__name__)
 def test_a_training_that_the_wrong_limit_stops_is_found(tmp_path: Path, body: Body) -> None:
     """With the same rows in each step, gradients hardly change, and neither does what they are multiplied by."""
@@ -168,7 +169,7 @@ def test_a_training_that_the_wrong_limit_stops_is_found(tmp_path: Path, body: Bo
     assert "clips gradients to 1 " in finding.summary
 
 
-@pytest.mark.release(all_but=3)
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     "body", [unscaled_first, limit_scaled, averaged, unscaled_by_hand, other_loss], ids=lambda one: one.__name__
 )
@@ -177,6 +178,7 @@ def test_gradients_without_the_scale_are_not_told_of(tmp_path: Path, body: Body)
     assert not found(tmp_path, body)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("body", [clipped_first, scaled_twice, stepped_alone], ids=lambda one: one.__name__)
 def test_a_disabled_scaler_scales_nothing(tmp_path: Path, body: Body) -> None:
     """What would be wrong with a scale is right without one."""
@@ -195,6 +197,7 @@ def clipped_one_by_one(model: nn.Module, optimizer: torch.optim.Optimizer, scale
     scaler.update()
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("skips", [True, False], ids=["skipped steps", "used steps"])
 def test_gradients_of_skipped_steps_may_be_clipped_by_hand(tmp_path: Path, skips: bool) -> None:
     """0 times inf is NaN in a gradient that the scaler throws away; without a scaler a parameter gets it."""

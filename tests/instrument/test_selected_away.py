@@ -70,6 +70,7 @@ def findings(folder: Path, model: nn.Module, use: Callable[[Tensor, Tensor], Ten
     return [one.id for one in diagnose(in_place(folder, program)) if one.severity is not Severity.INFO]
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("model", [Mean(), Attention()], ids=["mean", "attention"])
 @pytest.mark.parametrize("use", [left_out, marked])
 def test_rows_that_the_caller_leaves_out_are_no_failure(
@@ -79,6 +80,7 @@ def test_rows_that_the_caller_leaves_out_are_no_failure(
     assert findings(tmp_path, model, use) == []
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     ("model", "use", "told"),
     [
@@ -95,6 +97,7 @@ def test_rows_that_are_used_or_that_half_precision_has_spoiled_are_told(
     assert told in findings(tmp_path, model, use)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_ordinary_numbers_that_overflow_before_a_model_are_its_origin_whatever_their_sign(
     tmp_path: Path, sign: float

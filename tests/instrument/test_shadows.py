@@ -465,6 +465,7 @@ def short_lengths() -> None:
     (torch.arange(1000, dtype=lengths.dtype) < lengths).sum(1).tolist()
 
 
+@pytest.mark.release(all_but=12)
 @pytest.mark.parametrize(
     ("work", "id", "line", "says"),
     [
@@ -798,6 +799,7 @@ def reported() -> None:
     print(-rows.to(HALF).log_softmax(-1)[:, 0].mean().item())
 
 
+@pytest.mark.release(all_but=6)
 @pytest.mark.parametrize(
     "work",
     [

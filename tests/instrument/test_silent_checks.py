@@ -45,6 +45,7 @@ def trained(dtype: torch.dtype, make: Callable[[Any], torch.optim.Optimizer], st
     return work
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     "make",
     [
@@ -66,6 +67,7 @@ def test_updates_that_bfloat16_rounds_away_are_counted_by_a_float32_copy_of_the_
     assert (last.values["checks"], last.values["first_step"]) == (3, 1)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("dtype", "lr"),
     [(torch.float32, 1e-7), (torch.bfloat16, 0.1), (torch.bfloat16, 0.0)],
@@ -133,6 +135,7 @@ def test_a_fused_step_that_divides_by_a_second_moment_of_zero_is_compared_with_f
     assert worst["overshot"] >= 0.01 * worst["elements"]
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     ("dtype", "make"),
     [
@@ -194,6 +197,7 @@ def _loads_between(net: nn.Module, optimizer: torch.optim.Optimizer) -> Callable
     return lambda: optimizer.load_state_dict(begun)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("change", "lr"), [(_clips_after, 5e-5), (_clears_between, 1e-2), (_empties_between, 1e-2), (_loads_between, 1e-2)]
 )
@@ -256,6 +260,7 @@ def folder(parent: Path, name: str) -> Path:
     return path
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_disabled_scaler_is_none(tmp_path: Path, enabled: bool) -> None:
     """It multiplies no loss, so that gradients may be flushed to zero as without it."""
@@ -282,6 +287,7 @@ def test_float32_gradients_are_not_counted(tmp_path: Path) -> None:
     assert observed(tmp_path, "gradient-zeros", work) == []
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("silently", [False, True], ids=["optimizer", "data"])
 @pytest.mark.parametrize(
     ("net", "layers"),
@@ -309,6 +315,7 @@ def test_a_layer_that_autocast_gives_an_old_weight_is_run_again_without_the_cach
     assert all(o.values["relative_error"] > 0.01 for o in found)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("cached", [True, False], ids=["two regions", "no cache"])
 def test_a_region_of_its_own_or_no_cache_is_healthy(tmp_path: Path, cached: bool) -> None:
     """The copy is made anew."""
@@ -340,6 +347,7 @@ class Rotary(nn.Module):
 FREQUENCIES = 10000.0 ** (-torch.arange(0, 32, 2) / 32)
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     ("table", "found"),
     [
@@ -455,6 +463,7 @@ class Places(nn.Module):
         return self.use(x)
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("use", "found"),
     [
@@ -472,6 +481,7 @@ def test_positions_that_bfloat16_rounds_together_are_found(
     assert [(one.id, one.confidence) for one in diagnose(trace)] == [(found, "proven")]
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     "use",
     [
@@ -635,6 +645,7 @@ def patch_function_past_key_values(target_obj, attr_name, new_functions):
 """
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("takes", "answered"), [(("h",), False), (("h", "x"), True), (("x",), True)])
 def test_a_patch_that_unsloth_zoo_answers_it_did_not_make_is_observed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes: tuple[str, ...], answered: bool
@@ -726,6 +737,7 @@ def test_one_temperature_that_never_moves_is_found_beside_a_layer_that_does(tmp_
     assert found[0].confidence == "proven"
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("layer", ["functional", "outside"])
 def test_a_bias_before_a_softmax_does_not_stall(tmp_path: Path, layer: str) -> None:
     """All scores of a row get it, so its gradients cancel, also where no module's output shows that; the loss trains on."""

@@ -251,6 +251,7 @@ def measured() -> None:
         assert float(distance.abs().max()) == 0.0
 
 
+@pytest.mark.release(all_but=6)
 @pytest.mark.parametrize(
     ("work", "id", "line"),
     [
@@ -378,7 +379,7 @@ def narrow_and_moving() -> None:
                 p.grad = None
 
 
-@pytest.mark.release(all_but=5)
+@pytest.mark.release(all_but=3)
 @pytest.mark.parametrize(
     "work",
     [
@@ -398,6 +399,7 @@ def test_state_that_is_as_it_should_be_is_not_told_of(tmp_path: Path, work: Call
     assert told_of(tmp_path, work) == []
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("steps", "found"), [(160, ["rounded-sum"]), (80, [])], ids=["stuck", "exact"])
 def test_a_count_that_sticks_is_found_where_few_steps_are_looked_at(
     tmp_path: Path, steps: int, found: list[str]

@@ -203,6 +203,7 @@ class Block(nn.Module):
         return x + self.attention(hidden=x, mask=mask, turns=turns, ids=torch.arange(2))[0]
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("at", [frozenset[str](), frozenset({"cpu"})], ids=["immediate", "batched"])
 def test_calls_with_keyword_arguments_are_recorded_alike_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: frozenset[str]

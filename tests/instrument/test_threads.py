@@ -63,6 +63,7 @@ def timer(work: Callable[[], Any]) -> None:
     one.join()
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("run", [thread, pool, subclass, timer])
 def test_an_operator_in_a_thread_is_measured(run: Callable[..., None], tmp_path: Path) -> None:
     """A logarithm of zero in a thread is found at its line, and every operator is counted and measured."""

@@ -81,7 +81,7 @@ def train(
         after()
 
 
-@pytest.mark.release(all_but=4)
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("policy_first", [False, True])
 @pytest.mark.parametrize("alone", [False, True], ids=["all scores", "tokens alone"])
 @pytest.mark.parametrize("narrow", ["policy", "reference"])
@@ -202,6 +202,7 @@ def quiet_pairs() -> dict[str, Callable[[], None]]:
     }
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("name", quiet_pairs())
 def test_pairs_that_are_as_they_should_be(tmp_path: Path, name: str) -> None:
     """None of them is a finding."""
@@ -275,6 +276,7 @@ class Adapted(nn.Module):
         return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
 def test_an_adapter_that_has_been_trained_makes_other_weights(tmp_path: Path, *, trained: bool) -> None:
     """A new one changes nothing, and the reference has none."""

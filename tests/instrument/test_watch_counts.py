@@ -147,6 +147,7 @@ def waits(work: Callable[[], object]) -> Counter[str]:
     return Counter({one.key: one.count for one in profile.key_averages() if one.key in WAITS})
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("every", [1, 0])
 def test_behind_a_stream_no_operator_is_added_that_the_host_waits_for(tmp_path: Path, every: int) -> None:
@@ -305,6 +306,7 @@ def test_an_ordinary_step_leaves_few_bytes(tmp_path: Path) -> None:
     assert sizes[0] <= sizes[1] / 10
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("options", [{}, {"every": 3}, {"every": 0}, {"watch": False}], ids=str)
 def test_training_is_bitwise_the_same_under_every_kind_of_watch(tmp_path: Path, options: dict[str, Any]) -> None:
     """Losses and parameters after some steps do not depend on what is measured, nor on when."""
@@ -316,6 +318,7 @@ def test_training_is_bitwise_the_same_under_every_kind_of_watch(tmp_path: Path, 
     assert all(torch.equal(a, b) for a, b in zip(bare.state(), watched.training.state(), strict=True))
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize("options", [{}, {"every": 0}, {"budget": "5%"}, {"budget": "1/4"}], ids=str)
 def test_no_graph_break_and_no_compilation_is_added(tmp_path: Path, options: dict[str, Any]) -> None:
     """What torch compiles is the same with the watch as without, also at the second call."""

@@ -49,6 +49,7 @@ def test_every_workload_that_a_scenario_can_name_is_there() -> None:
     assert {*named, "plugin", "script"} == set(workload["discriminator"]["mapping"])
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("workload", TRAINING, ids=lambda workload: str(workload["kind"]))
 def test_training_reports_loss_gradient_norm_and_time_of_each_step(workload: dict[str, Any], tmp_path: Path) -> None:
     """And the policy is probed before the first step and after each."""
@@ -202,6 +203,7 @@ def of_the_compiler(trace: Trace) -> list[Any]:
     return [found.what for found in trace.all(Observed) if found.phase == "compile"]
 
 
+@pytest.mark.release
 def test_a_graph_break_that_is_refused_is_an_exception_and_recorded_all_the_same(tmp_path: Path) -> None:
     """With `fullgraph` the run ends there; an unwatched run leaves the compiler alone."""
     trace = compiled(tmp_path, fullgraph=True)

@@ -62,6 +62,7 @@ def training(write: Callable[[Tensor], Tensor]) -> Callable[[], None]:
     return program
 
 
+@pytest.mark.release(all_but=2)
 @pytest.mark.parametrize(
     "write",
     [assigns(INF), assigns(NAN), assigns_rows, fills, replaces],

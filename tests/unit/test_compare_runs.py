@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from compared import OK, compared, saved, three_modules
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from traces import TraceBuilder
 
@@ -208,7 +208,6 @@ def built(rows: list[tuple[str, str, int, float]]) -> Trace:
     return trace.build()
 
 
-@settings(max_examples=150)
 @given(measurements, measurements)
 def test_every_measurement_is_accounted_for_and_the_sides_can_be_swapped(
     rows_a: list[tuple[str, str, int, float]], rows_b: list[tuple[str, str, int, float]]

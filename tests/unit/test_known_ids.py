@@ -26,6 +26,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["run", "bisect"])
 def test_unknown_ids_end_a_command_before_anything_runs(verb: str, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def test_what_comes_with_dtypedoctor_is_declared_without_torch(kind: str, name: 
     assert (left_out, torch) == ("", "False")
 
 
+@pytest.mark.release(all_but=3)
 @pytest.mark.parametrize(
     ("code", "why"),
     [
@@ -128,6 +129,7 @@ def command(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.release(all_but=3)
 @pytest.mark.parametrize(
     ("body", "why"),
     [
@@ -184,6 +186,7 @@ def test_make_finding_without_a_class_proposes_the_corrections_for_it(fqn: str, 
     assert printed(tmp_path, code) == [fixes]
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "why"),

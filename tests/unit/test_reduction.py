@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from math import log2
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dtypedoctor.lab.trials.reduction import (
@@ -80,7 +80,6 @@ def assert_one_minimal(result: Result, oracle: Oracle) -> None:
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
-@settings(max_examples=250)
 @given(culprits=plantings)
 def test_planted_culprits_are_found_exactly_and_within_the_probe_bound(shape: str, culprits: set[str]) -> None:
     """k culprits that each must be treated cost at most 2 k log2(n) + k probes, sanity and 1-minimality included."""
@@ -91,7 +90,6 @@ def test_planted_culprits_are_found_exactly_and_within_the_probe_bound(shape: st
     assert_one_minimal(result, needs(culprits))
 
 
-@settings(max_examples=200)
 @given(shape=shapes, others=plantings, pair=st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)))
 def test_of_a_pair_that_only_fails_together_one_is_found(shape: str, others: set[str], pair: tuple[str, str]) -> None:
     """Where treating either of two modules cures, one of them is enough, next to independent culprits."""
@@ -106,7 +104,6 @@ def test_of_a_pair_that_only_fails_together_one_is_found(shape: str, others: set
     assert_one_minimal(result, oracle)
 
 
-@settings(max_examples=100)
 @given(shape=shapes, pair=st.sets(st.sampled_from(NAMES), min_size=2, max_size=2))
 def test_a_pair_that_must_be_treated_together_is_found(shape: str, pair: set[str]) -> None:
     """Where each alone changes nothing and both cure, both are found; where each alone makes it fail otherwise, too."""
@@ -121,7 +118,6 @@ def test_a_pair_that_must_be_treated_together_is_found(shape: str, pair: set[str
         assert result.probes <= bound(2)
 
 
-@settings(max_examples=250)
 @given(
     shape=shapes,
     culprits=plantings,
@@ -177,7 +173,6 @@ def forests(names: list[str]) -> st.SearchStrategy[list[Node]]:
     return st.composite(lambda draw: nest(draw, names, 3))()
 
 
-@settings(max_examples=400)
 @given(data=st.data(), count=st.integers(1, 20), seed=st.integers(0, 2**32))
 def test_any_test_whatever_ends_in_a_one_minimal_set(data: st.DataObject, count: int, seed: int) -> None:
     """Even outcomes without rhyme or reason end, after fewer than (n + 3)^2 probes, in a 1-minimal set."""
@@ -195,7 +190,6 @@ def test_any_test_whatever_ends_in_a_one_minimal_set(data: st.DataObject, count:
     assert_one_minimal(result, oracle)
 
 
-@settings(max_examples=250)
 @given(culprits=plantings, weights=st.lists(st.floats(0, 1e6), min_size=MODULES, max_size=MODULES))
 def test_misleading_weights_do_not_break_the_probe_bound(culprits: set[str], weights: list[float]) -> None:
     """Whatever the weights say, the culprits are found within the bound for equal ones."""

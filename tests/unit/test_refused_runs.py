@@ -166,6 +166,7 @@ def test_what_an_interruption_has_left_makes_room_and_strangers_files_are_set_as
         assert [path.name for path in (tmp_path / "run" / f"before.kept-{number}").iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("finding", "steps"), [("float16-overflow", 1), ("router-flip", None)])
 def test_fixes_are_looked_at_for_what_stays_finite_as_long_as_that_is_what_failed(
     finding: str, steps: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from goldens import assert_golden
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from report_builders import EVIL, everything, healthy, hostile, mismatch, overflow, worker_died
@@ -135,7 +135,6 @@ def test_a_thousand_scenarios_fit_into_a_comment() -> None:
     assert "more parts left out" in text
 
 
-@settings(max_examples=300)
 @given(st.text(max_size=60))
 def test_any_text_stays_one_cell_and_brings_no_markup(text: str) -> None:
     """Prose and code are safe in a table for whatever they are given."""
@@ -145,7 +144,6 @@ def test_any_text_stays_one_cell_and_brings_no_markup(text: str) -> None:
     assert tags <= {"<code>", "</code>"}
 
 
-@settings(max_examples=300)
 @given(st.text(max_size=60))
 def test_any_text_in_a_list_or_a_block_stays_there(text: str) -> None:
     """A text that begins like a heading, a list or a fence is still only text."""

@@ -28,7 +28,7 @@ DEFAULT = {"test_some[0]", "test_on_a_gpu", "test_always"}
 REST = {"test_some[1]", "test_rare"}
 
 
-@pytest.mark.release(all_but=2)
+@pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("options", "chosen"),
     [([], DEFAULT), (["-m", "release"], REST), (["-m", ""], DEFAULT | REST), (["-m", "gpu"], {"test_on_a_gpu"})],
