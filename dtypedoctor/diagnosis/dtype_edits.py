@@ -287,6 +287,15 @@ def cast_met_weights(scene: Scene) -> Changes | None:
     return _set_notes(scene, notes, scene.finding.dtype)
 
 
+def changes_most_weights(scene: Scene, maker: str) -> bool:
+    """Whether an edit changes the weights that the odd operand meets on a line that gave most weights of the model their dtype: other edits come first."""
+    if maker != "cast-met-weights":
+        return False
+    weights = [note for note in scene.parameters.values() if not note.buffer]
+    lines = {note.set_at for link in scene.finding.met[-1:] for note in weights if note.name == _name_in(link)}
+    return bool(lines - {None}) and 2 * sum(note.set_at in lines for note in weights) > max(len(weights), 2)
+
+
 def set_float32(scene: Scene) -> Changes | None:
     """Makes the parameters of the finding float32, on the line that gave them their dtype."""
     return _set_notes(scene, list(_odd_notes(scene)), "float32")
@@ -457,15 +466,19 @@ def _without_bfloat16(source: Source, node: ast.AST) -> list[Change]:
 def _other_dtype(source: Source, node: ast.Attribute, dtype: str) -> list[Change]:
     """Another dtype in the place of one that is named; of a table of precisions, which is right, the key of the other where the program gives that of this one."""
     table = source.parents.get(node)
-    if isinstance(table, ast.Dict):
-        pairs = zip(table.keys, table.values, strict=True)
-        keys = {ast.unparse(value): key for key, value in pairs if isinstance(key, ast.Constant)}
-        own, other = keys.get(ast.unparse(node)), keys.get(f"torch.{dtype}")
-        constants = (one for one in source.every(ast.Constant) if own is not None and one.value == own.value)
-        given = [one for one in constants if isinstance(source.parents.get(one), _GIVES)]
-        if other is not None and given:
-            return [source.instead(one, source.text(other)) for one in given]
-    return [source.instead(node, f"torch.{dtype}")]
+    pairs = zip(table.keys, table.values, strict=True) if isinstance(table, ast.Dict) else ()
+    keys = {ast.unparse(value): key for key, value in pairs if isinstance(key, ast.Constant)}
+    own, other = keys.get(ast.unparse(node)), keys.get(f"torch.{dtype}")
+    given = _given(source, own.value) if own is not None and other is not None else []
+    if other is None or not given:
+        return [source.instead(node, f"torch.{dtype}")]
+    return [source.instead(constant, source.text(other)) for constant in given]
+
+
+def _given(source: Source, value: object) -> list[ast.Constant]:
+    """Where a program gives a constant."""
+    constants = [constant for constant in source.every(ast.Constant) if constant.value == value]
+    return [constant for constant in constants if isinstance(source.parents.get(constant), _GIVES)]
 
 
 _GIVES = (ast.Call, ast.keyword, ast.Assign, ast.AnnAssign, ast.arguments, ast.Subscript)

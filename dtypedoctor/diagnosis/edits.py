@@ -272,7 +272,8 @@ def _first_way(finding: Finding) -> str:
 def edits_for(scene: Scene, makers: Sequence[str]) -> Iterator[tuple[tuple[Edit, ...], str]]:
     """The lines that each maker changes which sees what to change, and its name; where none does, no lines, and the name of what would help."""
     shown: set[tuple[Edit, ...]] = {()}
-    for name in value_edits.fitting(scene, tuple(makers)):
+    fitting = value_edits.fitting(scene, tuple(makers))
+    for name in sorted(fitting, key=partial(dtype_edits.changes_most_weights, scene)):
         made = MAKERS[name](scene) or []
         # One change, or several of which each may be the right one
         for source, changes in [made] if isinstance(made, tuple) else made:

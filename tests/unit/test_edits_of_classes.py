@@ -13,6 +13,7 @@ from test_edits import first_edits
 from traces import TraceBuilder, tensor
 
 from dtypedoctor.diagnosis import spec_of
+from dtypedoctor.diagnosis.dtype_edits import changes_most_weights
 from dtypedoctor.diagnosis.edits import edits_for
 from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Link, Severity
 from dtypedoctor.diagnosis.scene import Scene
@@ -543,6 +544,22 @@ def test_weights_keep_their_dtype_where_they_meet_another_outside_of_modules(tmp
     """An average of the weights in float32 asks for a cast where it is updated, not for a float32 model."""
     made = ("model = net.to(torch.bfloat16)", "average.lerp_(p, 1 - decay)")
     assert edited(lerped(tmp_path, *made, takes=["tensor"] * 3), "cast-met-weights") == ""
+
+
+@pytest.mark.parametrize(("others_at", "is_wide"), [(2, True), (9, False)])
+def test_a_line_that_gave_most_weights_their_dtype_is_changed_last(
+    others_at: int, is_wide: bool, tmp_path: Path
+) -> None:
+    """To cast what one layer gets is less than a model in float32; a line that makes this layer alone changes no more than that."""
+    lines_set = (2, others_at, others_at, others_at)
+    weights = [
+        parameter(f"layers.{i}.weight", "bfloat16", (2, 2, 8, 32), set_at=f"{tmp_path}/train.py:{line}")
+        for i, line in enumerate(lines_set)
+    ]
+    met = (Link(op="load-dtype: layers.0.weight", fqn=None, dtype_in=None, dtype_out="bfloat16", source="train.py:2"),)
+    read = program(tmp_path, "model = Net().to(torch.bfloat16)", None, *weights, dtype="float32", met=met)
+    assert changes_most_weights(read, "cast-met-weights") is is_wide
+    assert not changes_most_weights(read, "cast-operand")
 
 
 def test_of_other_writes_to_the_same_rows_only_what_a_call_returns_is_cast(tmp_path: Path) -> None:
