@@ -26,7 +26,7 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.examination.capsules import caught_in
 from dtypedoctor.examination.fixes import ABLATIONS, exec_option, remedy_named
 from dtypedoctor.examination.processes import rank_of, ranks_of, said_of_spawned, summarise
-from dtypedoctor.examination.results import NOT_REQUESTED, Observer, Outcome, Treatment, Trial, not_tried
+from dtypedoctor.examination.results import NOT_REQUESTED, REPLAYED, Observer, Outcome, Treatment, Trial, not_tried
 from dtypedoctor.foreign_files import read_file
 from dtypedoctor.plugins import Remedy
 from dtypedoctor.replay.capsule import CallFix, Capsule, NoCapsule
@@ -67,6 +67,7 @@ class EditTrials:
         attempt: None where the program cannot be run again.
         made: edited runs so far.
         spent: seconds that they have taken.
+        why_not: why the program is not run again, where it is not.
         shown: what the last of them has shown, as a sentence.
         moved: whether it failed, and otherwise than the program as it is.
     """
@@ -77,6 +78,7 @@ class EditTrials:
     attempt: Attempt | None = None
     made: int = 0
     spent: float = 0.0
+    why_not: str = "the program is not run again from here"
     shown: str = ""
     moved: bool = False
 
@@ -101,7 +103,7 @@ class EditTrials:
     def _run(self, finding: Finding, edits: Sequence[Edit]) -> tuple[str | None, str]:
         """``run`` and what speaks against the edit, empty where nothing does; or None, and why the edited program was not run."""
         if self.attempt is None:
-            return None, "the program is not run again from here"
+            return None, self.why_not
         if self.before.exit.seconds > SECONDS:
             return None, f"a run of the program takes {self.before.exit.seconds:.0f} s, and edits get {SECONDS:.0f} s"
         if self.made >= MOST_TRIALS or self.spent >= SECONDS:
@@ -167,6 +169,9 @@ _ON_THE_CALL = " Tried on the failing call only."
 _WHERE = {"call": "on the failing call", "run": "in a run"}
 
 
+_LATER = "run the program with the edit above first"
+
+
 def judge_edits(findings: Sequence[Finding], advice: Sequence[Advice], trials: EditTrials) -> tuple[Advice, ...]:
     """The advice on each finding, with edits only where they were tried and help: of several ways the first that does.
 
@@ -178,7 +183,7 @@ def judge_edits(findings: Sequence[Finding], advice: Sequence[Advice], trials: E
         for way in (first, *first.others):
             ways.append(trials.judged(finding, replace(way, others=())))
             if ways[-1].edits:
-                trials = replace(trials, attempt=None)
+                trials = replace(trials, attempt=None, why_not=_LATER)
                 break
         trials = replace(trials, capsule=None)  # the call of the capsule fails as the first finding says
         judged.append(ways[-1] if ways[-1].edits else _in_words(finding, ways))
@@ -489,7 +494,7 @@ def _explains_what_it_raised(trace: Trace) -> bool:
 
 def _compared(seen: Sequence[ReplayedCall]) -> Look:
     """What the replays are worth: whether they went as the calls did."""
-    begun = f"Op trace: {_number_of(seen)} replayed in the process itself, {_moment_of(seen)}"
+    begun = f"{REPLAYED}{_number_of(seen)} replayed in the process itself, {_moment_of(seen)}"
     doubt = next((what.doubt for what in seen if what.doubt), "")
     if doubt:
         return Look(certificate=f"{begun}; the replay differed: {doubt}.", differs=doubt)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 NOT_REQUESTED = "not requested"
 """How the reason of a trial begins that nobody has asked for."""
+REPLAYED = "Op trace: "
+"""How the sentence begins, among what was not covered, that says how calls which were made again compare with the run."""
 NOT_MADE = " could not be made: "
 """Between a run that was asked for and why there is none, among what was not covered."""
 WRONG_OUTPUT = 0.25

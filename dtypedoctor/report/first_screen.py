@@ -224,6 +224,7 @@ def _brief_data(report: Report, longest: int, *, with_edit: bool) -> Mapping[str
         "origin": [one_line(line, longest) for line in (origins(first) if first else [])[:3]],
         "noticed": one_line(report.noticed or ended_with(report), longest),
         "why": clipped((first.proven_by and f"proven: {first.proven_by}") or first.cause, longest) if first else "",
+        "evidence": [clipped(text, longest // 2) for text in first.evidence[:_MOST_OTHERS]] if first else [],
         "do_this": clipped(advice.text, longest) if advice else "",
         "edit": edit if edit and with_edit else None,
         "tried": advice.tried if edit and advice else None,

@@ -7,6 +7,7 @@ from typing import Any
 from dtypedoctor.diagnosis.rule import Finding, Link, Severity
 from dtypedoctor.diagnosis.wording import indexed, module_name
 from dtypedoctor.dtypes import short_name
+from dtypedoctor.examination.results import REPLAYED
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.report.document import (
     Bar,
@@ -193,7 +194,7 @@ def magnitude_section(report: Report) -> Section:
     table = Table(("", "module", "dtype", "absmax", "in its range", ""), cells)
     limits = {short_name(row.dtype): number(limit(row.dtype)) for row in rows if limit(row.dtype) is not None}
     ends = ", ".join(f"{dtype} {largest}" for dtype, largest in limits.items())
-    scale = f"Bars: log scale, from the dtype's smallest normal value to its max ({ends or ABSENT})."
+    scale = f"absmax: of the finite elements. Bars: log scale, from the dtype's smallest normal value to its max ({ends or ABSENT})."
     return Section(title, (table, Paragraph(scale, Look.DIM)), "strip", "Magnitudes")
 
 
@@ -230,12 +231,13 @@ def _module_of(row: StripRow, names: set[str]) -> Line:
 
 def _trust(report: Report) -> Section:
     """Observer certificate, expectation, and what was not covered."""
-    sentences = (observer_sentence(report.observer), measured_sentence(report), raw_sentence(report))
+    replayed = [text for text in report.coverage if text.startswith(REPLAYED)]
+    sentences = (observer_sentence(report.observer), *replayed, measured_sentence(report), raw_sentence(report))
     blocks: list[Block] = [Paragraph(sentence) for sentence in sentences if sentence]
     if report.expectation:
         blocks.append(Paragraph(expectation_line(report)))
-    if report.coverage:
-        blocks += [Heading("not covered"), Items(report.coverage)]
+    if gaps := tuple(text for text in report.coverage if text not in replayed):
+        blocks += [Heading("not covered"), Items(gaps)]
     return Section("Can this be trusted?", tuple(blocks), "trust", "Trust")
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from report_builders import EVIL, everything, healthy, hostile, mismatch, overflow, worker_died
 
+from dtypedoctor.examination.results import REPLAYED
 from dtypedoctor.lab.cli.matrix import matrix_document, row_of
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.to_json import Report
@@ -171,3 +172,16 @@ def test_a_block_is_cut_between_lines() -> None:
     assert block.startswith("```yaml\nline 0\n")
     assert "more lines left out" in block
     assert block.count("```") == 2
+
+
+def test_what_was_made_again_is_among_what_can_be_trusted() -> None:
+    """Not among what was not covered, in which report.json keeps it."""
+    gap, replayed = (
+        "a forked process: not watched.",
+        f"{REPLAYED}1 failed call replayed; the results are bitwise equal.",
+    )
+    told = render_markdown(run_document(replace(overflow(), coverage=(gap, replayed))))
+    covered, _, gaps = told.partition("### Can this be trusted?")[2].partition("**Not covered**")
+    assert "1 failed call replayed" in covered
+    assert gap in gaps
+    assert "1 failed call replayed" not in gaps

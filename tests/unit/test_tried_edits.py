@@ -183,6 +183,14 @@ def test_an_edit_that_was_not_tried_is_told_in_words() -> None:
     assert "the program is not run again from here" in judged().text
 
 
+def test_edits_of_later_findings_wait_for_the_first() -> None:
+    """What is left to mend shows when the program runs with the edit that helps."""
+    ways = [Advice(finding=FINDING.id, text="Use it.", edits=(edit,)) for edit in (EDIT, OTHER)]
+    first, second = judge_edits([FINDING, FINDING], ways, EditTrials(BEFORE, attempt=lambda *_: run(trained())))
+    assert first.edits == (EDIT,)
+    assert second.text == "Use it. Not tried at train.py:3: run the program with the edit above first."
+
+
 def test_a_run_that_does_not_come_to_the_failure_shows_nothing() -> None:
     """It was stopped at its time limit."""
     stopped = run(trained(1), steps=1, ended=replace(OK, timed_out=True))

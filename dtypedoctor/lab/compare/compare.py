@@ -10,6 +10,7 @@ from math import hypot
 from typing import Any, NamedTuple, TypeVar
 
 from dtypedoctor.analysis import How, analysis_of, ending_of
+from dtypedoctor.diagnosis.wording import named_in
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.lab.compare.comparison import (
     Difference,
@@ -459,7 +460,7 @@ def describe(saved: SavedRun) -> Side:
         ended=ending_of(saved.run).words,
         device="+".join(sorted(devices)),
         dtypes=tuple(name for name, _ in Counter(site.dtype for site in outputs).most_common()),
-        findings=tuple((finding.id, finding.summary) for finding in analysis_of(trace).failures),
+        findings=tuple((finding.id, named_in(trace, finding).summary) for finding in analysis_of(trace).failures),
         damage=damage,
     )
 
