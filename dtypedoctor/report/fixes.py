@@ -98,6 +98,10 @@ def fixes_part(report: Report) -> Section:
         blocks.append(Paragraph(inside))
     if report.replay is not None and cures(report):
         blocks.append(Paragraph(_FIXED_HERE, Look.DIM))
+    if report.do_this and report.do_this[0].edits and report.do_this[0].tried == "run":
+        blocks.append(
+            Paragraph("The edit under Do this was tried in a run of the whole program, which passes with it.")
+        )
     if on_the_call:
         blocks += [Heading("on the failing call alone"), *_table(on_the_call)]
         blocks += [Paragraph(_FIXED_HERE, Look.DIM)] if any(line.cures for line in on_the_call) else []

@@ -268,7 +268,7 @@ def _capsule(report: Report) -> Iterator[Block]:
     where = indexed(kept["module"]) or "the whole model"
     yield Heading("capsule")
     yield Paragraph(
-        f"{kept['directory']}/ holds the failing call of {where} ({kept['class']}), {memory(kept['bytes'])}: {kept['holds']}."
+        f"{kept['directory']}/ holds the failing call of {where} ({kept['class']}), {memory(kept['bytes'])}: {kept['holds']}. It lies in the run directory (RUN) of who has run the program, and can be sent."
     )
     yield Code(replay_command(report), "sh")
     if kept.get("script"):

@@ -131,7 +131,7 @@ def _divergence(title: str, place: Divergence | None, compared: int) -> Section:
         ),
     ]
     lines = (
-        f"{_place(place)}{f' ({place.cls})' if place.cls else ''}, {_when(place)}: {_difference(place)}.",
+        f"{_place(place)}{f' ({place.cls})' * bool(place.cls)}, {_when(place)}: {_difference(place)}.",
         f"It comes after {count(place.pairs_before)} of the {counted(compared, 'measurement')} that both runs have.",
     )
     return _section(title, lines=lines, header=("", "A", "B"), rows=tuple(rows))
