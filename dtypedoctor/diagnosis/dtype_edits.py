@@ -262,8 +262,9 @@ def _calls_alike(source: Source, call: ast.expr) -> list[ast.Call]:
 
 
 def _factory_of(scene: Scene, links: Sequence[Link]) -> tuple[Source, ast.expr] | None:
-    """The call that has made a tensor, where its provenance ends in one that names no dtype."""
-    at = scene.line_at(links[-1].source or "") if links and links[-1].op.startswith("factory") else None
+    """The call that has made a tensor, of a step or of what outlives it, where its provenance ends at a line with one that names no dtype."""
+    is_made = bool(links) and links[-1].op.partition(":")[0] in ("factory", "cache", "attribute", "buffer")
+    at = scene.line_at(links[-1].source or "") if is_made else None
     call = next(filter(_is_factory, at[0].on_line(at[1])), None) if at is not None else None
     return (at[0], call) if at is not None and call is not None else None
 

@@ -160,11 +160,15 @@ def _also_found(others: Sequence[Finding], longest: int, most: int) -> tuple[Blo
 def _why(report: Report, finding: Finding, room: Room) -> Iterator[Block]:
     yield Heading("why")
     yield Paragraph(clipped(finding.cause, room.longest))
-    told = [text for text in finding.evidence if not text.startswith(THE_RUN_ENDED)]  # it stands beside "noticed"
-    if evidence := told[: room.evidence]:
+    if evidence := _measured(finding)[: room.evidence]:
         yield Items(tuple(clipped(text, room.longest) for text in evidence))
     if meaning := proven_means(report):
         yield Paragraph(one_line(meaning, room.longest))  # its end says what the experiment showed
+
+
+def _measured(finding: Finding) -> list[str]:
+    """The evidence without how the run has ended, which stands beside "noticed"."""
+    return [text for text in finding.evidence if not text.startswith(THE_RUN_ENDED)]
 
 
 def _short(line: Line, left: int) -> Line:
@@ -224,7 +228,7 @@ def _brief_data(report: Report, longest: int, *, with_edit: bool) -> Mapping[str
         "origin": [one_line(line, longest) for line in (origins(first) if first else [])[:3]],
         "noticed": one_line(report.noticed or ended_with(report), longest),
         "why": clipped((first.proven_by and f"proven: {first.proven_by}") or first.cause, longest) if first else "",
-        "evidence": [clipped(text, longest // 2) for text in first.evidence[:_MOST_OTHERS]] if first else [],
+        "evidence": [clipped(text, longest // 2) for text in _measured(first)[:_MOST_OTHERS]] if first else [],
         "do_this": clipped(advice.text, longest) if advice else "",
         "edit": edit if edit and with_edit else None,
         "tried": advice.tried if edit and advice else None,

@@ -32,7 +32,7 @@ _REASONS = {
     _AN_INPUT: "input", "compute-dtype": "compute dtype of the 4-bit layer", "fsdp-output": "output_dtype of the shard unit",
     "embedding": "embedding", "norm": "norm weight", "adapter": "adapter", "buffer": "buffer", "quant-state": "quantized",
     "keep-in-fp32": "kept in float32:", "modules-to-save": "saved copy", "reinterpreted": "read as another dtype:", "cast": "cast",
-    _AS_LOADED: "parameter", "attribute": "attribute",
+    _AS_LOADED: "parameter", "attribute": "attribute", "cache": "cache",
 }  # fmt: skip
 """How a chain ends, in words; the names are a contract of report.json."""
 _OF_A_REGION = "autocast-contradicts-model"

@@ -391,9 +391,10 @@ def test_what_a_wider_operand_makes_is_cast_back(tmp_path: Path) -> None:
     assert edited(read, "cast-operand") == "y = torch.mm(x.to(torch.float32), w).to(torch.bfloat16)"
 
 
-def test_of_other_tensors_that_are_made_beside_the_odd_one_none_is_changed(tmp_path: Path) -> None:
-    """A sum that needs float32 and positions that are whole numbers stay; keys and values are made alike."""
-    link = Link(fqn="", op="factory", dtype_in=None, dtype_out="float32", source="train.py:4")
+@pytest.mark.parametrize("made", ["factory", "cache: attn.k", "attribute: attn.k", "buffer: attn.k"])
+def test_of_other_tensors_that_are_made_beside_the_odd_one_none_is_changed(made: str, tmp_path: Path) -> None:
+    """In the step, or before it in a cache. A sum that needs float32 and positions that are whole numbers stay; keys and values are made alike."""
+    link = Link(fqn="", op=made, dtype_in=None, dtype_out="float32", source="train.py:4")
     met = Link(fqn="", op="load-dtype", dtype_in=None, dtype_out="bfloat16", source=None)
     lines = ["total = torch.zeros(100)", "at = torch.arange(9)", "k = torch.zeros(3)", "v = torch.zeros(3)"]
     narrow = "torch.zeros(3, dtype=torch.bfloat16)"

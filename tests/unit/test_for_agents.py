@@ -12,6 +12,7 @@ from report_builders import everything, healthy, overflow
 
 from dtypedoctor.cli.enabling import skill
 from dtypedoctor.diagnosis.rule import Advice, Edit
+from dtypedoctor.diagnosis.wording import THE_RUN_ENDED
 from dtypedoctor.errors import UsageError
 from dtypedoctor.report.files import with_typed_paths
 from dtypedoctor.report.first_screen import BRIEF, brief
@@ -69,8 +70,12 @@ def test_a_brief_report_says_how_a_program_ended_that_raised_nothing() -> None:
     """pytest, say, catches what a test raises, and ends with a status."""
     report = overflow()
     assert report.before is not None
-    ended = replace(report, noticed="", before=replace(report.before, ended="ended with status 1"))
-    assert json.loads(render_data(brief(ended)))["noticed"] == "ended with status 1"
+    end = f"{THE_RUN_ENDED} with status 1"
+    finding = replace(report.findings[0], evidence=(end, "absmax 3"))
+    ended = replace(report, noticed="", before=replace(report.before, ended="ended with status 1"), findings=(finding,))
+    told = json.loads(render_data(brief(ended)))
+    assert told["noticed"] == "ended with status 1"
+    assert told["evidence"] == ["absmax 3"]
 
 
 def test_the_skill_explains_every_key_of_the_brief_report() -> None:

@@ -82,6 +82,7 @@ def test_a_mismatch_is_told_with_the_origin_of_both_dtypes() -> None:
         ("", "load-dtype: 0.bias (nn.Linear())", "float32: parameter model[0].bias (nn.Linear()) at train.py:9"),
         ("blocks", "load-dtype: blocks.0.qkv.bias (GPT().to())", "float32: parameter blocks.0.qkv.bias (GPT().to()) at train.py:9"),
         ("blocks.0.rope", "attribute: blocks.0.rope.cos", "float32: attribute blocks.0.rope.cos at train.py:9"),
+        ("attn", "cache: attn.kc", "float32: cache attn.kc at train.py:9"),
         ("0", "model-input: args.0 (aten.linspace.default)", "float32: input args.0 (linspace) in model[0] at train.py:9"),
         ("head", "elsewhere", "float32: a tensor from outside of the call, used in head at train.py:9"),
     ],
