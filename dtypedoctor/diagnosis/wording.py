@@ -208,7 +208,8 @@ _DOTTED = re.compile(r"(?<![\w./\[\]])[A-Za-z_0-9]+(?:\.[A-Za-z_0-9]+)+(?![\w(\[
 
 
 def _shortened(text: str, names: Collection[str]) -> str:
-    """The text with each module, and each parameter of one, by the one name that the whole report has for it."""
+    """The text with each module, and each parameter of one, by the one name that the whole report has for it; without lines that are not known."""
+    text = text.replace(" at None", "")  # no code of the program calls the module of a capsule
 
     def shown(found: re.Match[str]) -> str:
         module, _, last = found[0].rpartition(".")

@@ -41,6 +41,7 @@ def assert_reads_well(report: Report) -> None:
     assert not [text for text in told if re.search(r"\baten\.|\b_to_copy\b|None: ", text)]
     for finding in report.findings:
         assert finding.source is None or "the code outside of all modules" not in finding.summary
+        assert not [text for text in (finding.summary, finding.cause, *finding.evidence) if " at None" in text]
     for advice in report.do_this:
         said = re.split(r" (?:Not tried|Tried) ", advice.text)[0]
         assert len(re.findall(r"[.:] (?=[A-Z`])|\.$", said)) <= 3
