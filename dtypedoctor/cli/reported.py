@@ -99,9 +99,9 @@ def _next_of_script(report: Report, directory: Path, rerun: str = "", *, fixed: 
     for option in ("--fix", "--in-place") if fixed else ("--once",) if options == "--fix" else ():
         if option in words:
             words.remove(option)
-    again = shlex.join(words)
     if report.asks_for_edit:
-        return again
+        return shlex.join(_without_reruns(words))
+    again = shlex.join(words)
     program = again.removeprefix(verb)
     if options and " N " not in options:  # nobody but its launcher knows how many processes
         return f"{verb}{options} {program}"
@@ -110,6 +110,18 @@ def _next_of_script(report: Report, directory: Path, rerun: str = "", *, fixed: 
         if trial.reason.startswith(f"{NOT_REQUESTED}: --try "):
             return f"{verb}--try {trial.remedy} {program}"
     return ""
+
+
+_RERUNS = {"--rerun": 1, "--verify-uninstrumented": 1, "--try": 2, "--ablate": 2}
+"""Options of ``exec`` that ask for further runs, and the words of each."""
+
+
+def _without_reruns(words: list[str]) -> list[str]:
+    """The words of a command without the options at its begin that ask for further runs: of the edited program they would make the same again."""
+    verb, options = words[:2], words[2:]
+    while options and options[0] in _RERUNS:
+        options = options[_RERUNS[options[0]] :]
+    return [*verb, *options]
 
 
 def _without_out(words: list[str], directory: Path) -> list[str]:

@@ -129,17 +129,18 @@ def test_a_healthy_report_says_nothing_of_what_to_type_next(tmp_path: Path) -> N
     assert "Next" not in shown(replace(healthy(), next_command=""))
 
 
-def test_what_to_type_next_applies_the_edit_and_runs_again(tmp_path: Path) -> None:
-    """As one line for the shell, where the report shows an edit of a file; a recorded run shows none that was tried."""
+@pytest.mark.parametrize("asked", [(), ("--rerun", "--try", "bfloat16"), ("--ablate", "autocast")])
+def test_what_to_type_next_applies_the_edit_and_runs_again(asked: tuple[str, ...], tmp_path: Path) -> None:
+    """As one line for the shell, where the report shows an edit of a file; a recorded run shows none that was tried. What was tried is not tried again."""
     treatment = play("overflow_gated_product_llama", tmp_path / "recorded")
     edit = Edit(file="train.py", line=1, old="a", new="b")
     advice = (replace(treatment.advice[0], edits=(edit,), tried="run"),)
     (tmp_path / "my run").mkdir()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(reported.sys, "argv", ["dtypedoctor", "exec", "train.py"])
+        patched.setattr(reported.sys, "argv", ["dtypedoctor", "exec", *asked, "train.py", "--try", "2"])
         report = reported.reported(replace(treatment, advice=advice), tmp_path / "my run")
     assert report.next_command.startswith(f"patch -p0 < '{tmp_path}/my run/do-this.patch' && ")
-    assert report.next_command.endswith("dtypedoctor exec train.py")
+    assert report.next_command.endswith("dtypedoctor exec train.py --try 2")
 
 
 def test_what_to_type_next_tries_the_edit_that_was_not_tried(tmp_path: Path) -> None:

@@ -407,7 +407,7 @@ def print_fixed(fixed: Fixed) -> None:
 
     from dtypedoctor.cli.output import console_for
 
-    table = Table("run", "edited", "finding", "steps", "last loss", box=None, pad_edge=False)
+    table = Table("run", "edited", "finding", "steps", "last loss (of backward)", box=None, pad_edge=False)
     table.add_row("as it is", "", *_cells(fixed.before))
     for number, one in enumerate(fixed.tries, 1):
         outcome = f"taken back: {one.objection}" if one.objection else one.then or "none"
