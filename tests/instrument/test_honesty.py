@@ -1,10 +1,8 @@
 """The watch changes nothing: what a program may do while it is watched, and what is said where the watch cannot see."""
 
 import errno
-import gc
 import os
 import warnings
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules import module as modules
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,7 +19,7 @@ from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.trace.events import WORKED_ELSEWHERE, Coverage, NotWatched, Root
+from dtypedoctor.trace.events import WORKED_ELSEWHERE, Coverage, NotWatched
 from dtypedoctor.trace.lines import Lines
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.reader import read_trace
@@ -105,27 +102,6 @@ def test_a_full_disk_ends_the_recording_and_not_the_program(tmp_path: Path, monk
     assert trace.stopped.lost > 0
     assert trace.end is None
     assert seen(trace) == {"", "first", "second"}  # what was measured before
-
-
-def test_nothing_keeps_a_model_or_its_gradients_alive(tmp_path: Path) -> None:
-    """A program that deletes its model gets its memory back at once, also after training it."""
-
-    def work(_: Instruments) -> None:
-        net = Net()
-        optimizer = torch.optim.AdamW(net.parameters())
-        net(torch.randn(2, 4)).sum().backward()
-        optimizer.step()
-        watched_model, weight = weakref.ref(net), weakref.ref(net.first.weight)
-        del net, optimizer
-        gc.collect()
-        assert watched_model() is None
-        assert weight() is None
-        Net()(torch.randn(2, 4))
-
-    trace = watched(tmp_path, work)
-    assert trace.end is not None
-    assert trace.end.outcome == "completed"
-    assert [root.root for root in trace.all(Root)] == [0, 1]
 
 
 def test_a_module_that_returns_its_parameter_gets_no_hook_on_it(tmp_path: Path) -> None:
@@ -231,37 +207,6 @@ def test_the_programs_own_modes_see_only_the_program(tmp_path: Path) -> None:
     trace = watched(tmp_path, lambda _: found.append(counted()))
     assert found == [bare]
     assert seen(trace) == {"", "first", "second"}
-
-
-def test_a_function_mode_of_the_programs_own_sees_only_the_program(tmp_path: Path) -> None:
-    """A counter of functions counts the same in forward, backward and optimizer steps, in each of the first steps."""
-
-    class Functions(TorchFunctionMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: list[str] = []
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.names.append(str(getattr(func, "__name__", func)))
-            return func(*args, **(kwargs or {}))
-
-    def counted() -> list[list[str]]:
-        net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
-        optimizer = torch.optim.AdamW(net.parameters())
-        found = []
-        for _ in range(3):
-            with Functions() as functions:
-                loss = net(torch.ones(3, 4)).square().mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            found.append(functions.names)
-        return found
-
-    bare = counted()
-    found: list[list[list[str]]] = []
-    watched(tmp_path, lambda _: found.append(counted()))
-    assert found == [bare]
 
 
 def test_parameters_that_have_no_shape_yet_are_no_trouble(tmp_path: Path) -> None:

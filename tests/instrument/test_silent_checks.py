@@ -220,26 +220,6 @@ def test_what_a_program_does_around_steps_is_no_overshoot(
     assert observed(tmp_path, "overshoots", work) == []
 
 
-def test_the_real_optimizer_is_as_it_would_be_without_the_check(tmp_path: Path) -> None:
-    """State, step counters and parameters are those of an unwatched run."""
-
-    def run() -> list[Tensor]:
-        torch.manual_seed(0)
-        net = nn.Linear(8, 8).to(torch.bfloat16)
-        optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-        for _ in range(5):
-            net(torch.randn(4, 8).bfloat16()).float().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        state = optimizer.state[net.weight]
-        return [net.weight.detach(), state["step"], state["exp_avg"], state["exp_avg_sq"], torch.randn(2)]
-
-    bare = run()
-    results: list[Tensor] = []
-    watched(tmp_path, lambda _: results.extend(run()))
-    assert all(torch.equal(a, b) for a, b in zip(bare, results, strict=True))
-
-
 def test_zeros_in_float16_gradients_are_counted(tmp_path: Path) -> None:
     """Of a model with a small loss."""
     net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)).half()
@@ -523,16 +503,6 @@ def asked(trainer: nn.Module, generator: nn.Module, other: int = 0) -> Callable[
     return work
 
 
-def test_a_half_precision_twin_with_the_same_weights_gives_other_log_probabilities(tmp_path: Path) -> None:
-    """By more than float32's rounding."""
-    torch.manual_seed(0)
-    trainer, generator = Policy(), Policy().to(torch.bfloat16)
-    generator.load_state_dict(trainer.state_dict())
-    (one,) = observed(tmp_path, "twins", asked(trainer, generator))
-    assert 1e-4 < one.values["mean_gap"] < one.values["largest_gap"] < 0.1
-    assert (one.values["trainer_dtype"], one.values["generator_dtype"]) == ("float32", "bfloat16")
-
-
 def test_a_twin_that_overflows_has_no_distance(tmp_path: Path) -> None:
     """Its log-probabilities are NaN, which JSON has no number for; the check goes on with the next call."""
     trainer, generator = Policy(), Policy().half()
@@ -543,15 +513,6 @@ def test_a_twin_that_overflows_has_no_distance(tmp_path: Path) -> None:
     trace = watched(tmp_path, asked(trainer, generator))
     assert on_disk(trace, "twins") == []
     assert defects(trace) == []
-
-
-def test_other_weights_another_question_or_the_same_dtype_is_nothing_to_compare(tmp_path: Path) -> None:
-    """Then a difference is meant, or there is none of precision."""
-    trainer, generator = Policy(), Policy().to(torch.bfloat16)
-    assert observed(folder(tmp_path, "weights"), "twins", asked(trainer, generator)) == []
-    generator.load_state_dict(trainer.state_dict())
-    assert observed(folder(tmp_path, "question"), "twins", asked(trainer, generator, other=8)) == []
-    assert observed(folder(tmp_path, "dtype"), "twins", asked(trainer, trainer)) == []
 
 
 def test_a_state_that_is_cast_to_a_smaller_range_is_counted(tmp_path: Path) -> None:
