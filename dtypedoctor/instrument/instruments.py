@@ -453,7 +453,8 @@ class Instruments:
         sentinel.following = self.checks.following
         sentinel.programs = self._programs
         shadows = self.checks[Shadows]
-        sentinel.shadowed, sentinel.readout, sentinel.lifted = shadows.ran_outside, shadows.read, shadows.lifted
+        sentinel.shadowed, sentinel.readout = shadows.ran_outside, shadows.read
+        sentinel.lifted = self.checks.hearing("lifted")
         overflows = self.checks[OverflowsOutside]
         overflows.whereabouts.is_inside = sentinel.is_of_a_module
         sentinel.rounded, sentinel.overflowed = overflows.wants, overflows.ran_outside

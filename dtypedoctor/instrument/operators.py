@@ -199,13 +199,13 @@ def has_out(func: Any) -> bool:
     if any(argument.is_out for argument in schema.arguments):
         return True
     given = {argument.name for argument in schema.arguments if str(argument.type) == "Tensor"}
-    return not schema.returns and bool(given & set(_written_names(func)))
+    return not schema.returns and bool(given & set(names_written(func)))
 
 
 def written(func: Any, arguments: Arguments) -> list[Tensor]:
     """The tensors that a call writes to."""
     args, kwargs = arguments
-    names = _written_names(func)
+    names = names_written(func)
     if not names:
         return []
     positions = [argument.name for argument in schema_of(func).arguments]
@@ -294,12 +294,21 @@ def scalars(arguments: Arguments) -> list[str]:
     return [str(v)[:40] for v in flat(arguments) if isinstance(v, (bool, int, float, str, torch.dtype))]
 
 
-def _written_names(func: Any) -> set[str]:
+@cache
+def names_written(func: Any) -> set[str]:
+    """The arguments that an operator writes to."""
     if str(func) in _WRITES_STATISTICS:
         return {"running_mean", "running_var"}
     if not schema_of(func).is_mutable:
         return set()
     return {a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write}
+
+
+@cache
+def writes_besides(func: Any) -> bool:
+    """Whether an operator writes to tensors that it does not return: running statistics."""
+    returned = [one.alias_info for one in schema_of(func).returns]
+    return bool(returned) and bool(names_written(func)) and not any(returned)
 
 
 @dataclass(slots=True)

@@ -52,6 +52,7 @@ from dtypedoctor.instrument.operators import (
     is_unfinished,
     keep_compiler_out,
     keep_written,
+    names_written,
     tensors_of,
     written,
 )
@@ -207,7 +208,7 @@ class Sentinel(OperatorMode):
         self.in_scaler: Callable[[], bool] = lambda: False
         self.following: Callable[[Any], Sequence[Callable[[Any, Arguments, Any], None]]] = lambda _: ()
         self.shadowed: Callable[[Any, Arguments, Arguments, Sequence[Tensor], Line | None], None] = lambda *_: None
-        self.lifted: Callable[[Lifted], None] = lambda _: None
+        self.lifted: Sequence[Callable[[Lifted], None]] = ()
         self.readout: Callable[[Tensor, Line | None], None] = lambda *_: None
         self.rounded: Callable[[Sequence[Tensor]], bool] = lambda _: False
         self.overflowed: Callable[[Any, Arguments, Arguments, Any], None] = lambda *_: None
@@ -449,7 +450,7 @@ class Sentinel(OperatorMode):
         if self._lent and self._inside and self._is_inside_of_a_module():
             return self._in_a_module(func, plan, args, kwargs)
         if "optimizer" in self._position.overrides:
-            return self._moving(func, args, kwargs)
+            return self._in_step(func, plan, args, kwargs)
         if not plan.reads:
             self._seen += 1
             self._coverage.operators += 1
@@ -493,6 +494,14 @@ class Sentinel(OperatorMode):
     def _is_inside_of_a_module(self) -> bool:
         node = autograd_node()
         return isinstance(node, self._inside) and self.is_of_a_module(sequence_number(node))
+
+    def _in_step(self, func: Any, plan: _Plan, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Runs an operator of an optimizer's step, of which only state is followed, and the numbers that it is computed with."""
+        result = self._moving(func, args, kwargs)
+        if plan.lifts:
+            with self._looking:
+                self._made_of_numbers(args[0])
+        return result
 
     def _moving(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs an operator, and says where state goes with it."""
@@ -547,7 +556,8 @@ class Sentinel(OperatorMode):
             made = lifted_from(tensor)
             if made is None:
                 return
-            self.lifted(made)
+            for lifted in self.lifted:
+                lifted(made)
             source = made.line.source if made.line is not None else None
             program = self.programs.in_float32
             step = program.lifted(tensor, made.exact.float(), source) if tensor.dtype in HALF else None
@@ -770,7 +780,7 @@ def _plan_of(func: Any) -> _Plan:
     schema = schema_of(func)
     name = schema.name.removeprefix("aten::")
     fresh = name.endswith("_like") or name.startswith("new_")
-    return _Plan(writes=schema.is_mutable, fresh=fresh)
+    return _Plan(writes=bool(names_written(func)), fresh=fresh)
 
 
 def _passes(func: Any) -> bool:

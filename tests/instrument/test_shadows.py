@@ -452,6 +452,62 @@ def estimates() -> None:
         (gaps.exp() - gaps - 1).float().mean().item()
 
 
+def accepted() -> None:
+    """Drafts that are very unlikely, of which some are accepted: a random number in bfloat16 is 0 once in 256 times."""
+    for _ in range(20):
+        ratio = torch.exp(-12 * torch.rand(512)).to(HALF)
+        (torch.rand_like(ratio) < ratio).sum()
+
+
+def clipped_by_nothing() -> None:
+    """Squares of gradients that are 0 in float16, so that no norm is above its limit, and what divides by it is inf."""
+    gradients = [torch.rand(64).half() * 1e-4 for _ in range(3)]
+    for _ in range(8):
+        scale = 1e-5 / (sum(g.square().sum() for g in gradients).sqrt() + 1e-6)  # type: ignore[union-attr]
+        if scale < 1:
+            break
+
+
+def annealed() -> None:
+    """A learning rate over the steps, each of which is a number of Python's until it is bfloat16."""
+    for step in range(300):
+        done = torch.tensor(step, dtype=HALF) / 600
+        (0.5e-3 * (1 + torch.cos(torch.pi * done))).item()
+
+
+def plateau() -> None:
+    """A loss that falls in each epoch, and that a scheduler takes for one that stands still."""
+    model = nn.Linear(16, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=3)
+    rows = torch.randn(256, 16)
+    wanted = rows.sum(1, keepdim=True) + 3 + torch.randn(256, 1)
+    for _ in range(60):
+        with torch.autocast("cpu", dtype=HALF):
+            loss = (model(rows) - wanted.to(HALF)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss.detach())
+
+
+def logged() -> None:
+    """The same loss, which is printed; a schedule whose steps bfloat16 has; a loss of small batches."""
+    model = nn.Linear(16, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    rows = torch.randn(256, 16)
+    for step in range(60):
+        with torch.autocast("cpu", dtype=HALF):
+            loss = (model(rows) - rows[:, :1].to(HALF)).square().mean()
+            batch = (model(torch.randn(16, 16)) - torch.randn(16, 1).to(HALF)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss.item(), (1 - torch.tensor(step, dtype=HALF) / 64).item()
+        scheduler.step(batch.detach())
+
+
 def falling() -> None:
     """A loss that falls to nothing, without a difference of near values."""
     for step in range(60):
@@ -516,6 +572,9 @@ def short_lengths() -> None:
         (lengths_of_rows, "rounded-result", "torch.arange(2500, dtype=lengths.dtype) < lengths", "for 4 of 10,000"),
         (converged, "rounded-result", "(1 + torch.exp(-margins)).log()", "the loss that is differentiated"),
         (estimates, "rounded-result", "gaps.exp() - gaps - 1", "Python reads it"),
+        (accepted, "rounded-result", "(torch.rand_like(ratio) < ratio)", "another mask"),
+        (annealed, "rounded-result", "(1 + torch.cos(torch.pi * done))).item()", "one number after another"),
+        (plateau, "rounded-result", "scheduler.step(loss.detach())", "one number after another"),
         (micro_batches, "rounded-sum", "(weight * 0.003).sum().backward()", "adds to a sum in bfloat16 600 times"),
     ],
 )
@@ -527,6 +586,13 @@ def test_rounding_that_matters_is_found_where_the_value_is_used(
     assert finding.id == id
     assert line in line_of(finding)
     assert says in finding.summary
+
+
+def test_an_overflow_of_what_float64_divides_by_more_than_nothing_hides_no_use(tmp_path: Path) -> None:
+    """The condition that it decides is told of with the line that has lost the value."""
+    finding = next(finding for finding in told_of(tmp_path, clipped_by_nothing) if finding.id == "rounded-result")
+    assert "if scale < 1" in line_of(finding)
+    assert "decides a condition otherwise" in finding.summary
 
 
 def test_the_operator_that_rounds_first_is_named_with_its_line(tmp_path: Path) -> None:
@@ -825,6 +891,7 @@ def reported() -> None:
         compared,
         attended,
         falling,
+        logged,
         short_lengths,
     ],
 )

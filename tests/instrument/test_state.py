@@ -98,6 +98,56 @@ class Narrow(torch.optim.Optimizer):
             p.addcdiv_(p.grad, wide.sqrt() + 1e-6, value=-1e-2)
 
 
+class RoundedBeta(torch.optim.Optimizer):
+    """RMSprop whose decay is a tensor of the parameters' dtype: bfloat16 makes 1 of 0.999."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2, "beta": 0.999})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                beta = self.param_groups[0]["beta"]
+                state["v"], state["beta"] = torch.ones_like(p), torch.tensor(beta, dtype=p.dtype)
+            state["v"].mul_(state["beta"]).add_(p.grad.square() * (1 - state["beta"]))
+            p.sub_(1e-2 * p.grad / (state["v"].sqrt() + 1e-3))
+
+
+def rounded_number() -> None:
+    """An average that a number of Python's would move."""
+    model = nn.Linear(16, 16).to(HALF)
+    trains(model, RoundedBeta(model.parameters()), 6)
+
+
+def steps_counted() -> None:
+    """An optimizer that is not the first one counts its steps in bfloat16."""
+    model = nn.Linear(16, 16)
+    trains(model, torch.optim.SGD(model.parameters(), lr=1e-3), 30)
+    second = torch.optim.Adam(model.parameters(), lr=1e-3)
+    trains(model, second, 1)
+    for state in second.state.values():
+        state["step"] = torch.tensor(254.0).to(HALF)
+    trains(model, second, 20)
+
+
+def running_statistics() -> None:
+    """Batch norm moves its mean by less than half of the spacing of bfloat16."""
+    norm = nn.BatchNorm1d(8, momentum=0.004).to(HALF)
+    with torch.no_grad():
+        for _ in range(400):
+            norm((torch.randn(32, 8) * 3 + 5).to(HALF))
+
+
+def running_statistics_that_arrive() -> None:
+    """The same with the momentum that batch norm has by default."""
+    norm = nn.BatchNorm1d(8).to(HALF)
+    with torch.no_grad():
+        for _ in range(100):
+            norm((torch.randn(32, 8) * 3 + 5).to(HALF))
+
+
 def narrow_state() -> None:
     """A mean of squares that no longer moves in bfloat16."""
     model = nn.Linear(16, 16)
@@ -266,6 +316,9 @@ def measured() -> None:
         (through_float32, "update-stall", "wide = average.float()"),
         (merge, "update-stall", "model.weight += (low @ high)"),
         (by_hand, "update-stall", "weight -= 1e-5 * weight.grad"),
+        (rounded_number, "update-stall", 'state["v"].mul_(state["beta"])'),
+        (steps_counted, "rounded-sum", "optimizer.step()"),
+        (running_statistics, "rounded-result", "norm((torch.randn(32, 8) * 3 + 5)"),
         (narrow_state, "update-stall", "wide = mean.float()"),
         (flushed_state, "update-stall", "wide = mean.float()"),
         (half_of_the_way, "update-stall", "average.lerp_(weights"),
@@ -386,6 +439,7 @@ def narrow_and_moving() -> None:
         converges,
         merges_that_arrive,
         narrow_and_moving,
+        running_statistics_that_arrive,
         useful_rate,
         at_random,
         error_feedback,

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from dtypedoctor.instrument.lifted import Lifted
     from dtypedoctor.instrument.naming import Names
     from dtypedoctor.instrument.operators import Arguments
     from dtypedoctor.instrument.session import Session
@@ -91,6 +92,9 @@ class Observer:
 
     def writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An operator outside of modules is about to write to its operands."""
+
+    def lifted(self, made: "Lifted") -> None:
+        """Python's numbers have been put into a tensor, and they are known."""
 
     def before_generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``generate`` of transformers is called."""

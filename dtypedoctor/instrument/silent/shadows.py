@@ -27,6 +27,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,6 +90,10 @@ LARGEST_PRODUCT = 1 << 24
 """Multiplications of a product of two tensors that is run in float64."""
 GRID = 16
 """Entries of a schedule."""
+STEADY, STANDING = 1 / 8, 1 / 3
+"""Shares of the steps between numbers that Python reads one after another: in which a schedule turns at most; and from which on it stands still too often."""
+_SCHEDULERS = "torch.optim.lr_scheduler"
+"""Reads losses to decide on a learning rate."""
 _LIFTED = "torch.tensor"
 """What is said to have made a tensor of Python's numbers."""
 MOST_LINES = 100
@@ -123,6 +128,7 @@ _LOOKUPS = frozenset(
 _OF_WHOLE = frozenset({"_to_copy", "clamp", "clamp_min", "clamp_max"})
 _PERIODIC = frozenset({"remainder", "fmod"})
 _SINES = frozenset({"sin", "cos"})
+_DRAWN = "aten.rand.default"
 _DRAWS = frozenset({"rand", "rand_like"})
 NOISE, CHANCE = 4 * torch.finfo(torch.float32).eps, 1e-3
 """What whole numbers may be off after divisions and products in float32; and how likely other numbers may be as near."""
@@ -190,6 +196,43 @@ class _Total:
     uses: int = 0
     lost: int = 0
     first_lost: RoundedUse | None = None
+
+
+@dataclass(slots=True)
+class _Series:
+    """Numbers that a line hands to Python one after another: a schedule over the steps, a loss that a scheduler of learning rates is told.
+
+    Attributes:
+        last: the latest, and what it would be in float64.
+        steps: from one to the next; in ``turns`` of them float64 goes the other way than before, in ``equal`` the two are one number, and differ in float64.
+        origin: of the first rounding; ``shown`` the first two that are equal, as their float64 values.
+    """
+
+    last: tuple[float, float]
+    steps: int = 0
+    turns: int = 0
+    equal: int = 0
+    rises: bool | None = None
+    origin: Origin | None = None
+    shown: tuple[float, float] = (0.0, 0.0)
+
+    def add(self, now: float, exact: float, origin: Origin | None) -> None:
+        """Adds a number."""
+        before, was = self.last
+        self.last, self.origin = (now, exact), self.origin or origin
+        if exact == was:
+            return
+        self.steps += 1
+        self.turns += self.rises is not None and self.rises != (exact > was)
+        self.rises = exact > was
+        if now == before:
+            self.shown = self.shown if self.equal else (was, exact)
+            self.equal += 1
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether it goes on steadily in float64, and in half precision often does not."""
+        return self.steps >= GRID and self.turns <= STEADY * self.steps and self.equal >= STANDING * self.steps
 
 
 @dataclass(frozen=True)
@@ -283,6 +326,11 @@ class Shadows(Observer):
         """Of copies of a schedule (stacked, repeated, with the axes of a mesh) what is known of it."""
         self._weights: dict[int, StorageWeakRef] = {}
         """Memories of casts and copies of weights."""
+        self._scalars: dict[int, StorageWeakRef] = {}
+        """Memories of single numbers in half precision that are computed from Python's numbers alone."""
+        self._series: dict[Line | None, _Series] = {}
+        self._scheduled: dict[Line | None, bool] = {}
+        """Whether a line has a scheduler of learning rates read numbers."""
         self._numbers: dict[float, tuple[float, Origin]] = {}
         """Float64 values of numbers that have left torch, and where they were rounded."""
         self._ids: dict[int, tuple[StorageWeakRef, Callable[[], None]]] = {}
@@ -310,8 +358,8 @@ class Shadows(Observer):
         if _name(seen.func) == "lift_fresh":
             with self._looking, self.position.aside():
                 made = lifted_from(seen.operands[0])
-            if made is not None:
-                self.lifted(made)
+            for lifted in self.checks.hearing("lifted") if made is not None else ():
+                lifted(made)
         if _name(seen.func) == "_local_scalar_dense":
             self.read(seen.operands[0], line_of(sys._getframe()))
             return
@@ -333,12 +381,60 @@ class Shadows(Observer):
 
     def read(self, tensor: Tensor, line: Line | None) -> None:
         """Python has read a number: a count in half precision is another one."""
+        self._add_to_series(tensor, line)
         if not self._memories or _key(tensor) not in self._memories:
             return
         with self._looking, self.position.aside():
             memory = self._memory_of(tensor, tensor)
             if memory is not None:
                 self._number_read(memory, tensor, _view(memory.exact, tensor), line)
+
+    def _add_to_series(self, tensor: Tensor, line: Line | None) -> None:
+        """Follows a number that is computed from numbers alone, or that a scheduler reads, through the steps of the program."""
+        if not self._is_of_series(tensor, line):
+            return
+        with self._looking, self.position.aside():
+            memory = self._memory_of(tensor, tensor)
+            now = float(tensor)
+            exact = now if memory is None else float(_view(memory.exact, tensor))
+            series = self._series.get(line)
+            if series is not None:
+                series.add(now, exact, None if memory is None else memory.origin)
+            elif len(self._series) < MOST_LINES:
+                self._series[line] = _Series((now, exact))
+                self._met_first(("series", "aten._local_scalar_dense.default", "" if line is None else line.source))
+
+    def _is_of_series(self, tensor: Tensor, line: Line | None) -> bool:
+        is_rounded = tensor.dtype in NARROW or _key(tensor) in self._memories
+        return is_rounded and (_is_held(self._scalars, tensor) or self._is_scheduled(line))
+
+    def _is_scheduled(self, line: Line | None) -> bool:
+        """Whether it is torch's code that reads a number, to set a learning rate."""
+        if line not in self._scheduled and len(self._scheduled) < NUMBERS:
+            frame: FrameType | None = sys._getframe()
+            while frame is not None and str(frame.f_globals.get("__name__")).startswith(("dtypedoctor.", "torch._")):
+                frame = frame.f_back
+            self._scheduled[line] = frame is not None and frame.f_globals.get("__name__") == _SCHEDULERS
+        return self._scheduled.get(line, False)
+
+    def _tell_series(self) -> None:
+        for line, series in self._series.items():
+            if series.stands_still and series.origin is not None:
+                source, (value, exact) = "" if line is None else line.source, series.shown
+                op = "aten._local_scalar_dense.default"
+                told = RoundedUse(
+                    use="series",
+                    op=op,
+                    source=source,
+                    made_by=series.origin.op,
+                    made_at=series.origin.source,
+                    dtype=short_name(series.origin.dtype),
+                    value=f"{value:.6g}",
+                    exact=f"{exact:.6g}",
+                    changed=series.equal,
+                    of=series.steps,
+                )
+                self._tell((told.use, op, source), told)
 
     def _number_read(self, memory: _Memory, tensor: Tensor, exact: Tensor, line: Line | None) -> None:
         if bool(tensor.isfinite()) and bool(exact.isfinite()):
@@ -400,6 +496,8 @@ class Shadows(Observer):
         if made.tensor.device.type != "cpu":
             return
         with self._looking, self.position.aside():
+            if made.tensor.numel() == 1 and made.tensor.dtype in NARROW:
+                self._scalars.update(_small_memories([made.tensor]))
             if not torch.equal(made.exact, made.tensor.double()):
                 origin = Origin(_LIFTED, made.line, made.tensor.dtype, _is_whole(made.exact))
                 self._begin(made.tensor, made.exact.flatten(), origin)
@@ -454,6 +552,7 @@ class Shadows(Observer):
         for key, use in self._uses.items():
             if use.changed > 0:
                 self._tell(key, use)
+        self._tell_series()
         for key, total in self._totals.items():
             least = digits_lost(total.use.dtype)
             if total.use.use == "number":  # which is a note, mostly
@@ -491,6 +590,8 @@ class Shadows(Observer):
                 self._met.update((_key(tensor), StorageWeakRef(tensor.untyped_storage())) for tensor in results)
         if results:
             self._note_source(func, operands, results)
+            if results[0].numel() == 1 and has_wide_form(func):
+                self._note_scalar(operands, results[0])
             self._note_made(func, operands, results)
         if not (_may_round(func, tensors) or self._precedes_choice(operands)) and self._memories.keys().isdisjoint(
             map(_key, operands) if self._memories else ()
@@ -526,7 +627,7 @@ class Shadows(Observer):
 
     def _note_source(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Whether results are computed from numbers alone, or are copies of weights."""
-        for memories in (self._generated, self._weights, self._met, self._drawn):
+        for memories in (self._generated, self._weights, self._met, self._drawn, self._scalars):
             _keep_few(memories)
         for gone in self._copied.keys() - self._generated.keys():
             del self._copied[gone]
@@ -547,6 +648,12 @@ class Shadows(Observer):
         elif not _is_view(func):
             for key in self._generated.keys() & made.keys():
                 del self._generated[key]
+
+    def _note_scalar(self, operands: Sequence[Tensor], result: Tensor) -> None:
+        if all(_is_held(self._scalars, tensor) for tensor in operands) if operands else result.dtype in NARROW:
+            self._scalars.update(_small_memories([result]))
+        else:
+            self._scalars.pop(_key(result), None)
 
     def _note_made(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """A copy of what has come in half precision still is what has come."""
@@ -611,7 +718,7 @@ class Shadows(Observer):
         self._at_line[func, line] += 1
         may_run = is_sum or self._at_line[func, line] <= AT_ONE_LINE
         if not may_run and self._at_line[func, line] <= AT_ONE_RECURRENCE and results[0].numel() <= RECURRENT:
-            may_run = is_sum = any(_key(tensor) in self._memories for tensor in operands)
+            may_run = is_sum = any(_key(t) in self._memories or _is_held(self._scalars, t) for t in operands)
         self._operators[is_sum] += may_run * (1 + results[0].numel() // UNIT)
         return may_run and self._operators[is_sum] <= ALLOWANCE
 
@@ -678,7 +785,7 @@ class Shadows(Observer):
         now, storage = drawn.detach().new_empty(0).set_(drawn.untyped_storage()), drawn.untyped_storage()
         rest = torch.rand(now.shape, dtype=torch.float64, generator=self._digits).to(now.device)
         exact = now.double() + rest * 2.0 ** -NARROW[drawn.dtype]
-        origin = Origin("aten.rand.default", None, drawn.dtype, whole=False)
+        origin = Origin(_DRAWN, None, drawn.dtype, whole=False)
         return _Memory(StorageWeakRef(storage), exact, now, origin, 0.0, _relative_norm(now, exact), origin, 1.0)
 
     def _exact_number(self, value: Any) -> Any:
@@ -752,7 +859,9 @@ class Shadows(Observer):
             return  # nothing is lost; or what float64 makes is no better
         relative = _relative_norm(wide, values)
         lost_at, factor = call.lost_most(relative)
-        overflowed = bool((~wide.isfinite() & values.isfinite()).any()) or any(
+        # what float64 makes would fit, had it not been lost before: 1 / 1e-6 where a norm has become 0
+        fits = torch.finfo(real.dtype).max
+        overflowed = bool((~wide.isfinite() & values.isfinite() & (values.abs() > fits)).any()) or any(
             m.overflowed for m in call.known.values()
         )
         self._memories[key] = _Memory(
@@ -1003,8 +1112,16 @@ class Shadows(Observer):
         if real.numel() > 1 and call.origin.whole and all(map(_is_whole, sides)):  # right or wrong, however near
             self._used("compared", call, real != exact, real, exact)
             return
-        few = max(1, min(int(exact.sum()), int((~exact).sum()))) if real.numel() > 1 else 1
+        few = max(1, _fewer(exact)) if real.numel() > 1 else 1
         changed = (real != exact) & apart & sides[0].isfinite() & sides[1].isfinite()
+        for (copy, _), chance in zip(call.operands, reversed(sides), strict=False):
+            if copy.numel() > 1 and id(copy) in call.known and call.known[id(copy)].origin.op == _DRAWN:
+                # what is nearly impossible, or nearly sure, is rounded away: it counts beside such results
+                near = 2.0 ** (SLACK - NARROW[copy.dtype])
+                never, surely = (((chance - end).abs() < near).expand_as(exact) for end in (0, 1))
+                if bool((never | surely).any()):
+                    changed = changed & (never | surely)
+                    few = max(1, _fewer(exact[never]) + _fewer(exact[surely]))
         few = max(few, int(changed.sum()))  # as where none of float64's mask is True
         self._used("mask" if real.numel() > 1 else "condition", call, changed, real, exact, few)
         if real.numel() == 1 and call.name not in ("eq", "ne"):
@@ -1091,7 +1208,11 @@ class Shadows(Observer):
     ) -> None:
         """Adds a use to those of its line; ``of`` how many, all where that is not said."""
         origin = call.origin if use != "state" else Origin(str(call.func), call.line, real.dtype, whole=False)
-        nonfinite = not all(bool(copy.isfinite().all()) for copy, _ in call.operands if copy.is_floating_point())
+        nonfinite = any(
+            memory.overflowed if (memory := call.known.get(id(copy))) else not bool(copy.isfinite().all())
+            for copy, _ in call.operands
+            if copy.is_floating_point()
+        )
         self._add(use, str(call.func), call.line, origin, changed, real, exact, of, nonfinite=nonfinite)
 
     def _add(
@@ -1152,6 +1273,11 @@ def _chooses_otherwise(call: _Call, real: Tensor, exact: Tensor) -> tuple[Tensor
         return (values.gather(dim, at) != values.gather(dim, right)).squeeze(dim), far.squeeze(dim)
     at, right = at.movedim(dim, -1), right.movedim(dim, -1)  # of several the order says less than which they are
     return (at[..., None] != right[..., None, :]).all(-1) if at.shape[-1] <= FEW_CHOSEN else torch.zeros_like(far), far
+
+
+def _fewer(mask: Tensor) -> int:
+    """How often a mask has that of its two values which is rarer."""
+    return min(int(mask.sum()), int((~mask).sum()))
 
 
 def _bits_of_difference(terms: Sequence[Tensor]) -> int:

@@ -36,9 +36,19 @@ from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.instrument.budget import WINDOW, is_checked, is_in_window
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.gradients import leaves_of
+from dtypedoctor.instrument.lifted import Lifted
 from dtypedoctor.instrument.module_tree import parameters_in
 from dtypedoctor.instrument.naming import dtype_name, short_name
-from dtypedoctor.instrument.operators import Arguments, Uncollected, in_wider, tensors_of, uncollected, written
+from dtypedoctor.instrument.operators import (
+    Arguments,
+    Uncollected,
+    in_wider,
+    names_written,
+    tensors_of,
+    uncollected,
+    writes_besides,
+    written,
+)
 from dtypedoctor.instrument.silent.observer import Observer, parameters_of
 from dtypedoctor.instrument.silent.shadows import Shadows, digits_lost, has_wide_form
 from dtypedoctor.instrument.statistics import HALF, measurable
@@ -123,7 +133,7 @@ class _State(Uncollected):
         turns: rounds that are over; ``compared_at`` when it was compared last, ``judged`` how often float64 had moved it then.
         still: rounds since it has last moved; ``wanted`` and ``lost`` elements in these, ``absmax`` and ``change`` the largest and their largest movement.
         is_off: whether float64 is further away by now than one rounding, in most of what moves.
-        step, gaps: in which it was met last, and how often calls had gone by by then that were not looked at.
+        step, gaps: in which it was met last, and how often calls had gone by by then that were not looked at; ``number`` of its optimizer's step.
         peak, way: largest magnitude, and how far each element has been from where the round began, in float64.
         base, went: what it was in float64 when it was compared first, and how far it has been from there.
         adds, counts: whether nothing but additions change it, and all that it has been are whole numbers.
@@ -163,6 +173,7 @@ class _State(Uncollected):
     counts: bool = True
     is_off: bool = False
     step: int = 0
+    number: int = 0
     met: _Moment = _START
     began: _Moment = _START
     since: _Moment = _START
@@ -601,10 +612,20 @@ class StateCheck(Observer):
         for operand in operands:
             if operand.value is not None and operand.is_whole:
                 self._meet(operand, operand.value, (func, line))
-        stand_ins = {id(one.tensor): one.exact.clone() if by_element else one.whole for one in operands}
-        exact = in_wider(func, arguments, torch.float64, (*HALF, torch.float32), stand_ins)
-        followed = exact if by_element else [_elements(one, one.shape) for one in exact]
-        return _Call(func, *arguments, line, operands, changed, followed)
+        if by_element:
+            stand_ins = {id(one.tensor): one.exact.clone() for one in operands}
+            exact = in_wider(func, arguments, torch.float64, (*HALF, torch.float32), stand_ins)
+        else:
+            exact = _elements_of(func, arguments, {id(one.tensor): one.whole for one in operands}, changed)
+        return _Call(func, *arguments, line, operands, changed, exact)
+
+    def lifted(self, made: Lifted) -> None:
+        """A number of Python's has been rounded to half precision: state that is computed with it would be another one with the number."""
+        if made.tensor.dtype in HALF and made.tensor.numel() == 1:
+            with self._looking, self.position.aside():
+                now = _elements(made.tensor, made.tensor.shape).clone()
+                number = _Value(StorageWeakRef(made.tensor.untyped_storage()), now, made.exact.reshape(1))
+                self._store(_key(made.tensor), number)
 
     def _operand(self, number: int, tensor: Tensor, shape: torch.Size) -> _Operand:
         """An operand with what it is and would be; half precision that is not known is state that begins here."""
@@ -658,7 +679,7 @@ class StateCheck(Observer):
             value.come_from = (_From(state),)
         value.met_by.add(at)
         for state, began, adds, _ in value.come_from:
-            if state.is_parameter or (state.in_step and state.step == self.position.step):
+            if state.is_parameter or (state.in_step and state.number == state.in_step.number):
                 continue  # within a step one is ahead of another that keeps what it loses
             if at in state.ops if began is None else at == began and not state.in_place:
                 if self._goes_on_elsewhere(state, operand, at):
@@ -684,7 +705,8 @@ class StateCheck(Observer):
         """Whether state has changed in steps, or between calls, that were not seen; then what was seen of it before is compared."""
         before, state.step, state.met = state.step, self.position.step, self.position.moment
         gaps, state.gaps = state.gaps, self._gaps
-        is_next = state.step <= before + 1 and gaps == self._gaps
+        last, state.number = state.number, state.in_step.number if state.in_step else 0
+        is_next = state.step <= before + 1 and state.number <= last + 1 and gaps == self._gaps
         if not before or is_next or not self.session.readings.affords(operand.tensor):
             return False
         if torch.equal(operand.now, state.last[0]):
@@ -834,7 +856,7 @@ class StateCheck(Observer):
         if (stands or has_drifted or returns) and self._is_kept(state):
             state.still, state.returns = 0, 0
             stands = has_drifted = returns = False
-        is_sum = state.is_sum
+        is_sum = state.is_sum or (state.adds and has_drifted)  # of an optimizer, too: its steps
         if state.adds and (has_drifted or (stands and is_sum and not self._is_parameter(state))):
             self._tell_sum(state)
         elif has_drifted:
@@ -904,7 +926,8 @@ class StateCheck(Observer):
         """Writes a :class:`RoundedUse` of the element that is most off: from where float64 has got to, or from where it was before."""
         now, exact = state.last
         made_at, at, changed = _source(state.line), _source(state.line), state.not_restored[0]
-        op, made_by = "aten.add.Tensor", "aten.add.Tensor"
+        op = next((str(func) for func, line in state.ops if line == state.line), "aten.add.Tensor")
+        made_by = op
         if use == "restored":
             exact, op, made_by, at, made_at = (
                 state.first[1],
@@ -1268,6 +1291,16 @@ def _elements(tensor: Tensor, shape: torch.Size) -> Tensor:
     return values[torch.unravel_index(at, shape)]
 
 
+def _elements_of(
+    func: Any, arguments: Arguments, stand_ins: dict[int, Tensor], changed: Sequence[Tensor]
+) -> list[Tensor]:
+    """The elements that are followed of what an operator that is run as a whole makes in float64, or of the running statistics that it writes to."""
+    exact = in_wider(func, arguments, torch.float64, (*HALF, torch.float32), stand_ins)
+    if writes_besides(func):
+        exact = tensors_of([stand_ins.get(id(one)) for one in changed])
+    return [_elements(one, one.shape) for one in exact]
+
+
 def _stride(shape: torch.Size) -> int:
     return max(1, -(-shape.numel() // SAMPLED))
 
@@ -1286,7 +1319,7 @@ def _is_by_element(func: Any) -> bool:
 def _is_followed_whole(func: Any) -> bool:
     """Whether an operator that does not treat each element by itself writes some into its first operand, or reads some of it."""
     name = _name(func)
-    return has_wide_form(func) and (name in _READING or (name.endswith("_") and not name.endswith("__")))
+    return has_wide_form(func) and (name in _READING or (bool(names_written(func)) and not name.endswith("__")))
 
 
 @cache

@@ -401,6 +401,7 @@ _CHANGES = {
     "condition": "decides a condition otherwise than the same operators do in float64",
     "choice": "chooses others than the same operators do in float64, as often as not",
     "schedule": "uses a schedule of which neighboring entries are equal, and differ in float64",
+    "series": "reads one number after another that rises or falls in float64, and is the same as the one before here",
     "distinct": "leaves fewer different whole numbers than the same operators do in float64",
     "draw": "draws what has the probability 0, or never what has one in float64",
     "vanished": "casts values to 0 which a scale would keep",
@@ -417,7 +418,7 @@ _LOST = {
 _COMPARING = frozenset({"to_copy", "copy", "add", "sub", "rsub"})
 """Operators of which a rounded result is no surprise where Python reads it."""
 _ORDER = (*_CHANGES, *_LOST)
-_WEAK = frozenset({"schedule", "drift", *_LOST})
+_WEAK = frozenset({"schedule", "series", "drift", *_LOST})
 """Uses that say no more than what rounded sums, counts and angles are told of by."""
 
 

@@ -381,7 +381,9 @@ def detect_overshoot(trace: Trace) -> Iterator[Finding]:
     """Steps that move parameters many times as far as in float32: the second moment that they are divided by rounds to zero."""
     for seen in trace.observed(Overshoots):
         name, worst = next(iter(seen.what.parameters.items()))
-        found = make_finding_of(seen, _overshoot(seen.what, name, worst), dtype=worst.dtype)
+        still = [one.what for one in trace.observed(LostWrites) if one.what.optimizer == seen.what.optimizer]
+        line = still[-1].source if still and still[-1].tensors else None
+        found = make_finding_of(seen, _overshoot(seen.what, name, worst), dtype=worst.dtype, source=line or None)
         yield replace(found, fqn=module_of(name), phase="optimizer")
 
 
