@@ -34,7 +34,7 @@ from dtypedoctor._torch_private import (
 )
 from dtypedoctor.instrument.frames import local_of, own_line
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.operators import FOLLOWED, SHARED, Followed, tensors_of
+from dtypedoctor.instrument.operators import FOLLOWED, MESSAGES, SHARED, Followed, tensors_of
 from dtypedoctor.instrument.places import Looks, Place
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
@@ -49,8 +49,8 @@ def root_of(name: str, args: tuple[Any, ...], group: int) -> int | None:
     return int(args[group + 2]) if name == "reduce" else None
 
 
-def route_of(name: str, args: tuple[Any, ...], place: int, group: Any) -> str | None:
-    """``FROM>TO`` for a point-to-point message, with ``/TAG`` where it has one; None for a collective.
+def route_of(name: str, args: tuple[Any, ...], place: int, group: Any) -> str:
+    """``FROM>TO`` for a point-to-point message, with ``/TAG`` where it has one.
 
     Args:
         name: public name of the operator.
@@ -58,8 +58,6 @@ def route_of(name: str, args: tuple[Any, ...], place: int, group: Any) -> str | 
         place: which of them is the group.
         group: the group; the ranks that are returned are those of the job.
     """
-    if name not in ("send", "recv"):
-        return None
     peer, tag = int(args[place + 1]), int(args[place + 2])
     there = dist.get_process_group_ranks(group)[peer]
     here = dist.get_rank()
@@ -105,12 +103,12 @@ def called_from_python() -> bool:
 
 
 def follow_works(
-    waited: Callable[[Any], None], coalescing: Callable[[], None], coalesced: Callable[[Any], None]
+    waited: Callable[[Any, Any], None], coalescing: Callable[[], None], coalesced: Callable[[Any], None]
 ) -> Callable[[], None]:
     """Tells of works that somebody has waited for, and of operators that are put together.
 
     Args:
-        waited: called with a work when waiting for it is over.
+        waited: called with a work, and what waiting for it has returned.
         coalescing: called when a group begins to put operators together, which have no works of their own from then on.
         coalesced: called with the work of all of them (or None) when they are issued.
 
@@ -132,7 +130,7 @@ def follow_works(
 
     for kind in (dist.Work, *dist.Work.__subclasses__()):
         if "wait" in vars(kind):
-            after(kind, "wait", lambda work, _: waited(work))
+            after(kind, "wait", waited)
     start, end = COALESCING
     after(dist.ProcessGroup, start, lambda *_: coalescing())
     after(dist.ProcessGroup, end, lambda _, work: coalesced(work))
@@ -197,10 +195,8 @@ class _Channel:
 
     def goes_on(self, name: str, dtype: str) -> bool:
         """Counts a call if it is, by its name and dtype, the one that was to be expected."""
-        expected = self._calls.expected()
-        if expected is None or expected[:2] != (name, dtype):
+        if not self._calls.goes_on((name, dtype)):
             return False
-        self._calls.came(expected)
         self.count += 1
         return True
 
@@ -289,9 +285,14 @@ class Collectives:
             if packet is not None:
                 library.impl(name, self._kernel(packet.default, followed), "ADInplaceOrView", with_keyset=True)
         shield, what = self._guard.shield, "the results of some collectives"
-        self._undo = follow_works(
-            shield(self._waited, what), shield(self._coalescing, what), shield(self._issued_together, what)
-        )
+        measure, watch = shield(self._waited, what), ref(self)
+
+        def waited(work: Any, _: Any) -> None:
+            here = watch()
+            if here is not None and here._pending:  # nothing between looks
+                measure(work)
+
+        self._undo = follow_works(waited, shield(self._coalescing, what), shield(self._issued_together, what))
 
     def _kernel(self, operator: Any, followed: Followed) -> Callable[..., Any]:
         watch = ref(self)  # torch keeps every kernel, also one that was taken out, and would keep the model with it
@@ -322,11 +323,9 @@ class Collectives:
         name = group.group_name
         if name not in self._groups:
             self._describe(name, group)
-        route = route_of(followed.name, args, place, group)
+        route = route_of(followed.name, args, place, group) if followed.name in MESSAGES else None
         there = f"{name}:{route or ''}"
         self._note_call(followed, there if route else name, args)
-        if followed.name in SHARED:
-            self._session.writer.entered_collective()
         if not self._position.looks:
             return
         self.settle()
@@ -347,15 +346,16 @@ class Collectives:
         tensors = tensors_of(args[followed.operands]) if followed.operands is not None else []
         if not tensors and followed.results is not None:
             tensors = tensors_of(args[followed.results])
+        is_shared = followed.name in SHARED
         if not tensors:
+            self._session.writer.called_collective(None, is_shared=is_shared)
             return
         dtype = dtype_name(tensors[0])
         here = self._channels.get(channel)
         if here is None:
             here = self._channels[channel] = _Channel(len(self._channels))
-        if self._position.looks or not here.goes_on(
-            followed.name, dtype
-        ):  # lines and modules are asked for in looks alone
+        # Lines and modules are asked for in looks alone.
+        if self._position.looks or not here.goes_on(followed.name, dtype):
             line, (_, unit) = own_line(sys._getframe()), self._unit()
             source, number = line.source if line is not None else None, here.count
             if here.is_new((followed.name, dtype, source, unit)):
@@ -369,7 +369,7 @@ class Collectives:
                     source=source,
                 )
                 self._session.emit(call, fqn=unit)
-        self._session.writer.called_collective(here.number, here.count)
+        self._session.writer.called_collective((here.number, here.count), is_shared=is_shared)
 
     def _returned(self, answer: Any, rows: list[Row]) -> None:
         if self._coalesced is not None:

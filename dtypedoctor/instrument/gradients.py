@@ -25,7 +25,7 @@ from dtypedoctor.instrument.phases import ScalerStep
 from dtypedoctor.instrument.places import When
 from dtypedoctor.instrument.readable import Arrivals, held_values
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.statistics import Rooted, local_part, measurable, out_of_their_sight
+from dtypedoctor.instrument.statistics import Rooted, is_spread, local_part, local_parts, measurable, out_of_their_sight
 from dtypedoctor.trace.events import Observed, ScalerState
 from dtypedoctor.trace.records.execution import SteppedBy, Unscaled
 
@@ -60,10 +60,13 @@ class _Kept:
     """Whether it is written down which optimizer this is."""
     alike: bool = field(init=False)
     """Whether all parameters lie on one device and hold something."""
+    is_spread: bool = field(init=False)
+    """Whether some are DTensors, of which this process holds a part, or nothing."""
 
     def __post_init__(self) -> None:
         parameters = [parameter for *_, parameter in self.named]
         self.alike = all(p.numel() for p in parameters) and len({p.device for p in parameters}) == 1
+        self.is_spread = any(map(is_spread, parameters))
 
 
 class OptimizerSamples:
@@ -106,7 +109,9 @@ class OptimizerSamples:
             return
         kept = self._of(optimizer)
         gradients = [named[2].grad for named in kept.named]
-        if kept.alike and _are_plain(gradients):
+        if kept.is_spread:
+            gradients = local_parts(gradients)
+        if kept.alike and _are_plain(gradients) and not (kept.is_spread and 0 in map(Tensor.numel, gradients)):
             self._glance_at(kept.named, gradients)
             return
         # Parameters that have a gradient which holds something, and what it holds.
@@ -171,7 +176,7 @@ class OptimizerSamples:
         position = self._position
         kept.when = When(self._writer.next_n(len(kept.named)), position.step, position.call)
         kept.measured.clear()
-        kept.versions = _versions(kept.named)
+        kept.versions = _versions(kept)
         kept.passes = self._passes
         kept.steps += 1
         if not looks:
@@ -192,7 +197,7 @@ class OptimizerSamples:
         may have spoilt them, get the present ones.
         """
         for kept in self._kept.values():
-            now = _versions(kept.named) if kept.versions else []
+            now = _versions(kept) if kept.versions else []
             left = set(range(len(now))) - kept.measured
             written = sorted(i for i in left if now[i] != kept.versions[i])
             self._measure(kept, sorted(left.difference(written)))
@@ -277,16 +282,19 @@ def _held(parameter: Tensor) -> Tensor:
     return local_part(parameter) if values is None else values
 
 
-def _versions(named: Sequence[Rooted]) -> list[int]:
+def _versions(kept: _Kept) -> list[int]:
     """How often each parameter has been written to, as far as torch counts it; without a call of a function for an ordinary one."""
+    held = [one[2] for one in kept.named]
+    if kept.is_spread:
+        held = local_parts(held)
     try:
-        return [version_now(one[2]) if type(one[2]) is Parameter else _version(one) for one in named]
+        return [version_now(one) if type(one) in (Parameter, Tensor) else _version(one) for one in held]
     except RuntimeError:  # one was made in inference mode
-        return [_version(one) for one in named]
+        return list(map(_version, held))
 
 
-def _version(named: Rooted) -> int:
-    tensor = _held(named[2])
+def _version(parameter: Tensor) -> int:
+    tensor = _held(parameter)
     return -1 if tensor.is_inference() else version_of(tensor)
 
 

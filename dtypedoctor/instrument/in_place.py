@@ -326,11 +326,11 @@ class InPlaceReplays:
         if self._some_parameters(kept.live.module):
             kept.live.let_go(self._a_module_is_gone)
 
-    def _a_graph_is_gone(self, _: "ref[_KeepsGradient]") -> None:
-        for kept in self._calls:
-            if kept.hooks and not any(hook() for hook in kept.hooks):
-                kept.hooks.clear()
-                self._let_go(kept)
+    def _a_graph_is_gone(self, call: "ref[KeptCall]", _: "ref[_KeepsGradient]") -> None:
+        kept = call()
+        if kept is not None and not any(hook() for hook in kept.hooks):
+            kept.hooks.clear()
+            self._let_go(kept)
 
     def _a_module_is_gone(self, _: "ref[nn.Module]") -> None:
         """The program has let go of a module: its calls cannot be made again, and hold their inputs no longer."""
@@ -393,7 +393,7 @@ class InPlaceReplays:
                 comes_back = True
                 if tensor.numel() * tensor.element_size() <= MAX_HELD:
                     hook = _KeepsGradient(kept.live.gradients, index)
-                    kept.hooks.append(ref(hook, self._a_graph_is_gone))
+                    kept.hooks.append(ref(hook, partial(self._a_graph_is_gone, ref(kept))))
                     hook_gradient(tensor, hook)
         if not comes_back:
             self._let_go(kept)
@@ -472,7 +472,8 @@ class InPlaceReplays:
     def _before_reduction(self) -> None:
         """A backward pass has computed all gradients, and the units that nothing else has told of have their parameters."""
         for kept in reversed(self._calls):
-            if not kept.old and kept.live.gradients and not parameter_not_here(kept.live.module):
+            is_copied = kept.copies is not None and not self._every
+            if not (kept.old or is_copied) and kept.live.gradients and not parameter_not_here(kept.live.module):
                 if self._is_forced(kept):
                     self._through([kept], "forced", None)
                 elif self._is_known_later(kept.live.module):

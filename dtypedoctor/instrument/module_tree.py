@@ -12,7 +12,7 @@ them inside of each call and notes on the parameters that it does; their modules
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
@@ -60,6 +60,11 @@ class ByModule(Generic[Value]):
     def get(self, module: nn.Module) -> Value | None:
         """Return the value of ``module``; None without one."""
         held = self._held.get(id(module))
+        return None if held is None else held[1]
+
+    def pop(self, module: nn.Module) -> Value | None:
+        """Take the value of ``module`` out; None without one."""
+        held = self._held.pop(id(module), None)
         return None if held is None else held[1]
 
     def setdefault(self, module: nn.Module, value: Value) -> Value:
@@ -212,6 +217,7 @@ def has_state(value: Any) -> bool:
 
 
 __all__ = [
+    "all_are_here",
     "calls_alone",
     "is_of_several",
     "is_sharded",
@@ -267,12 +273,16 @@ def calls_alone(root: nn.Module) -> list[nn.Module]:
 
 def parameter_not_here(module: nn.Module) -> str:
     """Dotted name in ``module`` of the first parameter of which this rank has only a shard at the moment; empty where it has them all."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    for name, parameter in named_tensors(module, buffers=False):
-        is_shard = kind is not None and isinstance(parameter, kind)
-        if is_shard or (parameter.numel() and not parameter.untyped_storage().nbytes()):
-            return name
-    return ""
+    return next((name for name, one in named_tensors(module, buffers=False) if not all_are_here([one])), "")
+
+
+def all_are_here(parameters: Iterable[Tensor]) -> bool:
+    """Whether this rank has all of these parameters at the moment, and of none a shard alone."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    for parameter in parameters:
+        if isinstance(parameter, kind) or (parameter.numel() and not parameter.untyped_storage().nbytes()):
+            return False
+    return True
 
 
 @contextmanager

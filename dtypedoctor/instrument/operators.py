@@ -83,7 +83,9 @@ FOLLOWED = {
     "recv_": Followed("recv", None, _IN_PLACE),
 }
 """Operators of the namespace ``c10d``."""
-SHARED = frozenset(one.name for one in FOLLOWED.values()) - {"broadcast", "scatter", "send", "recv"}
+MESSAGES = frozenset({"send", "recv"})
+"""Operators between two ranks."""
+SHARED = frozenset(one.name for one in FOLLOWED.values()) - {"broadcast", "scatter"} - MESSAGES
 """Collectives to which every rank of the group sends something."""
 
 

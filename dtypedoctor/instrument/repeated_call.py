@@ -7,21 +7,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from dtypedoctor._torch_private import MemoryRef, Writes, parameters_of, sees_operators, version_of
+from dtypedoctor._torch_private import MemoryRef, Writes, copy_all, parameters_of, sees_operators, version_of
 from dtypedoctor.instrument.frames import Line
 from dtypedoctor.instrument.live_call import LiveCall, tensors_of
 from dtypedoctor.instrument.module_tree import (
+    ByModule,
     Given,
+    all_are_here,
     mapped,
     modules_in,
-    parameter_not_here,
-    parameters_in,
     unit_set_aside,
 )
 from dtypedoctor.instrument.operators import bytes_of, why_opaque
@@ -145,30 +146,55 @@ def _memory_of(device: int) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
+class PlacesOfParameters:
+    """Where a module, and those inside of it, hold parameters.
+
+    Args:
+        module: is searched once.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = ((parameters_of(part), name) for part in modules_in(module) for name in parameters_of(part))
+        self.held = [(where, name) for where, name in parts if where[name] is not None]
+
+    def distinct(self) -> "dict[int, nn.Parameter]":
+        """The parameters that are there now, each once, by identity."""
+        now = [where[name] for where, name in self.held]
+        return {id(parameter): parameter for parameter in now if parameter is not None}
+
+
+_BYTES: Callable[[Tensor], int] = attrgetter("nbytes")
+
+
+def _looks_unlike(copy: Tensor, parameter: Tensor) -> bool:
+    return copy.shape != parameter.shape or copy.dtype != parameter.dtype or copy.device != parameter.device
+
+
 class ParameterCopies:
     """Copies of the parameters of a module, made behind the stream: FSDP2 frees the memory of the originals when it reshards them.
 
     Args:
-        module: has all of its parameters at the moment.
+        places: of a module that has all of its parameters at the moment.
 
     Attributes:
         size: bytes that the copies take.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        held = [
-            (parameters_of(part), name, parameter)
-            for part in modules_in(module)
-            for name, parameter in parameters_of(part).items()
-            if parameter is not None
-        ]
-        distinct = {id(parameter): parameter for *_, parameter in held}
-        copies = {
+    def __init__(self, places: PlacesOfParameters) -> None:
+        self._copies = {
             key: nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-            for key, parameter in distinct.items()
+            for key, parameter in places.distinct().items()
         }
-        self._places = [(where, name, copies[id(parameter)]) for where, name, parameter in held]
-        self.size = sum(copy.numel() * copy.element_size() for copy in copies.values())
+        self._places = [(where, name, self._copies[id(where[name])]) for where, name in places.held]
+        self.size = bytes_of(self._copies.values())
+
+    def made_again(self, places: PlacesOfParameters) -> bool:
+        """Copies into the same memory what the module holds now; False where that looks otherwise, or lies elsewhere."""
+        now = places.distinct()
+        if list(now) != list(self._copies) or any(map(_looks_unlike, self._copies.values(), now.values())):
+            return False
+        copy_all([copy.detach() for copy in self._copies.values()], list(now.values()))
+        return True
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -196,6 +222,9 @@ class CopiesOfParameters:
         self._session = session
         self._kept: list[KeptCall] = []
         self._most = 0
+        self._places: ByModule[PlacesOfParameters] = ByModule()
+        self._spare: ByModule[ParameterCopies] = ByModule()
+        """Of calls that are let go of: the next call of the module has its copies in the same memory."""
 
     def keep(self, kept: "KeptCall", calls: Sequence["KeptCall"]) -> None:
         """Copies the parameters of a call, which are unsharded at the moment; those of calls that are not among ``calls`` are let go of."""
@@ -204,21 +233,40 @@ class CopiesOfParameters:
             self._kept.append(kept)
             return
         module = kept.live.module
-        size = bytes_of(list(parameters_in(module)))
-        limit = share_of_device()
-        if size == 0 or size > limit or parameter_not_here(module):
+        places = self._places_in(module)
+        parameters = places.distinct().values()
+        size, limit = sum(map(_BYTES, parameters)), share_of_device()
+        if size == 0 or size > limit or not all_are_here(parameters):
             return
-        self._drop([one for one in self._kept if one not in calls])
+        if gone := [one for one in self._kept if one not in calls]:
+            self._spare = ByModule()
+            for one in gone:
+                if one.live.is_there and one.copies is not None:
+                    self._spare[one.live.module] = one.copies
+            self._drop(gone)
+        kept.copies = self._spare.pop(module)
+        with self._session.position.mute(), out_of_their_sight(), torch.no_grad():
+            if kept.copies is None or not kept.copies.made_again(places):
+                kept.copies = self._new(places, size, limit)
+        if kept.copies is not None:
+            self._kept.append(kept)
+
+    def _places_in(self, module: nn.Module) -> PlacesOfParameters:
+        """Searched for in looks, and at first: from step to step a unit has its parameters in the same places."""
+        places = None if self._session.position.looks else self._places.get(module)
+        if places is None:
+            places = self._places[module] = PlacesOfParameters(module)
+        return places
+
+    def _new(self, places: PlacesOfParameters, size: int, limit: int) -> ParameterCopies | None:
+        self._spare = ByModule()  # what is spare is not counted
         while self._size() + size > limit:
             self._drop(self._kept[:1])
-        if not self._fits(self._size() + size):
-            return
-        with self._session.position.mute(), out_of_their_sight(), torch.no_grad():
-            kept.copies = ParameterCopies(module)
-        self._kept.append(kept)
+        return ParameterCopies(places) if self._fits(self._size() + size) else None
 
     def forget(self) -> None:
         """Lets go of all copies."""
+        self._spare = ByModule()
         self._drop(list(self._kept))
 
     def _drop(self, calls: list["KeptCall"]) -> None:

@@ -150,7 +150,7 @@ def leading_directory(directory: Path) -> Path:
     return next((path for path in ranks.values() if path.name == named), next(iter(ranks.values())))
 
 
-T = TypeVar("T")
+T = TypeVar("T", bound=tuple[Any, ...])
 
 RUNS = 12
 """Runs of equal items that are looked back at."""
@@ -178,11 +178,27 @@ class Succession(Generic[T]):
                 return item
         return None
 
+    def goes_on(self, beginning: tuple[Any, ...]) -> bool:
+        """Takes the item that was to be expected for the next one, if it begins so; its contexts are made once."""
+        contexts = self._contexts()
+        for context in contexts:
+            if (item := self._after.get(context)) is not None:
+                break
+        else:
+            return False
+        if item[: len(beginning)] != beginning:
+            return False
+        self._follows(contexts, item)
+        return True
+
     def came(self, item: T) -> None:
         """The next item is this one."""
+        self._follows(self._contexts(), item)
+
+    def _follows(self, contexts: tuple[Any, ...], item: T) -> None:
         if len(self._after) > MOST_KNOWN:
             self._after.clear()
-        for context in self._contexts():
+        for context in contexts:
             self._after[context] = item
         if item == self._last:
             self._in_a_row += 1

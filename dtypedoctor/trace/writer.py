@@ -248,16 +248,19 @@ class TraceWriter:
         """An outermost module call begins: no mark is left in a child that a C library has forked."""
         self._marks = self._is_ours()
 
-    def entered_collective(self) -> None:
-        """Counts, in the same memory, a collective that is being entered and to which every rank sends something."""
-        self._entered += 1
-        if self._is_ours():
-            self._cursor.entered(self._entered)
+    def called_collective(self, called: tuple[int, int] | None, *, is_shared: bool) -> None:
+        """Notes a collective that is being entered, in the same memory.
 
-    def called_collective(self, channel: int, count: int) -> None:
-        """Notes, in the same memory, how many collectives were called on a channel."""
+        Args:
+            called: number of a channel, and how many collectives were called on it.
+            is_shared: every rank sends something to it: these are counted, too.
+        """
+        self._entered += is_shared
         if self._is_ours():
-            self._cursor.called(channel, count)
+            if called is not None:
+                self._cursor.called(*called)
+            if is_shared:
+                self._cursor.entered(self._entered)
 
     def disown(self) -> None:
         """Writes nothing more. For a forked child, whose parent goes on writing the same file."""

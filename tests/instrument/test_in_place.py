@@ -34,7 +34,7 @@ from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.live_call import LiveCall
 from dtypedoctor.instrument.module_tree import calls_alone
 from dtypedoctor.instrument.operators import is_unfinished
-from dtypedoctor.instrument.repeated_call import CopiesOfParameters, KeptCall, ParameterCopies
+from dtypedoctor.instrument.repeated_call import CopiesOfParameters, KeptCall, ParameterCopies, PlacesOfParameters
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES, NotWatched, Op
 from dtypedoctor.trace.model import Trace
@@ -848,7 +848,7 @@ def test_copies_of_parameters_stand_in_for_them_and_are_taken_away_again() -> No
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     net[1].weight = net[0].weight
     originals = dict(net.named_parameters(remove_duplicate=False))
-    copies = ParameterCopies(net)
+    copies = ParameterCopies(PlacesOfParameters(net))
     before = {name: parameter.detach().clone() for name, parameter in originals.items()}
     with torch.no_grad():
         net[0].weight.fill_(torch.nan)

@@ -11,6 +11,7 @@ from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Finding
+from dtypedoctor.instrument.silent.state import FEWEST, _State
 from dtypedoctor.rules.silent.vanishing import ROUNDED_SUM
 from dtypedoctor.trace.records.silent import RoundedSum
 
@@ -200,3 +201,33 @@ def test_calls_that_add_many_terms_are_not_called_terms(tmp_path: Path) -> None:
     """Sixty calls of ``index_add_`` add six thousand ones."""
     (finding,) = sums(tmp_path, counts_by_index)
     assert "adds to a sum in float16 60 times and gets 2,048; in float64 it is 6,000" in finding.summary
+
+
+def test_additions_between_looks_are_not_said_to_have_been_followed(tmp_path: Path) -> None:
+    """A sum over steps of which some are looked at: it says from where on the additions that it has seen led to where."""
+
+    def work(_: object) -> None:
+        module, total = nn.Linear(1, 1), torch.zeros((), dtype=torch.bfloat16)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        for _ in range(60):
+            loss = module(torch.ones(1)).abs().mean()
+            loss.backward()
+            optimizer.step()
+            for _ in range(20):
+                total += torch.tensor(0.7, dtype=torch.bfloat16)
+
+    (finding,) = [found for found in diagnose(watched(tmp_path, work, every=7)) if found.id == "rounded-sum"]
+    assert "additions that were followed take it from" in finding.summary
+
+
+def test_what_kahans_sum_keeps_is_no_drift_where_it_was_met_again() -> None:
+    """After steps that nobody looked at it begins as what it is; the next step leaves nothing of it in float64, and another rest in half precision."""
+    rest = torch.full((16,), 8e-4, dtype=torch.bfloat16)
+    state = _State.of(rest, rest, rest.double())
+    for turn in range(2 * FEWEST):
+        left = 1e-3 if turn == 0 else 1e-17
+        state.becomes(rest * (-1.0) ** turn, torch.full((16,), left, dtype=torch.float64))
+        state.turns += 1
+        state.compare()
+    assert state.off > 0.0
+    assert not state.has_drifted()

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.modules import module as hooks
 from transformers import LlamaConfig, LlamaForCausalLM
 from watched import watched as watched_by
@@ -374,8 +375,10 @@ class Layers(nn.Module):
         return self.layers(x).square().mean()
 
 
-def step_between_looks(directory: Path, model: nn.Module) -> tuple[int, list[tuple[int, int, int]]]:
-    """Own calls of a training step that is not looked at, and what the probe has seen in it."""
+def step_between_looks(
+    directory: Path, model: nn.Module, *, late: bool = False
+) -> tuple[int, list[tuple[int, int, int]]]:
+    """Own calls of a training step that is not looked at, and what the probe has seen in it; ``late``: as on a device."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -386,7 +389,7 @@ def step_between_looks(directory: Path, model: nn.Module) -> tuple[int, list[tup
     found = []
 
     def work(instruments: Instruments) -> None:
-        instruments.in_place.begin()
+        instruments.in_place.begin(late=late)
         for _ in range(ORDINARY):
             step()
         Probe.seen.clear()
@@ -433,7 +436,20 @@ def test_a_collective_between_looks_is_counted_and_not_measured(tmp_path: Path) 
         (tmp_path / str(size)).mkdir()
         wrapped = nn.parallel.DistributedDataParallel(Layers(), bucket_cap_mb=size)
         calls.append(step_between_looks(tmp_path / str(size), wrapped)[0])
-    assert calls[1] - calls[0] <= 22 * 79
+    assert calls[1] - calls[0] <= 17 * 79
+
+
+@pytest.mark.usefixtures("group")
+def test_a_unit_of_fsdp2_between_looks_takes_few_calls(tmp_path: Path) -> None:
+    """Its inputs are kept by reference, and copies of its parameters, which are found and measured once, are made in the memory of the ones before."""
+    calls = []
+    for units in (4, 12):
+        (tmp_path / str(units)).mkdir()
+        model = Layers(units)
+        for part in (*model.layers[:-1], model):
+            fully_shard(part)
+        calls.append(step_between_looks(tmp_path / str(units), model, late=True)[0])
+    assert calls[1] - calls[0] <= 8 * 176
 
 
 def test_numbers_come_in_the_order_in_which_they_were_asked_for() -> None:

@@ -130,12 +130,13 @@ class _State(Uncollected):
         line, end: that changed it in the last round, first and last; ``is_new`` where none has yet in this round.
         parents: other state that it was computed from.
         source: memory of float32 values that were copied into it.
-        turns: rounds that are over; ``compared_at`` when it was compared last, ``judged`` how often float64 had moved it then.
+        turns: rounds that are over; ``unseen_after`` of these something has changed it that was not seen, and it began anew (0 for never);
+            ``compared_at`` when it was compared last, ``judged`` how often float64 had moved it then.
         still: rounds since it has last moved; ``wanted`` and ``lost`` elements in these, ``absmax`` and ``change`` the largest and their largest movement.
         is_off: whether float64 is further away by now than one rounding, in most of what moves.
         step, gaps: in which it was met last, and how often calls had gone by by then that were not looked at; ``number`` of its optimizer's step.
         peak, way: largest magnitude, and how far each element has been from where the round began, in float64.
-        base, went: what it was in float64 when it was compared first, and how far it has been from there.
+        base, went: what it was in float64 when it was compared first, and how far it has been from there; ``is_rest`` where nothing of it is left there.
         adds, counts: whether nothing but additions change it, and all that it has been are whole numbers.
         sums: how often a tensor of its size was added or taken away.
         off: the largest error.
@@ -158,6 +159,7 @@ class _State(Uncollected):
     source: StorageWeakRef | None = None
     in_place: bool = False
     turns: int = 0
+    unseen_after: int = 0
     compared_at: int = 0
     judged: int = 0
     still: int = 0
@@ -169,6 +171,7 @@ class _State(Uncollected):
     way: Tensor | None = None
     base: Tensor | None = None
     went: float = 0.0
+    is_rest: bool = False
     adds: bool = True
     counts: bool = True
     is_off: bool = False
@@ -213,13 +216,14 @@ class _State(Uncollected):
         """Something that was not computed from it takes its place: begins anew."""
         self.first = self.last = (now, now.double())
         self.shift = torch.zeros_like(self.last[1])
-        self.turns = self.judged = self.still = self.wanted = self.lost = self.returns = 0
+        self.turns = self.unseen_after = self.judged = self.still = self.wanted = self.lost = self.returns = 0
         self.peak, self.went, self.base, self.adds, self.counts = 0.0, 0.0, None, True, True
         self.apart_since = None
         self.begin_round()
 
     def unseen(self, now: Tensor, at: _At) -> None:
         """Something has changed it that was not seen: it goes on from there."""
+        self.unseen_after = self.turns
         self.first = self.last = (now, now.double())
         self.shift = torch.zeros_like(self.last[1])
         self.begin_round(at)
@@ -277,7 +281,7 @@ class _State(Uncollected):
             apart_once,
             whole,
         ) = torch.stack([number.double() for number in numbers]).tolist()
-        self.peak, self.went = max(self.peak, peak), max(self.went, went)
+        self.peak, self.went, self.is_rest = max(self.peak, peak), max(self.went, went), peak <= NOISE * self.peak
         self.counts = self.counts and bool(whole)
         self.judged += rounds if wanted else 0
         has_settled = not wanted and not apart_once  # as near to where float64 stands still as the dtype allows
@@ -306,13 +310,16 @@ class _State(Uncollected):
         return self.adds and self.elements <= SMALL and not self.in_step
 
     def has_drifted(self) -> bool:
-        """Whether it is further off than as many random roundings leave it; a count may not be off at all. What a sum began with is not what it adds up."""
+        """Whether it is further off than as many random roundings leave it; a count may not be off at all. What a sum began with is not what it adds up.
+
+        Of a rest, such as what Kahan's sum keeps, float64 leaves nothing: it is the error itself.
+        """
         dtype = DTYPES[short_name(self.dtype)]
         random = DEVIATIONS * dtype.epsilon / 4 * math.sqrt(self.turns) * self.peak
         lost = digits_lost(dtype.name) * (self.went if self.is_sum else self.peak)
         least = 0.0 if self.counts and self.adds else max(lost, random)
         is_enough = self.turns >= FEWEST or least == 0.0
-        return least < self.off <= self.peak < math.inf and is_enough
+        return least < self.off <= self.peak < math.inf and is_enough and not self.is_rest
 
 
 class _From(NamedTuple):
@@ -912,7 +919,8 @@ class StateCheck(Observer):
             RoundedSum(
                 source=_source(state.line),
                 dtype=short_name(state.dtype),
-                added=state.turns,
+                added=state.turns - state.unseen_after,
+                begins=float(state.first[0][at]) if state.unseen_after else None,
                 exact=float(exact[at]),
                 value=float(now[at]),
                 error=float(off[at]),

@@ -361,14 +361,19 @@ def detect_rounded_sums(trace: Trace) -> Iterator[Finding]:
 
 def _rounded_sum(what: RoundedSum) -> Statement:
     epsilon = DTYPES[what.dtype].epsilon
+    where = f"{what.source or 'A line outside of modules'} adds to a sum in {what.dtype}"
+    if what.begins is None:
+        followed = f"{where} {what.added:,} times and gets {what.value:,.6g}; in float64 it is {what.exact:,.6g}."
+    else:  # between looks nobody counts
+        followed = (
+            f"{where}: the last {what.added:,} additions that were followed take it from {what.begins:,.6g} to {what.value:,.6g}, "
+            f"in float64 to {what.exact:,.6g}."
+        )
     return Statement(
         id="rounded-sum",
         severity=Severity.WARNING,
         proven_by="the same terms added in float64 give another sum",
-        summary=(
-            f"{what.source or 'A line outside of modules'} adds to a sum in {what.dtype} {what.added:,} times and gets {what.value:,.6g}; in float64 "
-            f"it is {what.exact:,.6g}."
-        ),
+        summary=followed,
         cause=(
             f"The spacing of {what.dtype} numbers is {epsilon:.3g} of their magnitude. What is added to a sum is rounded to it, and below half of it nothing is "
             f"added at all: a count of ones ends at 256 in bfloat16 and at 2,048 in float16.{f' {_IN_PLACE}.' if what.in_place else ''}"

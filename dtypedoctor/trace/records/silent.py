@@ -618,6 +618,7 @@ class RoundedSum:
         source: the line that adds.
         dtype: of the sum.
         added: additions so far.
+        begins: what the sum was where these additions began, if others that were not looked at came before; else None.
         exact: the sum of the same terms in float64, of the element that is most off.
         value: what it is.
         error: the difference.
@@ -633,6 +634,7 @@ class RoundedSum:
     value: float
     error: float
     in_place: bool = False
+    begins: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
