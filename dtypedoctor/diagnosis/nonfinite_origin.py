@@ -28,7 +28,7 @@ from dtypedoctor.diagnosis.wording import is_dtype_error, limit_of, module_of, o
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import AFTER_STEP, Op, ParameterNote, Raised, Replay, ScalerState, TensorNote
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.execution import AttentionReplayed, EagerCall, PackedWeight, RoundedBefore
+from dtypedoctor.trace.records.execution import AttentionReplayed, EagerCall, PackedWeight, ReplayedCall, RoundedBefore
 from dtypedoctor.trace.records.silent import GradientZeros, ScaledBackward
 
 SDPA = "torch.nn.functional.scaled_dot_product_attention"
@@ -506,14 +506,15 @@ def doubtful_weights(trace: Trace) -> bool:
 
     That is a model whose quantization states say something else than those of a model before it in the same process (which
     may have left a buffer of its dtype behind), or something that is no 16-bit dtype (for which a kernel may be missing).
-    Its first call is compared.
+    Its first call is compared: made again, where its weights are multiplied inside of a custom operator there is nothing to compare with.
     """
     before: set[str] = set()
     for root, dtypes in sorted(_states(trace).items()):
         if dtypes - USUAL or (before and not dtypes <= before):
             calls = (sample.call for sample, site in trace.measured() if (site.root, site.kind) == (root, "output"))
             call = next(calls, None)
-            return call is not None and not any(seen.call == call for seen in trace.observed(PackedWeight))
+            compared = (*trace.observed(PackedWeight), *trace.observed(ReplayedCall))
+            return call is not None and not any(seen.call == call for seen in compared)
         before |= dtypes
     return False
 

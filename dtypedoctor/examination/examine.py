@@ -515,10 +515,14 @@ def _equality(seen: Sequence[ReplayedCall], comparable: int) -> str:
     )
 
 
+_RAISED = ("raised", "backward raised")
+
+
 def _number_of(replays: Sequence[ReplayedCall]) -> str:
     steps = sum(replay.why == "optimizer" for replay in replays)
     calls = len(replays) - steps
-    parts = [f"{calls} failed call{'s' if calls > 1 else ''}"] if calls else []
+    failed = "failed " if any(replay.why in _RAISED for replay in replays) else ""
+    parts = [f"{calls} {failed}call{'s' if calls > 1 else ''}"] if calls else []
     return " and ".join([*parts, *(["1 optimizer step"] if steps else [])])
 
 
@@ -528,4 +532,10 @@ def _moment_of(replays: Sequence[ReplayedCall]) -> str:
         return "after its parameters had been updated"
     if any(replay.copies for replay in replays):
         return "once the failure was known, with copies of the parameters"
-    return "at the moment of the failure"
+    if all(replay.why == "packed" for replay in replays):
+        return "after the call"
+    return (
+        "at the moment of the failure"
+        if any(replay.why in _RAISED for replay in replays)
+        else "as soon as it was known"
+    )

@@ -59,6 +59,7 @@ class Measured:
         skipped: how many of those that ran were left out on purpose: ``--overhead-budget`` asks for that.
         bad: the first value that is not finite and that the code does not ask for, in words, whether it matters or not.
         expected: that first value stands where a test that passes expects it.
+        by_scale: it is a gradient of a step that a loss scaler has skipped.
         asked_for: where all such values are asked for, as in a mask, the first of them in words. Everything measured is finite where both are empty.
         matters: the first one that reaches a loss, gradient, parameter or result, and that no op trace shows to be meant so, in
             words; empty where there is none.
@@ -70,6 +71,7 @@ class Measured:
     skipped: Mapping[str, int] = field(default_factory=dict)
     bad: str = ""
     expected: bool = False
+    by_scale: bool = False
     asked_for: str = ""
     matters: str = ""
     swallowed: str = ""
@@ -116,6 +118,7 @@ def measured_in(traces: Sequence[Trace], diagnosed: Trace | None = None) -> Meas
         skipped={name: total[f"{name}_skipped"] for name in MEASURED},
         bad=next(filter(None, map(_first_bad, seen)), ""),
         expected=next((_is_expected(trace) for trace in seen if _first_bad(trace)), False),
+        by_scale=next((_is_by_scale(trace) for trace in seen if _first_bad(trace)), False),
         asked_for=next(filter(None, map(_first_asked_for, seen)), ""),
         matters=next(filter(None, map(_first_that_matters, judged)), ""),
         swallowed=next(filter(None, (_first_swallowed(trace) for trace in traces if trace.steps_done)), ""),
@@ -162,6 +165,12 @@ def _first_bad(trace: Trace) -> str:
 def _is_expected(trace: Trace) -> bool:
     first = analysis_of(trace).first_bad
     return first is not None and is_expected(trace, first[0].n)
+
+
+def _is_by_scale(trace: Trace) -> bool:
+    first = analysis_of(trace).first_bad
+    skipped = {state.step for state in trace.all(ScalerState) if state.skipped}
+    return first is not None and first[1].kind in GRADIENTS and first[0].step in skipped
 
 
 def _first_asked_for(trace: Trace) -> str:
@@ -497,6 +506,8 @@ def _finiteness(measured: Measured, noted: Finding | None = None) -> str:
     """What may be said of the values: the one place that says that they are finite."""
     if measured.bad and measured.expected:
         return f"inf or NaN ({measured.bad}) is what a test expects that passes"
+    if measured.bad and measured.by_scale:
+        return f"inf or NaN ({measured.bad}) is in a step that the gradient scaler skipped"
     if measured.bad:
         unexplained = "" if noted is not None else ", and no rule explains it"
         return f"inf or NaN ({measured.bad}) reaches no loss, used gradient or parameter{unexplained}"

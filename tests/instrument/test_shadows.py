@@ -974,3 +974,33 @@ def test_all_results_of_a_mask_are_counted_beside_those_that_differ(tmp_path: Pa
 
     (finding,) = told_of(tmp_path, work)
     assert "of 32,768 results: 1 instead of 0" in finding.summary
+
+
+class Experts(nn.Module):
+    """A router that sends no token to its last expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.expert = nn.Linear(16, 3), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds what the last expert makes of its tokens, of which there are none."""
+        weights, chosen = self.gate(x).softmax(-1).topk(1, -1)
+        tokens, slot = (chosen == 2).nonzero(as_tuple=True)
+        made = self.expert(x[tokens]) * weights[tokens, slot, None]
+        return x + torch.zeros_like(x).index_add_(0, tokens, made)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_results_without_elements_have_no_error(tmp_path: Path, dtype: torch.dtype) -> None:
+    """No check of ours fails at them."""
+
+    def work(_: object) -> None:
+        model = Experts().to(dtype)
+        with torch.no_grad():
+            model.gate.bias[2] = -50.0
+            for _ in range(3):
+                model(torch.randn(12, 16, dtype=dtype))
+
+    trace = watched(tmp_path, work)
+    assert not [note for note in trace.all(NotWatched) if "failed" in note.why]

@@ -8,8 +8,8 @@ from dtypedoctor.trace.events import Observation, ParameterNote, Sample, Site
 from dtypedoctor.trace.model import Trace
 
 
-def models(*states: str | None, compared: int | None = None) -> Trace:
-    """A trace of models called one after the other, twice each, with these dtypes in their quantisation states."""
+def models(*states: str | None, compared: int | None = None, again: int | None = None) -> Trace:
+    """A trace of models called one after the other, twice each, with these dtypes in their quantisation states; call ``again`` was made again."""
     trace = TraceBuilder()
     sites, samples = {}, []
     for root, state in enumerate(states):
@@ -29,6 +29,9 @@ def models(*states: str | None, compared: int | None = None) -> Trace:
             "relative_error": 0.0,
         }
         trace.add(Observation(n=trace.n(), step=1, call=compared, phase="forward", kind="packed-weight", values=values))
+    if again is not None:
+        values = {"why": "packed", "compared": True}
+        trace.add(Observation(n=trace.n(), step=1, call=again, phase="forward", kind="replayed-call", values=values))
     built = trace.build()
     return Trace(records=built.records, samples=tuple(samples), sites=sites)
 
@@ -55,3 +58,10 @@ def test_the_first_call_of_a_doubtful_model_is_looked_at(states: tuple[str | Non
 def test_models_of_one_dtype_are_not_doubted(states: tuple[str | None, ...]) -> None:
     """The buffer that they share, and the kernel, are right for all of them."""
     assert not doubtful_weights(models(*states))
+
+
+def test_a_call_made_again_without_a_product_to_compare_with_leaves_nothing_open() -> None:
+    """A custom operator multiplies with the packed weights itself: an op trace has been there, and shows no product of torch."""
+    trace = models("float32", again=1)
+    assert not doubtful_weights(trace)
+    assert not is_unsettled(trace)

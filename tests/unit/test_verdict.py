@@ -162,6 +162,15 @@ def test_a_loss_that_is_nan_without_a_sample_is_not_healthy() -> None:
     assert report.headline == "The loss in step 7 is not finite, and no rule explains it."
 
 
+def test_a_gradient_of_a_step_that_the_scaler_skipped_is_explained_by_it() -> None:
+    """How a loss scale finds its size, and no value that no rule explains."""
+    trace = measured(module_calls=1, module_calls_measured=1).sample("head", 1.0, inf=1, kind="grad", phase="backward")
+    scaled = [ScalerState(n=60 + i, step=1 + i, scale=2.0**16, found_inf=not i, skipped=not i) for i in range(3)]
+    report = report_on(trace.add(*scaled).build())
+    assert report.status is Status.HEALTHY
+    assert "is in a step that the gradient scaler skipped" in report.headline
+
+
 def test_work_in_processes_that_nobody_measures_makes_a_run_unknown() -> None:
     """What was measured in the script's own process says nothing of it."""
     counts = {"module_calls": 4, "module_calls_measured": 4}
