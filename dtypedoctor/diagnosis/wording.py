@@ -222,7 +222,9 @@ def _shortened(text: str, names: Collection[str]) -> str:
     return _DOTTED.sub(shown, text)
 
 
-_OPERATOR = re.compile(r"(?<![\w.`/])`?(?:aten|function|module(?=\.[A-Z]))\.(\w+)(?:\.\w+)?`?(?![\w.(])|\b_to_copy\b")
+_OPERATOR = re.compile(
+    r"(?<![\w.`/])`?(?:aten|function|module(?=\.[A-Z]))\.(\w+)(?:\.\w+)?`?(?![\w(]|\.\w)|\b_to_copy\b"
+)
 _PRIVATE = {"_softmax": "softmax", "_log_softmax": "log_softmax"}
 
 

@@ -196,7 +196,7 @@ def _in_words(finding: Finding, ways: Sequence[Advice]) -> Advice:
     if untried is not None:
         return replace(untried, waits=any(way.waits for way in ways))
     shown = dict.fromkeys(way.text for way in ways)
-    text = f"No edit helps. {' '.join(shown)} `dtypedoctor explain {finding.id}` names other ways."
+    text = f"No edit helps by itself. {' '.join(shown)} `dtypedoctor explain {finding.id}` names other ways."
     return replace(ways[0], text=text, waits=any(way.waits for way in ways))
 
 

@@ -1,5 +1,6 @@
 """What an operator's operands would be in float32: told from what rounding has made of them."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -210,6 +211,19 @@ def test_what_rounds_before_an_operator_outside_of_modules_is_found(
     (found,) = diagnose(watched(tmp_path, lambda _: function(ZEROS.float().half()).sum().item()))
     assert (found.id, found.confidence) == ("rounds-out-of-domain", "proven")
     assert words in found.summary
+
+
+def test_the_operator_that_fails_has_its_own_line_beside_that_of_what_rounds(tmp_path: Path) -> None:
+    """Outside of modules both are at lines of the program, which need not be one."""
+
+    def work(_: object) -> None:
+        guarded = ZEROS.half() + 1e-8
+        quotients = ZEROS.half() / guarded
+        quotients.sum().item()
+
+    (found,) = diagnose(watched(tmp_path, work))
+    rounds, fails = re.findall(r"test_float32_program\.py:(\d+)", found.summary)
+    assert (found.id, int(fails)) == ("rounds-out-of-domain", int(rounds) + 1)
 
 
 def test_a_number_of_the_code_that_its_tensor_rounds_is_behind_a_division_by_zero(tmp_path: Path) -> None:

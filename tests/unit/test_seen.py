@@ -121,6 +121,8 @@ def test_generated_code_is_compiled_code_and_not_outside_of_all_modules(source: 
     ("text", "said"),
     [
         ("aten.mul.Tensor overflows", "`mul` overflows"),
+        ("First rounded by aten.expm1.default.", "First rounded by `expm1`."),
+        ("First rounded by aten._to_copy.default.", "First rounded by the cast."),
         ("function.layer_norm and module.Linear are given float32", "`layer_norm` and `Linear` are given float32"),
         ("in `module.down` (float16), of module.layers.0.mlp", "in `module.down` (float16), of module.layers.0.mlp"),
     ],

@@ -93,7 +93,9 @@ def test_an_edit_that_does_not_help_is_told_in_words() -> None:
     """What the run showed, and where the edit would have been."""
     one = judged(runs=dict.fromkeys((EDIT.new, OTHER.new), run(raised("RuntimeError"))))
     assert (one.edits, one.tried) == ((), "run")
-    assert one.text.startswith("No edit helps. Tried in a run (train.py:3), where it does not help: RuntimeError")
+    assert one.text.startswith(
+        "No edit helps by itself. Tried in a run (train.py:3), where it does not help: RuntimeError"
+    )
     assert "Use bfloat16" not in one.text
     assert one.text.endswith("`dtypedoctor explain float16-overflow` names other ways.")
     assert one.waits, "the program fails otherwise then, so exec --fix may come further"

@@ -163,13 +163,15 @@ def judge_rounded(origin: Origin) -> Finding | None:
     rounded = rounded_before(origin.graph, op)
     where = f" at {rounded.source}" if rounded is not None and rounded.source not in (None, op.source) else ""
     operands = "finite" if all_finite(op.inputs) else "not all finite"
+    # Outside of modules a finding's line stands for the place, and that is the line that rounds
+    makes = f"at {op.source}" if place(op) is None and op.source else f"in {short(place(op))}"
     statement = Statement(
         id="rounds-out-of-domain",
         proven_by=(
             f"{op.op} on the operands of the same program in {_wide_dtype(program)} is finite (up to {program.absmax:,.6g}); on its own operands it is "
             f"not, in {again.how} either"
         ),
-        summary=f"{_what_rounds(rounded)}{where}, and {op.op} in {short(place(op))} makes {worst_of(origin.result)} of it in step {op.step} ({op.phase}).",
+        summary=f"{_what_rounds(rounded)}{where}, and {op.op} {makes} makes {worst_of(origin.result)} of it in step {op.step} ({op.phase}).",
         cause=_cause_of_rounding(rounded, _wide_dtype(program)),
         evidence=(
             f"{bad_elements(origin.result)} of the {origin.result.dtype} result of {op.op} are inf or NaN; its operands are {operands}.",
