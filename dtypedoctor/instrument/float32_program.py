@@ -287,6 +287,9 @@ class Float32Program:
         pairs = [(real, other) for real, other in zip(narrow, wide, strict=True) if measurable(real)]
         if not pairs:
             return
+        given = scalars(step.arguments) if step.arguments is not None else []
+        if step.is_of_numbers and pairs[0][1].numel() == 1:
+            given = [f"{float(pairs[0][1]):.7g}"]
         rounded = RoundedBefore(
             of=n,
             n=step.n,
@@ -295,7 +298,7 @@ class Float32Program:
             module=step.fqn,
             parameter=step.name,
             dtype=dtype_name(pairs[0][0]),
-            scalars=scalars(step.arguments) if step.arguments is not None else [],
+            scalars=given,
             elements=sum(real.numel() for real, _ in pairs),
             zeros=sum(int(((real == 0) & (other != 0)).sum()) for real, other in pairs),
             ones=sum(int(((real.abs() == 1) & (other.abs() != 1)).sum()) for real, other in pairs),

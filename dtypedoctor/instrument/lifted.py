@@ -17,8 +17,8 @@ LIFT = "aten.lift_fresh.default"
 """The operator that is given a tensor which has just been made of Python's numbers."""
 NUMBERS = 4_096
 """Numbers of a tensor that are read again where the program's source has them."""
-_DIGITS = {torch.float16: 0, torch.bfloat16: 0, torch.float32: 2**24}
-"""From which magnitude on the numbers are looked up."""
+_DIGITS = {torch.float16: -1, torch.bfloat16: -1, torch.float32: 2**24}
+"""Beyond which magnitude the numbers are looked up: of half precision always, since 1e-8 may have become 0."""
 
 
 @dataclass(frozen=True, slots=True)

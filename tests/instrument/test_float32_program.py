@@ -236,7 +236,19 @@ def test_a_number_of_the_code_that_its_tensor_rounds_is_behind_a_division_by_zer
 
     found = diagnose(watched(tmp_path, program))[0]
     assert (found.id, found.confidence) == ("rounds-out-of-domain", "proven")
-    assert "rounds to 1 in bfloat16" in found.summary
+    assert "The number 0.999 rounds to 1 in bfloat16" in found.summary
+
+
+def test_a_number_that_its_tensor_rounds_to_0_is_behind_a_division_by_zero(tmp_path: Path) -> None:
+    """An epsilon in a tensor of its own, and in the same expression."""
+
+    def program(_: object) -> None:
+        guarded = ZEROS.half() + torch.tensor(1e-8, dtype=torch.float16)
+        (ZEROS.half() / guarded).sum().item()
+
+    (found,) = diagnose(watched(tmp_path, program))
+    assert (found.id, found.confidence) == ("rounds-out-of-domain", "proven")
+    assert "The number 1e-08 rounds to 0 in float16" in found.summary
 
 
 def test_the_rounding_error_of_a_sum_in_float32_is_no_other_value(tmp_path: Path) -> None:

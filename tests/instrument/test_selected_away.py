@@ -133,3 +133,18 @@ def test_the_negative_infinities_of_a_mask_are_no_overflow_before_a_model(tmp_pa
     assert [one.id for one in diagnose(in_place(tmp_path, program)) if one.severity is Severity.ERROR] == [
         "fully-masked-row"
     ]
+
+
+def test_a_number_of_the_code_that_a_mask_is_made_of_is_named(tmp_path: Path) -> None:
+    """Nothing is added to it: float16 has no such number."""
+
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, pad: Tensor) -> Tensor:
+            return torch.where(pad, -1e9, x).softmax(-1)
+
+    def program() -> None:
+        Masked()(torch.ones(1, 2).half(), torch.ones(1, 2, dtype=torch.bool)).sum().item()
+
+    (found,) = (one for one in diagnose(in_place(tmp_path, program)) if one.severity is Severity.ERROR)
+    assert found.id == "fully-masked-row"
+    assert "masks with -1e9, and the smallest number of float16 is -65,504" in found.cause

@@ -5,6 +5,7 @@ Then those that a later operator makes finite again, which no check for inf or N
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.incidents import is_expected
@@ -184,6 +185,9 @@ _AT_LEAST_ONE = (
 def _how_it_was_masked(mask: Mask | None, left: Op | None) -> str:
     """What made every entry of a row -inf, as measured, and what to do about it."""
     advice = _AT_LEAST_ONE.format(dtype=mask.narrowest if mask is not None else "the dtype")
+    if mask is None and left is not None and (filled := _number_in(left)):
+        dtype = left.outputs[0].dtype
+        return f"{left.source} masks with {filled}, and the smallest number of {dtype} is -{number(limit_of(dtype))}. {advice}"
     if mask is None:
         return _LEFT_THE_RANGE if left is not None else advice
     if mask.infinite is mask.fill:
@@ -191,6 +195,14 @@ def _how_it_was_masked(mask: Mask | None, left: Op | None) -> str:
     filled = f"{mask.fill.source} fills the mask with {f'{mask.value:g}'.replace('e+0', 'e')}"
     limit = number(limit_of(mask.narrowest))
     return f"{filled}, and {mask.infinite.source} casts it to {mask.narrowest}, whose smallest number is -{limit}. {advice}"
+
+
+def _number_in(op: Op) -> str:
+    """The number in the code that an operator makes a tensor of; empty for any other operator."""
+    for text in () if op.inputs else op.scalars:
+        with suppress(ValueError):
+            return f"{float(text):g}".replace("e+0", "e")
+    return ""
 
 
 _LEFT_THE_RANGE = "Not every entry was -inf at first: the mask holds finite numbers, and what was added to them left the range. Add scores and mask in float32."
@@ -241,9 +253,9 @@ def judge_masked_row(origin: Origin) -> Finding | None:
     ]
     if left is not None and mask is None:
         made = next(t for t in left.outputs if not t.finite)
-        evidence.insert(
-            0, f"{left.op} at {left.source} made -inf of finite {made.dtype} numbers, absmax {magnitudes(left)}."
-        )
+        of = f"finite {made.dtype} numbers, absmax {magnitudes(left)}"
+        of = f"{filled} in {made.dtype}" if (filled := _number_in(left)) else of
+        evidence.insert(0, f"{left.op} at {left.source} made -inf of {of}.")
     statement = Statement(
         id="fully-masked-row",
         proven_by=proven,
