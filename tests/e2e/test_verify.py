@@ -67,6 +67,7 @@ def test_a_script_is_run_and_its_output_is_no_part_of_the_report(tmp_path: Path)
 @pytest.mark.parametrize(
     ("of", "words"),
     [
+        (":::", ": no such file"),
         ("model.py:nothing", "has no 'nothing'"),
         ("other.py", "other.py: no such file"),
         ("nowhere", "nowhere: no such file or folder"),

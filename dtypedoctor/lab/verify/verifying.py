@@ -277,7 +277,7 @@ def live_model(named: str) -> tuple[nn.Module, Any]:
     """
     path, _, name = named.rpartition(":") if ":" in named else (named, "", "")
     is_file = path.endswith(".py")
-    if is_file and not Path(path).is_file():
+    if (is_file or not name) and not Path(path).is_file():
         raise UsageError(f"{path}: no such file", "Give FILE.py:FUNCTION, or the folder of another saved model.")
     sys.path.insert(0, str(Path(path).resolve().parent if is_file else Path.cwd()))
     if name:
