@@ -268,6 +268,13 @@ class _Call:
                 return argument.default_value if given is None else given
         return None
 
+    def is_beyond(self, operand: Tensor) -> bool:
+        """Whether an operand is not finite in float64 either, where that is known, or has overflowed."""
+        memory = self.known.get(id(operand))
+        if memory is not None and memory.overflowed:
+            return True
+        return not bool((operand if memory is None else self.values[id(operand)]).isfinite().all())
+
     def _loses_most(self) -> bool:
         """Whether float32 values, which all operators round, are relatively much more off after this one than before."""
         if self.results[0].dtype is not torch.float32 or any(m.origin.is_lossy for m in self.known.values()):
@@ -1208,11 +1215,7 @@ class Shadows(Observer):
     ) -> None:
         """Adds a use to those of its line; ``of`` how many, all where that is not said."""
         origin = call.origin if use != "state" else Origin(str(call.func), call.line, real.dtype, whole=False)
-        nonfinite = any(
-            memory.overflowed if (memory := call.known.get(id(copy))) else not bool(copy.isfinite().all())
-            for copy, _ in call.operands
-            if copy.is_floating_point()
-        )
+        nonfinite = any(map(call.is_beyond, (copy for copy, _ in call.operands if copy.is_floating_point())))
         self._add(use, str(call.func), call.line, origin, changed, real, exact, of, nonfinite=nonfinite)
 
     def _add(
