@@ -244,11 +244,12 @@ class CopiesOfParameters:
                 if one.live.is_there and one.copies is not None:
                     self._spare[one.live.module] = one.copies
             self._drop(gone)
-        kept.copies = self._spare.pop(module)
+        copies = self._spare.pop(module)
         with self._session.position.mute(), out_of_their_sight(), torch.no_grad():
-            if kept.copies is None or not kept.copies.made_again(places):
-                kept.copies = self._new(places, size, limit)
-        if kept.copies is not None:
+            if copies is None or not copies.made_again(places):
+                copies = self._new(places, size, limit)
+        if copies is not None:  # nothing of a copy that has failed on its way is kept
+            kept.copies = copies
             self._kept.append(kept)
 
     def _places_in(self, module: nn.Module) -> PlacesOfParameters:
