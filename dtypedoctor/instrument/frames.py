@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from inspect import CO_OPTIMIZED, getattr_static
 from itertools import islice
-from types import CodeType, FrameType, ModuleType
+from types import BuiltinMethodType, CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
 
+from torch import Size, Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
@@ -209,19 +210,49 @@ def number_given(frame: FrameType) -> Any:
     code, paths = compiled
     values = {}
     for path in paths:
-        name, *attributes = path.split(".")
-        value = local_of(frame, name)
-        if value is None:
-            value = frame.f_globals.get(name, vars(builtins).get(name))
-        for attribute in attributes:
-            value = getattr_static(value, attribute, None)
-        if not (_is_data(value, [MOST_GIVEN]) or id(value) in _ARITHMETIC):
+        value = _value_at(frame, path)
+        if type(value) in _TENSORS:
+            value = _Length(value.shape)  # len(batch); of its elements nothing is computed again
+        elif not (_is_data(value, [MOST_GIVEN]) or id(value) in _ARITHMETIC or _asks_for_shape(value)):
             return None
         values[path] = _short_range if value is range else value
     with contained():
         # arithmetic on data that is there, and which has just run
         return eval(code, {"__builtins__": {}, **values, _EACH: _each_of_few()})
     return None
+
+
+_TENSORS = (Tensor, nn.Parameter)
+"""Classes of tensors that run no code of the program when they are asked for their shape."""
+_SHAPE = frozenset({"numel", "nelement", "size", "dim", "shape", "ndim"})
+
+
+def _value_at(frame: FrameType, path: str) -> Any:
+    """What a name with its attributes is where a frame is at work; None where it is not known, or code of the program would run."""
+    name, *attributes = path.split(".")
+    value = local_of(frame, name)
+    if value is None:
+        value = frame.f_globals.get(name, vars(builtins).get(name))
+    for attribute in attributes:
+        if type(value) in _TENSORS and attribute in _SHAPE:
+            value = getattr(value, attribute)
+        else:
+            value = getattr_static(value, attribute, None)
+    return tuple(value) if type(value) is Size else value
+
+
+def _asks_for_shape(value: Any) -> bool:
+    return type(value) is BuiltinMethodType and type(value.__self__) in _TENSORS and value.__name__ in _SHAPE
+
+
+class _Length:
+    """Stands for a tensor in what is computed again: it has a length and nothing else."""
+
+    def __init__(self, shape: Size) -> None:
+        self._shape = shape
+
+    def __len__(self) -> int:
+        return self._shape[0]
 
 
 MOST_GIVEN = 4_096

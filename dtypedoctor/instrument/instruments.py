@@ -27,7 +27,7 @@ from dtypedoctor.instrument.in_place import CAPSULE_LIMIT, InPlaceReplays
 from dtypedoctor.instrument.module_tree import parameters_in
 from dtypedoctor.instrument.naming import CodePlaces
 from dtypedoctor.instrument.operators import Arguments
-from dtypedoctor.instrument.phases import Exports, Phases, ScalerStep, Threads
+from dtypedoctor.instrument.phases import SHOWN, Exports, Phases, ScalerStep, Threads
 from dtypedoctor.instrument.places import When
 from dtypedoctor.instrument.readable import Arrivals, values_of
 from dtypedoctor.instrument.sentinel import Sentinel
@@ -236,8 +236,9 @@ class Instruments:
             yield from self._budget.left_out(self.modules.passed_by)
 
     def _values_leave(self, way: str, tensor: Tensor) -> None:
-        self._bad.left(way, tensor)
-        self.checks[Shadows].left(way, tensor)
+        if way != SHOWN:  # infinities are shown as what they are: a mask, a bound
+            self._bad.left(way, tensor)
+        self.checks[Shadows].left(tensor)
 
     def begin_stage(self, step: int) -> None:
         """A step of the scenario begins: its first training step is number ``step`` of the process."""

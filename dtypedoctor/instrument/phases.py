@@ -513,15 +513,17 @@ def _is_of_the_program(thread: Thread) -> bool:
     return is_own_file(getattr(code, "co_filename", "<"))
 
 
-WAYS = {"numpy": "numbers", "tolist": "numbers", "__reduce_ex__": "saved"}
+SHOWN = "shown"
+"""A tensor is printed."""
+WAYS = {"numpy": "numbers", "tolist": "numbers", "__reduce_ex__": "saved", "__repr__": SHOWN}
 """Methods by which values leave, and what that is called in the trace."""
 
 
 class Exports:
     """Calls back with each tensor that leaves torch: for numpy, as numbers in a list, into a file or to another process.
 
-    No operator runs when a tensor is read like that, so no mode sees it. The methods that do it are wrapped once something is known not to be
-    finite: a program in which everything is finite runs with torch's own.
+    No operator runs when a tensor is read like that, or none that a mode sees. The methods that do it are wrapped once something is known not to be
+    finite, or to have lost its digits: a program in which everything is right runs with torch's own.
 
     Args:
         guard: keeps errors from the program.

@@ -565,6 +565,8 @@ class Sentinel(OperatorMode):
                 self._bad.ran(Ran(*made.cast, True, [made.exact], [tensor], [ends_of(tensor)], made.line))
                 if self._bad.made is not None:
                     program.explain(step, self._bad.made)
+                func, arguments = made.cast
+                self.overflowed(func, arguments, arguments, tensor)
 
     def _computed(
         self,

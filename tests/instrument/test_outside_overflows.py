@@ -116,6 +116,32 @@ def test_what_is_made_finite_again_is_found_where_float32_gives_something_else(
     assert all(one.proven_by is not None for one in found)
 
 
+COUNTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "counted": lambda ones: ones.half().sum(),
+    "a number": lambda ones: torch.tensor(ones.numel(), dtype=torch.float16),
+    "a length": lambda ones: torch.tensor(len(ones) * 1.0, dtype=torch.float16),
+    "filled": lambda ones: torch.full((), ones.numel(), dtype=torch.float16),
+    "cast": lambda ones: torch.tensor(ones.shape[0]).half(),
+}
+"""Counts of 80,000 in float16, which are inf; some of numbers that Python asks a tensor for."""
+
+
+@pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
+def test_a_mean_whose_count_overflows_is_found_although_it_is_finite(
+    count: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    """The loss is 0, and every gradient."""
+
+    def work(_: object) -> None:
+        model, ones = nn.Linear(8, 1), torch.ones(80_000)
+        (model(torch.ones(4, 8)).square().sum() * 2e4 / count(ones)).backward()
+        assert not any(parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+
+    finding = next(one for one in diagnose(watched(tmp_path, work)) if one.severity is Severity.ERROR)
+    assert finding.id == "float16-overflow"
+    assert "80,000" in " ".join(finding.evidence)
+
+
 def clipped_by_torch(parameters: list[nn.Parameter]) -> None:
     nn.utils.clip_grad_norm_(parameters, 1.0)
 
@@ -143,6 +169,7 @@ def test_a_norm_of_gradients_that_overflows_is_told_as_that(
     """It is no norm inside of the model: clipping by it makes all gradients 0."""
 
     def work(_: object) -> None:
+        torch.manual_seed(0)  # else the loss overflows, too, now and then
         model = nn.Linear(64, 64).half()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
         (model(torch.ones(32, 64).half()) * 300).sum().backward()

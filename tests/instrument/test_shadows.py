@@ -588,6 +588,43 @@ def test_rounding_that_matters_is_found_where_the_value_is_used(
     assert says in finding.summary
 
 
+READ: tuple[Callable[[Tensor], object], ...] = (
+    lambda rows: rows.abs().max().item(),
+    lambda rows: f"{rows.abs().max():.1f}",
+    lambda rows: rows[0, :4].tolist(),
+    lambda rows: rows.float().numpy().max(),
+    repr,
+)
+"""What reads numbers out of torch."""
+
+
+@pytest.mark.parametrize("read", READ, ids=["item", "format", "tolist", "numpy", "repr"])
+@pytest.mark.parametrize("inside", [True, False], ids=["in a module", "outside"])
+def test_numbers_that_a_lost_difference_has_spoilt_are_found_however_they_are_read(
+    tmp_path: Path, read: Callable[[Tensor], object], inside: bool
+) -> None:
+    """They are 300 times as large as in float64; the difference itself is off by no more than its terms are rounded by."""
+    (finding,) = told_of(
+        tmp_path, lambda: read((Standardized() if inside else standardized)(100 + torch.randn(4, 64).half()))
+    )
+    assert (finding.id, "- middle * middle" in line_of(finding)) == ("rounded-result", True)
+    assert "Python reads it" in finding.summary
+
+
+def standardized(rows: Tensor) -> Tensor:
+    """Divides by a deviation that is computed as E[x²] - E[x]²."""
+    middle = rows.mean(-1, keepdim=True)
+    variance = (rows * rows).mean(-1, keepdim=True) - middle * middle
+    return (rows - middle) * torch.rsqrt(variance.clamp(min=0) + 1e-5)
+
+
+class Standardized(nn.Module):
+    """The same as a layer."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return standardized(rows)
+
+
 def test_an_overflow_of_what_float64_divides_by_more_than_nothing_hides_no_use(tmp_path: Path) -> None:
     """The condition that it decides is told of with the line that has lost the value."""
     finding = next(finding for finding in told_of(tmp_path, clipped_by_nothing) if finding.id == "rounded-result")
@@ -863,6 +900,13 @@ def reported() -> None:
     )
     (1e-4 * rows).half(), rows.square().mul(1e-6).softmax(-1).half(), (rows * 10).softmax(-1).half()
     print(-rows.to(HALF).log_softmax(-1)[:, 0].mean().item())
+    error = rows.to(HALF).softmax(-1) - rows.softmax(-1)
+    print(
+        error[0, :4],
+        (error / rows.softmax(-1)).abs().max().item(),
+        -10 * error.square().mean().log10(),
+        error.tolist()[0][0],
+    )
 
 
 @pytest.mark.release(all_but=6)

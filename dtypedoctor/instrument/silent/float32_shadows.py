@@ -151,7 +151,7 @@ class AbsorbedOverflows(Observer):
         results = [t for t in _measurable(seen.results) if t.dtype in NARROW]
         extents = measure(results)
         operands = _measurable(seen.operands)
-        if not operands or not _all_finite(measure(operands)):
+        if not _all_finite(measure(operands)):
             return
         if _all_finite(extents):
             self._look_for_zeros(seen, operands, results, extents)

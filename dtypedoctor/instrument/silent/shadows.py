@@ -83,6 +83,8 @@ FEW_CHOSEN = 64
 """Choices of a row that are compared as a set."""
 _OF_DATA = 20
 """Bits of a difference below which the rounding of data in float32 makes it, where half precision is compared with it."""
+_OF_COPIES = 16
+"""Bits of a difference below which its terms may be the same numbers, computed in two ways with some hundred roundings of float32."""
 CANCELLED = 3
 """Differences of two near numbers at one line from which on they are more than a coincidence."""
 COMPARED = 1 << 22
@@ -146,6 +148,7 @@ class Origin:
         whole: whether whole numbers went into it.
         sums: whether more numbers went into it than came out: it has counted.
         largest, apart: of what it has rounded the largest magnitude, and the largest difference from the float64 values.
+        terms: of a difference of numbers that are no copies of each other, how much the largest of them is rounded by; 0 of anything else.
     """
 
     op: str
@@ -155,6 +158,7 @@ class Origin:
     largest: float = 0.0
     apart: float = 0.0
     sums: bool = False
+    terms: float = 0.0
 
     @property
     def is_lossy(self) -> bool:
@@ -306,7 +310,18 @@ class _Call:
         factor = relative / max(before.relative if before is not None else 0.0, rounding)
         if before is not None and before.factor >= factor:
             return before.lost_at, before.factor
-        return Origin(str(self.func), self.line, self.results[0].dtype, whole=False), factor
+        return Origin(
+            str(self.func), self.line, self.results[0].dtype, whole=False, terms=self._terms_of_difference()
+        ), factor
+
+    def _terms_of_difference(self) -> float:
+        """What the terms of a difference are rounded by, where it is more than float32 makes of two copies of the same numbers."""
+        terms = [self.values[id(copy)] for copy, _ in self.operands if id(copy) in self.values]
+        if self.name not in _DIFFERENCES or len(terms) != 2 or not self.exact[0].numel():
+            return 0.0
+        size, left = (float(t.abs().max()) for t in (torch.stack([term.abs().max() for term in terms]), self.exact[0]))
+        rounding = size * 2.0 ** -_BITS.get(self.results[0].dtype, 24)
+        return rounding if math.isfinite(rounding) and left > size * 2.0**-_OF_COPIES else 0.0
 
 
 class Shadows(Observer):
@@ -380,6 +395,7 @@ class Shadows(Observer):
         if is_state:  # what is in memory that the call has not made depends on all calls
             self.checks.look.accumulating = [self.saw]
         self._ran(seen.func, seen.arguments, seen.given, results, line, is_state=is_state)
+        self._notice(results[0])
         self._made.update((_key(tensor), StorageWeakRef(tensor.untyped_storage())) for tensor in results)
 
     def look_ended(self) -> None:
@@ -452,16 +468,17 @@ class Shadows(Observer):
                 self._lost("number", memory, tensor, exact, "", line)
             self._left_torch(memory, tensor, exact)
 
-    def left(self, _: str, tensor: Tensor) -> None:
-        """A tensor leaves torch, for a list or for numpy; what is made of its numbers may come back."""
+    def left(self, tensor: Tensor) -> None:
+        """A tensor leaves torch, for a list, for numpy or to be printed; what is made of its numbers may come back."""
         if self.position.muted or not self._memories or _key(tensor) not in self._memories:
             return
         with self._looking, self.position.aside():
             memory = self._memory_of(tensor, tensor)
             if memory is not None:
-                line = line_of(sys._getframe())
+                line, exact = line_of(sys._getframe()), _view(memory.exact, tensor)
                 self._judge_schedule(memory, "aten._local_scalar_dense.default", line)
-                self._left_torch(memory, tensor, _view(memory.exact, tensor))
+                self._lost("number", memory, tensor, exact, "", line)
+                self._left_torch(memory, tensor, exact)
 
     def _left_torch(self, memory: _Memory, tensor: Tensor, exact: Tensor) -> None:
         if tensor.numel() <= NUMBERS - len(self._numbers) and memory.origin.dtype in NARROW:
@@ -492,7 +509,8 @@ class Shadows(Observer):
     def _begin(self, tensor: Tensor, exact: Tensor, origin: Origin) -> None:
         """Begins to follow a tensor that is rounded already."""
         now, storage = tensor.detach().flatten().clone(), tensor.untyped_storage()
-        error, relative = float((now - exact).abs().max()), _relative_norm(now, exact)
+        error = float((now - exact).abs().max())
+        relative = _relative_norm(now, exact) if math.isfinite(error) else error
         self._memories[_key(tensor)] = _Memory(
             StorageWeakRef(storage), exact, now, origin, error, relative, origin, 1.0
         )
@@ -550,9 +568,15 @@ class Shadows(Observer):
         if self._takes_part(func, operands, results) and self._is_turn(func, operands, results, line):
             with self._looking, self.position.aside():
                 self._ran(func, kept, given, results, line)
-            # what a network computes, and all its losses are, goes on to be differentiated
-            if _key(results[0]) in self._memories and not results[0].requires_grad:
-                self.noticed()
+            self._notice(results[0])
+
+    def _notice(self, result: Tensor) -> None:
+        """Says that a result is followed which may be read as a whole. What a network computes goes on to be differentiated, unless little of it is right."""
+        memory = self._memories.get(_key(result)) if self._memories else None
+        if memory is not None and (
+            not result.requires_grad or memory.relative > digits_lost(short_name(memory.origin.dtype))
+        ):
+            self.noticed()
 
     def stop(self) -> None:
         """The program is over: tells what the uses have come to."""
@@ -1178,6 +1202,7 @@ class Shadows(Observer):
                 of=0,
                 used_by=used_by,
                 used_at=used_at,
+                terms=lost.terms,
             )
             total = self._totals[key] = _Total(told)
             self._met_first(key)

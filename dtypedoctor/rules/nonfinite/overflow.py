@@ -405,9 +405,10 @@ def absorbed_proof(seen: Observed[Absorbed]) -> str:
 def absorbed_evidence(seen: Observed[Absorbed]) -> Iterator[str]:
     """What was measured from the overflow to the first finite result."""
     born = seen.what.born
-    operands = " and ".join(map(number, born.operands))
+    # a cast of whole numbers, or what fills a tensor, has no operand of floating point
+    gets = f"has operands up to {' and '.join(map(number, born.operands))}; " if born.operands else ""
     yield (
-        f"{born.op} in {short(born.fqn)} has operands up to {operands}; its result reaches {number(born.float32)}, "
+        f"{born.op} in {short(born.fqn)}: {gets}its result reaches {number(born.float32)}, "
         f"{max_of(born.dtype)}: {born.bad} of {born.elements} elements overflow."
     )
     yield from _to_the_first_finite(seen.what)

@@ -470,6 +470,8 @@ def _matters(what: RoundedUse) -> bool:
         meant = short_op(what.op).strip("_") in _COMPARING or float(what.value) == 0
         # unless rounding hides most of the difference, and does not make it
         meant &= not 0 < abs(float(what.value)) < HIDDEN * abs(float(what.exact))
+        # or what is computed from the difference is off by more than that is: a variance by E[x²] - E[x]²
+        meant &= not 0 < what.terms < abs(float(what.value) - float(what.exact))
         return what.use != "number" or not meant
     if what.use == "choice":
         return what.changed >= max(TIES, MANY * what.of)

@@ -409,6 +409,7 @@ class RoundedUse:
         elements: all that were compared.
         nonfinite: whether the values that are used are inf or NaN.
         used_by, used_at: the operator and the line that use what ``op`` has made, where these are others.
+        terms: where ``op`` is a difference of numbers that are no copies of each other, how much the largest of them is rounded by; else 0.
     """
 
     KIND: ClassVar[str] = "rounded-use"
@@ -427,6 +428,7 @@ class RoundedUse:
     used_by: str = ""
     used_at: str = ""
     elements: int = 0
+    terms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
