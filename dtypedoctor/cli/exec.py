@@ -62,6 +62,10 @@ RerunInPlace = Annotated[
         help="Rerun in the working directory, not in a view.",
     ),
 ]
+Budget = Annotated[
+    bool,
+    typer.Option("--error-budget", help="Measure which modules make the rounding error of the loss and the gradients."),
+]
 Once = Annotated[bool, typer.Option("--once", help="Run once: try no edit in a copy of the files.")]
 Fix = Annotated[
     bool,
@@ -94,6 +98,7 @@ def execute(
     rerun: Rerun = False,
     rerun_in_place: RerunInPlace = False,
     once: Once = False,
+    error_budget: Budget = False,
     fix: Fix = False,
     in_place: InPlace = False,
     verify_uninstrumented: Verify = False,
@@ -129,6 +134,7 @@ def execute(
         overhead_budget=_budget(overhead_budget or (f"1/{every_n_steps}" if every_n_steps else "auto")),
         processes=nproc_per_node or 0,
         fixes=_fixes(ablate or [], attempt or []),
+        error_budget=error_budget,
     )
     # `srun torchrun …`: Slurm's processes are the machines then
     nodes = nodes_of(program.command or [script, *program.args])

@@ -88,7 +88,13 @@ def edited_runs(program: Program, folder: RecordFolder, guardian: Guardian) -> "
         from dtypedoctor.runner.view import NoViewError, View
 
         say("dtypedoctor: running the script again with an edit, in a copy of its files and without network …")
-        again = {**program.request(0), "capsule_limit": None, "repeats": "before", "repeatable": True}
+        again = {
+            **program.request(0),
+            "error_budget": False,
+            "capsule_limit": None,
+            "repeats": "before",
+            "repeatable": True,
+        }
         try:
             began = (folder.private / BEFORE / REQUEST).stat().st_mtime
             with View(Path.cwd(), began).before(folder.private / label, edited) as words:

@@ -28,6 +28,7 @@ from dtypedoctor.report.document import (
     named,
     parts_of,
 )
+from dtypedoctor.report.error_budget import budget_sentence
 from dtypedoctor.report.fixes import ended_with
 from dtypedoctor.report.run_document import expectation_line, run_document
 from dtypedoctor.report.run_facts import (
@@ -189,6 +190,8 @@ def _trust(report: Report) -> Iterator[Block]:
         yield Paragraph(clipped(observer_sentence(report.observer), _LONGEST))
     if not_made := next((gap for gap in report.coverage if NOT_MADE in gap), ""):
         yield Paragraph(clipped(f"{not_made[:1].upper()}{not_made[1:]}.", _LONGEST))
+    if budget := budget_sentence(report.error_budget):
+        yield Paragraph(budget)
     if measured := measured_sentence(report):
         yield Paragraph(measured, Look.DIM)
 

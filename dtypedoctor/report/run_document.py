@@ -29,6 +29,7 @@ from dtypedoctor.report.document import (
     Words,
     named,
 )
+from dtypedoctor.report.error_budget import budget_section
 from dtypedoctor.report.fixes import before_after, cures, fix_checks, fixes_part, replay_command, seconds_of
 from dtypedoctor.report.run_facts import (
     CONFIDENCE,
@@ -64,6 +65,7 @@ def run_document(report: Report) -> Document:
         fixes_part(report),
         before_after(report),
         magnitude_section(report),
+        budget_section(report.error_budget),
         bisection_part(report),
         _trust(report),
         _reproduce(report),

@@ -30,6 +30,7 @@ from dtypedoctor.examination.results import Observer, Outcome, Parity, RunSummar
 from dtypedoctor.foreign_files import parse_json
 from dtypedoctor.plugins import Format
 from dtypedoctor.report.document import Document
+from dtypedoctor.report.error_budget import BudgetRow
 
 __all__ = ["SCHEMA", "Observer", "Outcome", "Parity", "Report", "RunSummary", "Status", "StripRow", "Trial"]
 
@@ -86,6 +87,8 @@ class Report:
     """What was not watched and why."""
     measured: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """For each kind of thing that ran how many were measured, and how many ran."""
+    error_budget: tuple[BudgetRow, ...] = ()
+    """Which modules make the rounding error of the loss, where that was asked for."""
     bisection: Mapping[str, Any] | None = None
     capsule: Mapping[str, Any] | None = None
     """The failing call that was kept beside the run (``directory``, ``module``, ``class``, ``bytes``, ``holds``, ``allow_code``, ``script``), or ``why``

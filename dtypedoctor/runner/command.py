@@ -44,6 +44,7 @@ class Program:
         time_limit: seconds.
         overhead_budget: the share of the time that measuring may take.
         fixes: ids of fixes to try on it in further runs.
+        error_budget: whether to measure how much rounding error each module makes.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Program:
     time_limit: int = WEEK
     overhead_budget: str = "off"
     fixes: Sequence[str] = ()
+    error_budget: bool = False
 
     @property
     def words(self) -> list[str]:
@@ -91,7 +93,8 @@ class Program:
 
     def request(self, capsule_limit: int) -> dict[str, Any]:
         """What its processes are asked for when it is recorded once."""
-        return {"scenario": self.described(), "watch": True, "replay": True, "capsule_limit": capsule_limit}
+        asked = {"scenario": self.described(), "watch": True, "replay": True, "capsule_limit": capsule_limit}
+        return asked | ({"error_budget": True} if self.error_budget else {})
 
 
 def is_described(ran: Any) -> TypeGuard[dict[str, Any]]:

@@ -222,6 +222,7 @@ class ScriptRecording:
         with no_collection(), contained() as ours:  # a defect of ours must not end the program
             # The watch that a request asks for; torch is there
             from dtypedoctor.instrument.budget import budget_of
+            from dtypedoctor.instrument.silent.error_budget import ErrorBudget
             from dtypedoctor.worker.environment import StepDigest
             from dtypedoctor.worker.process_watch import ProcessWatch
 
@@ -238,6 +239,7 @@ class ScriptRecording:
                 digest=StepDigest() if self._request.get("witness") else None,
             )
             self._recording.torch_is_there(watch)
+            watch.instruments.checks[ErrorBudget].is_asked_for = bool(self._request.get("error_budget"))
             watch.start()
             if self._request["replay"]:
                 watch.instruments.replay_failures(self._request["capsule_limit"])

@@ -97,9 +97,9 @@ def _other_ratios(tensors: list[Tensor]) -> Iterator[tuple[Tensor, Sequence[floa
             yield saved_by(node, "result"), ()
 
 
-def nodes_behind(tensors: list[Tensor]) -> Iterator[Any]:
-    """The autograd nodes that ``tensors`` were made by, the nearest first; no more levels once there are :data:`MAX_NODES`."""
-    return _behind([t.grad_fn for t in tensors if t.grad_fn is not None], MAX_NODES)
+def nodes_behind(tensors: list[Tensor], most: int = MAX_NODES) -> Iterator[Any]:
+    """The autograd nodes that ``tensors`` were made by, the nearest first; no more levels once there are ``most``."""
+    return _behind([t.grad_fn for t in tensors if t.grad_fn is not None], most)
 
 
 def _behind(level: list[Any], most: int) -> Iterator[Any]:

@@ -432,6 +432,28 @@ class RoundedUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundingShare:
+    """What rounding in a module's own operators makes of the loss and of gradients, to first order; means of the backward passes that were measured.
+
+    Attributes:
+        passes: how many these are.
+        loss: by how much it has changed the loss, over the loss.
+        expected: how much that would be if the elements were rounded at random: the root of the sum of their squares.
+        gradients: norm of the error of the gradients that its operators hand on, over the norm of these; None where none could be computed again.
+        op, source: the operator and line that have changed the loss most.
+    """
+
+    KIND: ClassVar[str] = "rounding-share"
+
+    passes: int
+    loss: float
+    expected: float
+    gradients: float | None
+    op: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedAngles:
     """Angles of sines and cosines that half precision has rounded.
 
