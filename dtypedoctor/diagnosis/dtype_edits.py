@@ -4,7 +4,7 @@ import ast
 from collections.abc import Callable, Iterator, Sequence
 
 from dtypedoctor.diagnosis.ops import graph_of, overload_free
-from dtypedoctor.diagnosis.rule import Link
+from dtypedoctor.diagnosis.rule import Edit, Link
 from dtypedoctor.diagnosis.scene import (
     Change,
     Changes,
@@ -288,13 +288,15 @@ def cast_met_weights(scene: Scene) -> Changes | None:
     return _set_notes(scene, notes, scene.finding.dtype)
 
 
-def changes_most_weights(scene: Scene, maker: str) -> bool:
-    """Whether an edit changes the weights that the odd operand meets on a line that gave most weights of the model their dtype: other edits come first."""
-    if maker != "cast-met-weights":
-        return False
+def changes_most_weights(scene: Scene, edits: Sequence[Edit]) -> bool:
+    """Whether edits change the weights that the odd operand meets on a line that gave most weights of the model their dtype: other edits come first."""
     weights = [note for note in scene.parameters.values() if not note.buffer]
-    lines = {note.set_at for link in scene.finding.met[-1:] for note in weights if note.name == _name_in(link)}
-    return bool(lines - {None}) and 2 * sum(note.set_at in lines for note in weights) > max(len(weights), 2)
+    names = {_name_in(link) for link in scene.finding.met[-1:]}
+    met = {note.set_at for note in weights if note.set_at and note.name in names}
+    places = [(scene.source(file), line) for file, _, line in (at.rpartition(":") for at in met)]
+    changed = {(edit.file, edit.line) for edit in edits}
+    is_changed = any(source and (scene.shown(source.path), int(line)) in changed for source, line in places)
+    return is_changed and 2 * sum(note.set_at in met for note in weights) > max(len(weights), 2)
 
 
 def set_float32(scene: Scene) -> Changes | None:

@@ -72,8 +72,9 @@ def _way(scene: Scene, edits: tuple[Edit, ...], maker: str) -> Advice:
     """One way to mend it, in words, and by edits where there are some."""
     finding, spec = scene.finding, spec_of(scene.finding.id)
     sentence = INSTEAD.get(maker, "") or (spec.without_edit(finding) if spec.without_edit and not edits else "")
-    text = f"{_text(spec, scene, sentence)} {REMARKS.get(maker, '')}".rstrip()
-    return Advice(finding=finding.id, text=text, edits=edits, maker=maker if edits else "")
+    plain = _text(spec, scene, sentence)
+    text = f"{plain} {REMARKS.get(maker, '')}".rstrip()
+    return Advice(finding=finding.id, text=text, edits=edits, maker=maker if edits else "", of_a_part=plain)
 
 
 def _excerpts(scene: Scene) -> tuple[Excerpt, ...]:
@@ -271,17 +272,16 @@ def _first_way(finding: Finding) -> str:
 
 def edits_for(scene: Scene, makers: Sequence[str]) -> Iterator[tuple[tuple[Edit, ...], str]]:
     """The lines that each maker changes which sees what to change, and its name; where none does, no lines, and the name of what would help."""
-    shown: set[tuple[Edit, ...]] = {()}
-    fitting = value_edits.fitting(scene, tuple(makers))
-    for name in sorted(fitting, key=partial(dtype_edits.changes_most_weights, scene)):
+    shown: dict[tuple[Edit, ...], str] = {}
+    for name in value_edits.fitting(scene, tuple(makers)):
         made = MAKERS[name](scene) or []
         # One change, or several of which each may be the right one
         for source, changes in [made] if isinstance(made, tuple) else made:
             edits = _with_copies(scene, name, source, changes)
-            if edits not in shown:
-                shown.add(edits)
-                yield edits, _name_of_cast(scene) if name == "cast-operand" else name
-    if len(shown) == 1:
+            if edits:
+                shown.setdefault(edits, _name_of_cast(scene) if name == "cast-operand" else name)
+    yield from sorted(shown.items(), key=lambda way: dtype_edits.changes_most_weights(scene, way[0]))
+    if not shown:
         yield (), "cast-written" if _is_a_write(scene) else ""
 
 

@@ -24,9 +24,8 @@ from dtypedoctor.diagnosis.ops import (
     has_nan,
     last_bad_before,
     nonfinite,
-    overload_free,
 )
-from dtypedoctor.diagnosis.wording import OF_NO_TENSOR, is_own_statement, own_line, type_of
+from dtypedoctor.diagnosis.wording import OF_NO_TENSOR, at_line, is_own_statement, own_line, type_of
 from dtypedoctor.dtypes import DTYPES, parts_of
 from dtypedoctor.trace.events import Caught, Observed, Op, Raised, Sample, ScalerState, Site
 from dtypedoctor.trace.model import Trace
@@ -56,7 +55,7 @@ class Reached:
     @property
     def got(self) -> str:
         """Where it got to, in words."""
-        where = f" at {self.source}" if self.source else ""
+        where = at_line(self.source)
         return f"{ENDS[self.seen.what.what]}{where}"
 
     @property
@@ -124,6 +123,10 @@ def _is_failure(graph: OpGraph, seen: Observed[NonfiniteReached]) -> bool:
     goes_on = raised is None or (end == "guard" and raised.n < seen.n)  # it has caught what was raised before it tests
     is_idle = goes_on and end in ("guard", "unused")
     if is_idle and (not _saw_half(graph, last) or _is_undefined(graph, last) or _is_of_numbers(graph, last)):
+        return False
+    # the logarithm of 0 is an infinity in any dtype: a table that is printed, or saved, has it as what it is
+    is_exact = seen.what.value in ("inf", "-inf") and not _saw_half(graph, last) and _is_undefined(graph, last)
+    if goes_on and end in LEAVING and is_exact:
         return False
     if end == "guard" and goes_on and _was_computed_instead(graph, seen, last):
         return False
@@ -209,9 +212,9 @@ def links(trace: Trace, numbers: Collection[int], call: int) -> Iterator[Observe
 
 
 def _is_left_out(graph: OpGraph, last: Op) -> bool:
-    """Whether NaN, or what it is a part of, also goes into an operator of torch that computes with the other elements, such as ``nanmean``."""
+    """Whether NaN, or what it is a part of, also goes into an operator that computes finite numbers, with the other elements: as ``nanmean`` does."""
     users = (user for op in (last, *_makers(graph, last)) for tensor in op.outputs for user in graph.consumers(tensor))
-    return any(overload_free(user.op).startswith("nan") and all_finite(user.outputs) for user in users)
+    return any(user.outputs and all(t.dtype in DTYPES and t.finite for t in user.outputs) for user in users)
 
 
 def _is_replaced(graph: OpGraph, last: Op) -> bool:

@@ -127,6 +127,7 @@ class Advice:
         tried: on what the edits were tried: ``call``, ``step`` or ``run``; None where they were not, or there are none.
         others: other ways, each with its edits, the best first.
         waits: whether an edit was found that is not shown, and with which `exec --fix` may come further.
+        of_a_part: the text where some of the edits are enough: without what is said of all together.
     """
 
     finding: str
@@ -137,6 +138,7 @@ class Advice:
     tried: str | None = None
     others: "tuple[Advice, ...]" = ()
     waits: bool = field(default=False, metadata={STAYS: True})
+    of_a_part: str = field(default="", metadata={STAYS: True})
 
     @property
     def is_shown(self) -> bool:

@@ -204,12 +204,16 @@ def _compiled(finding: Finding) -> Finding:
     return replace(_with_texts(finding, renamed), module=COMPILED_CODE)
 
 
+def at_line(source: str | None) -> str:
+    """Where something happens, to follow it; empty where the line is not known: no code of the program calls the module of a capsule."""
+    return f" at {source}" if source else ""
+
+
 _DOTTED = re.compile(r"(?<![\w./\[\]])[A-Za-z_0-9]+(?:\.[A-Za-z_0-9]+)+(?![\w(\[]|\.\w)")
 
 
 def _shortened(text: str, names: Collection[str]) -> str:
-    """The text with each module, and each parameter of one, by the one name that the whole report has for it; without lines that are not known."""
-    text = text.replace(" at None", "")  # no code of the program calls the module of a capsule
+    """The text with each module, and each parameter of one, by the one name that the whole report has for it."""
 
     def shown(found: re.Match[str]) -> str:
         module, _, last = found[0].rpartition(".")

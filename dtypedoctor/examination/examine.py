@@ -36,21 +36,26 @@ from dtypedoctor.text import counted
 from dtypedoctor.trace.events import AFTER_STEP, REPLAY_OF_FAILURES, Coverage, NotWatched
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import EAGER, ReplayedCall
+from dtypedoctor.trace.records.silent import RoundedUse
 
 MOST_TRIALS = 6
 """Runs with an edit, at most."""
+PARTS = 4
+"""Lines of an edit that are tried one by one, once all of them together help."""
 SECONDS = 60.0
 """Time for all runs with edits together, and the longest first run after which there are any; twice as long as that, and a little more, is enough for most."""
 SECONDS_FOR_NOTE = 5.0
 """Longest run of a healthy program that is repeated for the edit of a note."""
 _LARGEST_FILE = 4 << 20
-_ROUNDING = 2**-4
+ROUNDING = 2**-4
 """How far a loss may be from that of the program as it is where that is right: half precision keeps 8 bits or more, and a deep network loses some."""
 _ABSURD = 1000.0
 """How many times larger than the losses before it a loss is that is finite and wrong: a bound in the place of an inf."""
 _END = 8
 """The last loss of a training is the median of its last eighth."""
 _AFTER_THE_LOSS = frozenset({"backward", "optimizer", AFTER_STEP})
+
+ROUNDED_RESULT = "rounded-result"
 
 Attempt = Callable[[str, dict[str, str], int], Run | str]
 """Runs the program with other text in some of its files, under a label, for so many seconds; gives the run, or why there is none."""
@@ -98,7 +103,19 @@ class EditTrials:
         if verdict:
             text = f"Tried {_WHERE[how]} ({places}), where it does not help: {verdict}."
             return replace(advice, text=text, edits=(), tried=how, waits=self.moved)
-        return replace(advice, text=advice.text + (self.shown if how == "run" else _ON_THE_CALL), tried=how)
+        if how == "call":
+            return replace(advice, text=advice.text + _ON_THE_CALL, tried=how)
+        smallest = self._part(finding, advice)
+        return replace(smallest, text=smallest.text + self.shown, tried=how)
+
+    def _part(self, finding: Finding, advice: Advice) -> Advice:
+        """The advice with one line of an edit that passed, where this passes alone; else as it is."""
+        shown = self.shown
+        for edit in advice.edits if 1 < len(advice.edits) <= PARTS else ():
+            if self._run(finding, (edit,)) == ("run", ""):
+                return replace(advice, edits=(edit,), text=advice.of_a_part or advice.text)
+        self.shown = shown
+        return advice
 
     def _run(self, finding: Finding, edits: Sequence[Edit]) -> tuple[str | None, str]:
         """``run`` and what speaks against the edit, empty where nothing does; or None, and why the edited program was not run."""
@@ -236,8 +253,18 @@ def _objections(finding: Finding, before: Run, run: Run) -> Iterator[str]:
             yield f"{left.id} recurs"
         elif left.severity is Severity.ERROR and left.id not in known:
             yield f"{left.id} occurs"
+    if ROUNDED_RESULT not in known:
+        yield from _rounded_losses(run)
     yield from insane_losses(finding, before, run)
     yield from _steps_left_out(before, run)
+
+
+def _rounded_losses(run: Run) -> Iterator[str]:
+    """Losses that are finite now, and others than the same operators give in float64."""
+    told = {finding.source for finding in analysis_of(run.trace).findings if finding.id == ROUNDED_RESULT}
+    for seen in run.trace.observed(RoundedUse):
+        if seen.what.use == "loss" and seen.what.source in told:
+            yield f"the loss is {seen.what.value} then, and {seen.what.exact} in float64"
 
 
 def insane_losses(finding: Finding, before: Run, run: Run) -> Iterator[str]:
@@ -292,7 +319,7 @@ def changed_loss(finding: Finding, before: Run, run: Run) -> str:
     if not is_right or spec_of(finding.id).family is SILENT:
         return ""
     usual = max(abs(loss) for loss in was.values() if math.isfinite(loss))
-    rounding = _ROUNDING * max(abs(losses[begin]), abs(was[begin])) + _ROUNDING**4 * usual
+    rounding = ROUNDING * max(abs(losses[begin]), abs(was[begin])) + ROUNDING**4 * usual
     if abs(losses[begin] - was[begin]) <= rounding:
         return ""
     return f"it changes the loss of step {begin}, which is right, from {was[begin]:.4g} to {losses[begin]:.4g}"

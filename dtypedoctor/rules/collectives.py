@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.distributed import RECV, SEND, Called, Rank, calls_of
 from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH, Finding, FindingSpec, Rule
-from dtypedoctor.diagnosis.wording import dtype_named, how_the_run_ended, raising_line, rejection_in
+from dtypedoctor.diagnosis.wording import at_line, dtype_named, how_the_run_ended, raising_line, rejection_in
 from dtypedoctor.rules import Statement, make_finding, make_finding_of
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import CollectiveCall
@@ -94,7 +94,7 @@ def _told(channel: str, number: int, name: str, here: Mapping[int, Called]) -> I
     for rank, call in here.items():
         one = call.seen.what
         shape = f", {one.shape}" if call.exact else ""
-        line = f" at {one.source}" if one.source else ""
+        line = at_line(one.source)
         yield f"Rank {rank}, {what} of process group {group}: {one.name} of {one.dtype}{shape}{line}."
     if len({call.seen.what.source for call in here.values()}) > 1:
         yield f"If these lines are not meant to meet, one rank has called a {name} more or less than the others."

@@ -66,6 +66,34 @@ def test_two_mistakes_in_a_row_are_mended_in_a_copy(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True)
 
 
+NEEDLESS = """\
+import torch
+
+HALF = torch.bfloat16
+net = torch.nn.Linear(4, 1).to(HALF)
+print(net(torch.ones(2, 4)).sum().item())
+sigmas = torch.linspace(1.0, 0.003, 100, dtype=HALF)
+times = 5 * sigmas / (1 + 4 * sigmas)
+print(sum(int(torch.argmin((times - time).abs())) for time in times))
+"""
+"""The cast that the first failure needs is one to float32 once the second is mended."""
+
+
+@pytest.mark.release
+def test_an_edit_that_a_later_one_makes_needless_is_taken_back(tmp_path: Path) -> None:
+    """The patch is the smallest with which the program is healthy."""
+    written(tmp_path, NEEDLESS)
+    done = dtypedoctor("exec", "--fix", "--out", "run", "train.py", cwd=tmp_path)
+    assert "FIXED: with 1 edit the program runs without a finding." in done.err
+    patch = (tmp_path / "run" / "fix.patch").read_text()
+    assert [line for line in patch.splitlines() if line[:1] in "+-"][2:] == [
+        "-HALF = torch.bfloat16",
+        "+HALF = torch.float32",
+    ]
+    tries = json.loads((tmp_path / "run" / "fix.json").read_text())["tries"]
+    assert [one["kept"] for one in tries] == [False, True]
+
+
 @pytest.mark.release
 def test_a_program_that_no_edit_helps_is_left_as_it_is(tmp_path: Path) -> None:
     """It is said so, and the command fails."""

@@ -116,6 +116,22 @@ def test_what_is_made_finite_again_is_found_where_float32_gives_something_else(
     assert all(one.proven_by is not None for one in found)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "least", "ids"),
+    [(torch.float32, 0.0, []), (torch.float64, 0.0, []), (torch.float16, 1e-9, ["rounds-out-of-domain"])],
+)
+def test_an_infinity_that_any_dtype_has_is_no_failure_of_a_table_that_is_printed(
+    dtype: torch.dtype, least: float, ids: list[str], tmp_path: Path
+) -> None:
+    """The logarithm of a chance of 0 is one; that of a chance which half precision has rounded to 0 is not."""
+
+    def work(_: object) -> None:
+        chances = torch.tensor([least, 0.5, 0.5], dtype=dtype)
+        print(chances.log().tolist(), chances.log().numpy())
+
+    assert [one.id for one in diagnose(watched(tmp_path, work)) if one.severity is not Severity.INFO] == ids
+
+
 COUNTS: dict[str, Callable[[Tensor], Tensor]] = {
     "counted": lambda ones: ones.half().sum(),
     "a number": lambda ones: torch.tensor(ones.numel(), dtype=torch.float16),

@@ -559,8 +559,9 @@ def test_a_line_that_gave_most_weights_their_dtype_is_changed_last(
     ]
     met = (Link(op="load-dtype: layers.0.weight", fqn=None, dtype_in=None, dtype_out="bfloat16", source="train.py:2"),)
     read = program(tmp_path, "model = Net().to(torch.bfloat16)", None, *weights, dtype="float32", met=met)
-    assert changes_most_weights(read, "cast-met-weights") is is_wide
-    assert not changes_most_weights(read, "cast-operand")
+    there, elsewhere = (Edit(file="train.py", line=line, old="", new="") for line in (2, 1))
+    assert changes_most_weights(read, [there]) is is_wide
+    assert not changes_most_weights(read, [elsewhere])
 
 
 def test_of_other_writes_to_the_same_rows_only_what_a_call_returns_is_cast(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dtypedoctor.examination.examine import SECONDS, EditTrials, edited_files, i
 from dtypedoctor.examination.results import Outcome, Trial
 from dtypedoctor.replay.capsule import Capsule
 from dtypedoctor.runner.run import Run
-from dtypedoctor.trace.events import Coverage, Metric
+from dtypedoctor.trace.events import Coverage, Metric, Observation
 
 EDIT = Edit(file="train.py", line=3, old="m = m.half()", new="m = m.bfloat16()")
 OTHER = replace(EDIT, new="m = m.float()")
@@ -235,6 +235,40 @@ def test_a_cast_of_the_failing_line_was_tried_where_the_experiment_proves_it(
     """The operator was run again with the operand cast; what a module around it gets is something else."""
     assert judged("cast-operand", proof=proof).tried == tried
     assert judged("cast-argument", proof=proof).edits == ()
+
+
+def test_of_an_edit_of_several_lines_the_one_that_is_enough_is_shown() -> None:
+    """The text does not speak of the others then."""
+    first = Edit(file="train.py", line=1, old="import torch", new="import torch as torch")
+    advice = Advice(finding=FINDING.id, text="Do it. All of it.", of_a_part="Do it.", edits=(first, EDIT))
+
+    def shown(enough: str) -> Advice:
+        def attempt(label: str, edited: dict[str, str], seconds: int) -> Run:
+            (text,) = edited.values()
+            return run(trained() if enough in text else raised("RuntimeError"))
+
+        (judged,) = judge_edits([FINDING], [advice], EditTrials(run(raised("RuntimeError")), attempt=attempt))
+        return judged
+
+    assert (shown(EDIT.new).edits, shown(EDIT.new).text) == (
+        (EDIT,),
+        "Do it. Tried: 3 steps without the failure.",
+    )
+
+
+def test_an_edit_after_which_the_loss_is_not_that_of_float64_does_not_help() -> None:
+    """It is finite then, and wrong."""
+    values = {"use": "loss", "op": "aten.expm1.default", "source": "train.py:3", "made_by": "aten.exp.default",
+              "made_at": "train.py:2", "dtype": "float32", "value": "13.06", "exact": "11.26", "changed": 1, "of": 1}  # fmt: skip
+    trace = trained()
+    trace.add(Observation(n=trace.n(), step=1, call=1, phase="forward", kind="rounded-use", fqn=None, values=values))
+    rounded = run(trace)
+    one = judged(runs={EDIT.new: rounded, OTHER.new: run(trained())})
+    assert one.edits == (OTHER,)
+    assert (
+        "the loss is 13.06 then, and 11.26 in float64"
+        in judged(runs=dict.fromkeys((EDIT.new, OTHER.new), rounded)).text
+    )
 
 
 def test_the_edited_files_are_what_the_patch_makes_of_them() -> None:

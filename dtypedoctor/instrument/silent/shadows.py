@@ -34,10 +34,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from dtypedoctor._torch_private import base_of, memory_key, schema_of
 from dtypedoctor.dtypes import DTYPES
-from dtypedoctor.instrument.frames import Line, line_of
+from dtypedoctor.instrument.frames import Line, line_of, local_of
 from dtypedoctor.instrument.lifted import NUMBERS, Lifted, lifted_from
 from dtypedoctor.instrument.naming import short_name
 from dtypedoctor.instrument.operators import (
@@ -94,8 +95,6 @@ GRID = 16
 """Entries of a schedule."""
 STEADY, STANDING = 1 / 8, 1 / 3
 """Shares of the steps between numbers that Python reads one after another: in which a schedule turns at most; and from which on it stands still too often."""
-_SCHEDULERS = "torch.optim.lr_scheduler"
-"""Reads losses to decide on a learning rate."""
 _LIFTED = "torch.tensor"
 """What is said to have made a tensor of Python's numbers."""
 MOST_LINES = 100
@@ -432,12 +431,15 @@ class Shadows(Observer):
         return is_rounded and (_is_held(self._scalars, tensor) or self._is_scheduled(line))
 
     def _is_scheduled(self, line: Line | None) -> bool:
-        """Whether it is torch's code that reads a number, to set a learning rate."""
+        """Whether it is a scheduler of learning rates that reads a number."""
         if line not in self._scheduled and len(self._scheduled) < NUMBERS:
             frame: FrameType | None = sys._getframe()
             while frame is not None and str(frame.f_globals.get("__name__")).startswith(("dtypedoctor.", "torch._")):
                 frame = frame.f_back
-            self._scheduled[line] = frame is not None and frame.f_globals.get("__name__") == _SCHEDULERS
+            first = frame.f_code.co_varnames[:1] if frame is not None else ()
+            self._scheduled[line] = frame is not None and any(
+                isinstance(local_of(frame, name), LRScheduler) for name in first
+            )
         return self._scheduled.get(line, False)
 
     def _tell_series(self) -> None:

@@ -27,6 +27,8 @@ from dtypedoctor.cli.scripts import edited_runs, finished, first_run, guarded
 from dtypedoctor.diagnosis.rule import Advice, Edit, Finding, Severity
 from dtypedoctor.errors import UsageError
 from dtypedoctor.examination.examine import (
+    PARTS,
+    ROUNDING,
     advised,
     changed_loss,
     edited_files,
@@ -201,23 +203,60 @@ def _fixed(tree: Tree, first: Run, run: Callable[[str], Run]) -> tuple[Fixed, Ad
     """Mends one finding after the other; the advice on the first with the edits that were kept for it, if any were."""
     fixed, shown = Fixed(before=first, after=first), None
     seen: set[tuple[str, str | None]] = set()
+
+    def again(label: str) -> Run:
+        return _uninterrupted(run(label))
+
     try:
         while (finding := _worst(_uninterrupted(fixed.after))) is not None:
             if len(seen) == ROUNDS:
                 fixed.why_not = f"{ROUNDS} findings were mended, and there are more"
                 return fixed, shown
             seen.add((finding.id, finding.source))
-            kept = _mended(tree, fixed, finding, seen, lambda label: _uninterrupted(run(label)))
-            if kept is None:
+            mended = _mended(tree, fixed, finding, seen, again)
+            if mended is None:
                 fixed.why_not = f"no edit was found that helps against {finding.id} ({finding.source or 'no line'})"
                 return fixed, shown
-            shown = shown or kept
+            shown = shown or mended
+        if ending_of(fixed.after).completed:
+            _drop_needless(tree, fixed, again)
     except InterruptedRunError:
         fixed.why_not = "a run was interrupted"
         return fixed, shown
     fixed.healthy = ending_of(fixed.after).completed
     fixed.why_not = "" if fixed.healthy else ending_of(fixed.after).words
     return fixed, shown
+
+
+def _drop_needless(tree: Tree, fixed: Fixed, run: Callable[[str], Run]) -> None:
+    """Takes back each edited line without which the program is healthy, too, and trains as with it: what was mended last may have been why the first failed."""
+    lines = tree.edits()
+    dropped: set[str] = set()
+    for number, line in enumerate(lines if 1 < len(lines) <= PARTS else (), 1):
+        rest = [other for other in tree.edits() if other != line]
+        with_all = tree.write(dict(tree.texts))
+        is_healthy = False
+        try:
+            tree.write(edited_files(rest))
+            after = run(f"without-{number}")
+            is_healthy = _worst(after) is None and ending_of(after).completed and _trains_as(fixed.after, after)
+        finally:
+            if not is_healthy:
+                tree.write(with_all)
+        if is_healthy:
+            fixed.after = after
+            dropped.add(f"{line.file}:{line.line}")
+    for at, one in enumerate(fixed.tries):
+        if not one.objection and dropped.issuperset(one.where):
+            fixed.tries[at] = replace(one, objection="the program is healthy without it")
+
+
+def _trains_as(before: Run, after: Run) -> bool:
+    """Whether two runs have the same losses but for the rounding of half precision."""
+    was, losses = before.trace.losses, after.trace.losses
+    return was.keys() == losses.keys() and all(
+        math.isclose(was[step], losses[step], rel_tol=ROUNDING, abs_tol=ROUNDING) for step in was
+    )
 
 
 class InterruptedRunError(Exception):

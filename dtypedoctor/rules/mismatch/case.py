@@ -6,7 +6,15 @@ from functools import cached_property
 
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of, overload_free
 from dtypedoctor.diagnosis.rule import Finding, Link
-from dtypedoctor.diagnosis.wording import Complaint, complaint_of, how_the_run_ended, place, short, short_parameter
+from dtypedoctor.diagnosis.wording import (
+    Complaint,
+    at_line,
+    complaint_of,
+    how_the_run_ended,
+    place,
+    short,
+    short_parameter,
+)
 from dtypedoctor.dtypes import DTYPES, WHOLE
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.dtype_origin import MERGES, Census, DtypeOrigin, Provenance, Reason
@@ -200,7 +208,7 @@ def finding(case: Case, verdict: Verdict) -> Finding:
         for t in op.inputs
         if case.meets(t) or t.origin == "parameter"
     )
-    where = f" at {op.source}" if op.source else ""
+    where = at_line(op.source)
     region = f" inside a {op.autocast} autocast region" if op.autocast else ", no autocast"
     statement = Statement(
         id=verdict.id,
@@ -237,7 +245,7 @@ def op_name(case: Case) -> str:
 
 def described(origin: DtypeOrigin) -> str:
     """Where a dtype comes from, as the end of a sentence."""
-    at = f" at {origin.op.source}" if origin.op is not None and origin.op.source else ""
+    at = at_line(origin.op.source) if origin.op is not None and origin.op.source else ""
     name = origin.name or ""
     where = short(origin.fqn) if origin.fqn is not None else "the code outside of all modules"
     words = {
@@ -307,7 +315,7 @@ def _narrowed(case: Case, odd: Operand) -> Iterator[str]:
     promoted = odd.origin.promoted
     narrow = case.graph.replay(promoted, "narrowest-dtype") if promoted is not None else None
     if promoted is not None and narrow is not None and narrow.dtype not in (None, "", odd.dtype):
-        yield f"{promoted.op} at {promoted.source} returns {odd.dtype}; with all its operands in {narrow.dtype} it returns {narrow.dtype}."
+        yield f"{promoted.op}{at_line(promoted.source)} returns {odd.dtype}; with all its operands in {narrow.dtype} it returns {narrow.dtype}."
 
 
 def _chain(case: Case, odd: Operand | None, verdict: Verdict) -> tuple[Link, ...]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of
 from dtypedoctor.diagnosis.rule import Finding, Link
 from dtypedoctor.diagnosis.wording import (
+    at_line,
     complaint_of,
     dtype_named,
     how_the_run_ended,
@@ -191,7 +192,7 @@ def _head(case: Case, odd: Operand) -> Verdict:
 def _fallback(case: Case, odd: Operand) -> Verdict:
     origin, module = odd.origin, place(case.op)
     in_backward = case.op.phase == "backward" and module == ""  # of a custom function: no module computes it
-    where = f"the backward pass at {case.op.source}" if in_backward and case.op.source else short(module)
+    where = f"the backward pass{at_line(case.op.source)}" if in_backward and case.op.source else short(module)
     ruled_by = "the other operands are"
     if case.rule == case.op.autocast:
         ruled_by = "the autocast region casts to"
@@ -370,7 +371,7 @@ def recomputed_with_other_dtypes(trace: Trace) -> Iterator[Finding]:
     if before is not None and after is not None:
         dtypes = [op.outputs[0].dtype for op in (before, after)]
         evidence.append(
-            f"The first op that differs is {after.op} at {after.source}: {dtypes[0]} in the forward pass, {dtypes[1]} in the recomputation."
+            f"The first op that differs is {after.op}{at_line(after.source)}: {dtypes[0]} in the forward pass, {dtypes[1]} in the recomputation."
         )
         proven = f"{after.op} ran twice, in the forward pass and in the recomputation, and returned two dtypes"
     statement = Statement(

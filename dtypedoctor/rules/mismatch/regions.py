@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.ops import overload_free, writes
 from dtypedoctor.diagnosis.rule import Finding, Severity
-from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, place, short
+from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, at_line, place, short
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.case import Case, Verdict, described, op_name, ran_in, who_is_what
@@ -159,7 +159,7 @@ def contradicted_by(case: Case) -> Finding | None:
         region=str(region),
         where=(case.op.phase, case.op.step, inner[0].source if inner else None),
         proof=ran_in(case, str(model)),
-        consequence=f"{op_name(case)} at {case.op.source} gets {' and '.join(case.dtypes)}, and raises.",
+        consequence=f"{op_name(case)}{at_line(case.op.source)} gets {' and '.join(case.dtypes)}, and raises.",
     )
 
 

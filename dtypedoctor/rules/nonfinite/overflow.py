@@ -13,6 +13,7 @@ from dtypedoctor.diagnosis.nonfinite_origin import PRODUCTS, SOFTMAX, Origin, at
 from dtypedoctor.diagnosis.ops import Mask, OpGraph, ancestry, has_inf, mask_before, overload_free
 from dtypedoctor.diagnosis.rule import SILENT, Finding, FindingSpec, Rule, Severity
 from dtypedoctor.diagnosis.wording import (
+    at_line,
     bad_elements,
     class_of,
     how_the_run_ended,
@@ -46,10 +47,10 @@ def judge_overflow(origin: Origin) -> Finding | None:
         proven_by=proof(origin),
         summary=f"{dtype} overflow in {short(place(op))}, step {op.step}, {op.phase}: {needs(origin)}.",
         cause=(
-            f"{op.op} at {op.source} has finite operands, and a sum inside of it grows beyond the largest finite {dtype} value, "
+            f"{op.op}{at_line(op.source)} has finite operands, and a sum inside of it grows beyond the largest finite {dtype} value, "
             f"{number(limit)}, although the result would not."
             if fits(origin)
-            else f"{op.op} at {op.source} has finite operands and a result larger than the largest finite {dtype} value, "
+            else f"{op.op}{at_line(op.source)} has finite operands and a result larger than the largest finite {dtype} value, "
             f"{number(limit)}, which becomes inf.{_of_the_input(op)}"
         ),
         evidence=tuple(overflow_evidence(origin)),
@@ -255,7 +256,7 @@ def judge_masked_row(origin: Origin) -> Finding | None:
         made = next(t for t in left.outputs if not t.finite)
         of = f"finite {made.dtype} numbers, absmax {magnitudes(left)}"
         of = f"{filled} in {made.dtype}" if (filled := _number_in(left)) else of
-        evidence.insert(0, f"{left.op} at {left.source} made -inf of {of}.")
+        evidence.insert(0, f"{left.op}{at_line(left.source)} made -inf of {of}.")
     statement = Statement(
         id="fully-masked-row",
         proven_by=proven,
@@ -364,8 +365,8 @@ def _rounded_and_replaced(seen: Observed[Absorbed], severity: Severity) -> Findi
             f"{seen.step}."
         ),
         cause=(
-            f"The smallest positive {born.dtype} number is {DTYPES[born.dtype].smallest:.3g}. {born.op} at {born.source} gives {born.rounded:,} zeros that are "
-            f"other numbers in float32. {born.made_by} at {born.made_at} makes inf or NaN of them, and {what.op} at {what.source} finite values, so that no "
+            f"The smallest positive {born.dtype} number is {DTYPES[born.dtype].smallest:.3g}. {born.op}{at_line(born.source)} gives {born.rounded:,} zeros that are "
+            f"other numbers in float32. {born.made_by}{at_line(born.made_at)} makes inf or NaN of them, and {what.op}{at_line(what.source)} finite values, so that no "
             "check sees it. Compute this part in float32."
         ),
         evidence=(
@@ -442,7 +443,7 @@ def _swallowed(trace: Trace, seen: Observed[Absorbed]) -> Finding:
             CAUSE_IN_A_NORM
             if norm
             else (
-                f"{born.op} at {born.source} makes inf of finite operands; {what.op} at {what.source} makes finite values "
+                f"{born.op}{at_line(born.source)} makes inf of finite operands; {what.op}{at_line(what.source)} makes finite values "
                 "of the inf, so that no check for inf or NaN sees it."
             )
         )
@@ -489,7 +490,7 @@ def judge_float8(origin: Origin) -> Finding | None:
         id="float8-range",
         proven_by=proof(origin),
         summary=f"A cast to {dtype} in {short(place(op))} overflows in step {op.step} ({op.phase}): {needs(origin)}.",
-        cause=f"{_reach(dtype)} {op.op} at {op.source} casts larger values, and they become inf.",
+        cause=f"{_reach(dtype)} {op.op}{at_line(op.source)} casts larger values, and they become inf.",
         evidence=tuple(overflow_evidence(origin)),
     )
     return make_finding_at(origin, statement)

@@ -11,7 +11,7 @@ from dtypedoctor.diagnosis.incidents import looks_like_a_mask
 from dtypedoctor.diagnosis.nonfinite_origin import Origin, that_matter
 from dtypedoctor.diagnosis.ops import graph_of, overload_free
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, NON_FINITE, OF_ANY_FINDING, Finding, FindingSpec, Rule
-from dtypedoctor.diagnosis.wording import how_the_run_ended
+from dtypedoctor.diagnosis.wording import at_line, how_the_run_ended
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.nonfinite.overflow import (
     FLOAT8_RANGE,
@@ -81,7 +81,7 @@ def judge_divergence(trace: Trace, end: Finding) -> Finding | None:
     signed = [loss for step, loss in trace.losses.items() if step < end.step and isfinite(loss)]
     if signed and signed[-1] < min(0.0, *signed[:-1]):
         why, of_the_loss = _WHY_UNBOUNDED, f", the loss from {signed[0]:,.3g} to {signed[-1]:,.3g}"
-    where = f" at {end.source}" if end.source else ""
+    where = at_line(end.source)
     weights = f"{growth.weights[0]:,.3g} to {growth.weights[1]:,.3g}"
     statement = Statement(
         id="divergence",

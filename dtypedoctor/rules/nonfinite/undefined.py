@@ -20,6 +20,7 @@ from dtypedoctor.diagnosis.nonfinite_origin import (
 from dtypedoctor.diagnosis.ops import all_finite, ancestry, is_uninitialized, overload_free
 from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.wording import (
+    at_line,
     bad_elements,
     class_of,
     compiled_outside,
@@ -49,7 +50,7 @@ def judge_domain(origin: Origin) -> Finding | None:
     """What no wider dtype would have helped; the last of the judges, on whatever none of the others explains."""
     op, replay, program = origin.op, origin.replay, origin.program
     forward = differentiated(op)
-    where = f"in the backward of `{forward}` at {op.source}" if forward is not None else f"in {short(place(op))}"
+    where = f"in the backward of `{forward}`{at_line(op.source)}" if forward is not None else f"in {short(place(op))}"
     until = (one for one in origin.graph.ops if one.n <= op.n)
     saw_half = any(parts_of(t.dtype) in HALF for one in until for t in (*one.inputs, *one.outputs))
 
@@ -161,7 +162,7 @@ def judge_rounded(origin: Origin) -> Finding | None:
     if again.finite and (again.absmax is None or again.absmax <= FLOAT32_MAX):
         return None  # a wider dtype is all that this op needs
     rounded = rounded_before(origin.graph, op)
-    where = f" at {rounded.source}" if rounded is not None and rounded.source not in (None, op.source) else ""
+    where = at_line(rounded.source) if rounded is not None and rounded.source not in (None, op.source) else ""
     operands = "finite" if all_finite(op.inputs) else "not all finite"
     # Outside of modules a finding's line stands for the place, and that is the line that rounds
     makes = f"at {op.source}" if place(op) is None and op.source else f"in {short(place(op))}"
@@ -212,7 +213,7 @@ def _cause_of_rounding(rounded: RoundedBefore | None, wide: str) -> str:
 def _rounded_to(rounded: RoundedBefore | None, wide: str) -> Iterator[str]:
     if rounded is None:
         return
-    at = f" at {rounded.source}" if rounded.source else ""
+    at = at_line(rounded.source)
     yield f"With {rounded.op}{at} and what lies between in {wide}, it is finite; with only what lies between, it is not."
     if lost := rounded.zeros or rounded.ones:
         to = 0 if rounded.zeros else 1
@@ -272,7 +273,7 @@ def judge_unexamined(origin: Origin) -> Finding | None:
         confidence=Confidence.POSSIBLE,
         summary=f"{op.op} in {short(place(op))} is where {dtype} first stops being finite, in step {op.step}; it was not examined.",
         cause=(
-            f"{op.op} at {op.source} has {given} and a result that is not finite. {why}, so whether float32 holds the result is "
+            f"{op.op}{at_line(op.source)} has {given} and a result that is not finite. {why}, so whether float32 holds the result is "
             "not known: run the program with this part in float32 to tell an overflow from an undefined operation."
         ),
         evidence=(
@@ -353,7 +354,7 @@ _IN_EAGER_MODE = (
 
 def of_what_is_written(finding: Finding) -> str:
     """What to do about a number that the code names, or has never written, or that nothing was seen to make; empty for any other finding."""
-    where = f" at {finding.source}" if finding.source else ""
+    where = at_line(finding.source)
     if finding.cause == _WRITTEN:
         return f"Write a finite number{where}, or keep what is marked so out of what follows."
     if finding.cause == _UNWRITTEN:
@@ -382,7 +383,7 @@ def judge_unseen(origin: Origin) -> Finding | None:
         id="domain-error",
         confidence=Confidence.LIKELY,
         summary=f"Code that passes no torch operator writes {worst} into what {maker.op} has made in {short(place(maker))}, in step {user.step} ({user.phase}).",
-        cause=f"{maker.op} at {maker.source} has made it, without any, and {user.op} at {user.source} gets {worst}. {_UNSEEN}",
+        cause=f"{maker.op}{at_line(maker.source)} has made it, without any, and {user.op}{at_line(user.source)} gets {worst}. {_UNSEEN}",
         evidence=(f"{bad_elements(tensor)} ({tensor.dtype}) are inf or NaN.", *how_the_run_ended(origin.trace)),
     )
     return replace(make_finding_at(origin, statement), op=None)
@@ -394,9 +395,9 @@ def through_unseen(origin: Origin) -> tuple[str, ...]:
         return ()
     user, tensor = origin.unseen
     maker = origin.graph.producer(tensor)
-    made = f"{maker.op} at {maker.source}" if maker is not None else "an operator"
+    made = f"{maker.op}{at_line(maker.source)}" if maker is not None else "an operator"
     carried = (
-        f"From there to {user.op} at {user.source} it is carried by code that passes no torch operator (a kernel of Triton, NumPy or an extension "
+        f"From there to {user.op}{at_line(user.source)} it is carried by code that passes no torch operator (a kernel of Triton, NumPy or an extension "
         f"module), which writes to what {made} has made: that it has read what is not finite is concluded from the order."
     )
     return (carried,)
@@ -418,7 +419,7 @@ def judge_written(origin: Origin) -> Finding | None:
         summary=f"{writer} {does}, in step {op.step} ({op.phase}).",
         cause=cause,
         evidence=(
-            f"{op.op} at {op.source} {held}: {bad_elements(result)} ({result.dtype}) are {what}, and no operator before it made any.",
+            f"{op.op}{at_line(op.source)} {held}: {bad_elements(result)} ({result.dtype}) are {what}, and no operator before it made any.",
             *how_the_run_ended(origin.trace),
         ),
     )
@@ -437,12 +438,12 @@ def judge_given(origin: Origin) -> Finding | None:
             id="nonfinite-parameters",
             summary=f"The {tensor.origin} {name} is not finite before step {op.step} uses it.",
             cause=(
-                f"{bad_elements(tensor).capitalize()} of {name} were NaN or inf when {op.op} at {op.source} read it. An earlier "
+                f"{bad_elements(tensor).capitalize()} of {name} were NaN or inf when {op.op}{at_line(op.source)} read it. An earlier "
                 "run, a line of the program that writes them, a conversion to a narrower dtype, memory that was never written or a damaged file has left them so."
             ),
             evidence=(
                 f"{name} {counted}",
-                f"{op.op} at {op.source} is the first operator that uses it; no recorded operator wrote it.",
+                f"{op.op}{at_line(op.source)} is the first operator that uses it; no recorded operator wrote it.",
                 *how_the_run_ended(origin.trace),
             ),
         )
@@ -455,12 +456,12 @@ def judge_given(origin: Origin) -> Finding | None:
     statement = Statement(
         id="nonfinite-input",
         confidence=Confidence.LIKELY if operators_were_seen(origin.trace) else Confidence.POSSIBLE,
-        summary=f"{f'The input {tensor.name} of {short(fqn)}' if is_input else 'A tensor'} is NaN or inf before {op.op} at {op.source} uses it, in step {op.step}.",
+        summary=f"{f'The input {tensor.name} of {short(fqn)}' if is_input else 'A tensor'} is NaN or inf before {op.op}{at_line(op.source)} uses it, in step {op.step}.",
         cause=_made_by(origin.trace, _IN_THE_DATA if is_input else _FROM_OUTSIDE)
         + (beyond if tensor.dtype in NARROW and not tensor.num_nan else ""),
         evidence=(
             f"{bad_elements(tensor)} {counted}",
-            f"{op.op} at {op.source} is the first operator that uses it; no recorded operator produced it.",
+            f"{op.op}{at_line(op.source)} is the first operator that uses it; no recorded operator produced it.",
             *how_the_run_ended(origin.trace),
         ),
     )
@@ -598,7 +599,7 @@ def _outside(trace: Trace, incident: Incident) -> Finding:
         source = at or reached.source
         summary = f"A value that is not finite {reached.got} in step {incident.step} ({incident.phase})."
         compiled = f", or is {_NOT_COMPILED}, which was not measured" if compiled_outside(trace) else ""
-        made = f"{op} at {source} is the first operator outside of modules seen to output one" if op else NO_OPS
+        made = f"{op}{at_line(source)} is the first operator outside of modules seen to output one" if op else NO_OPS
         cause = f"The value was computed outside of all modules{compiled}; {made}."
     statement = Statement(
         id="domain-error",

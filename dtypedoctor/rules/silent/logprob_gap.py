@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from dtypedoctor.diagnosis.rule import SILENT, Confidence, Finding, FindingSpec, Rule, Severity
-from dtypedoctor.diagnosis.wording import listed
+from dtypedoctor.diagnosis.wording import at_line, listed
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.trace.events import Flow, Metric, Observed
@@ -20,7 +20,7 @@ def _of_decoding(finding: Finding) -> str:
             "Find what decoding keeps from step to step (casts or merged copies of weights, a cache) and make it anew after each optimizer step, or generate by the "
             "code that the model is trained with."
         )
-    where = f" at {finding.source}" if finding.source else ""
+    where = at_line(finding.source)
     return f"Make the copies{where} anew after each optimizer step, or cast the weights at each use."
 
 
@@ -161,8 +161,8 @@ def _rounded(seen: Observed[RoundedLogprobs]) -> Finding:
     what = seen.what
     whose = "both log-probabilities" if len(what.sides) > 1 else f"the {what.sides[0]} log-probabilities"
     done = {
-        "cast": f"{whose} are cast to {what.dtype} at {what.rounded_at}",
-        "computed": f"{whose} are computed in {what.dtype} at {what.rounded_at}",
+        "cast": f"{whose} are cast to {what.dtype}{at_line(what.rounded_at)}",
+        "computed": f"{whose} are computed in {what.dtype}{at_line(what.rounded_at)}",
     }.get(what.how, f"{whose} were rounded to {what.dtype}")
     moves = "moves" if what.measured else "can move"
     compared = f"{what.used_at or 'the loss'} compares them: that {moves} their difference by up to {what.error:.2g}."
@@ -207,7 +207,7 @@ def _evidence_of_rounding(what: RoundedLogprobs) -> Iterator[str]:
         yield f"The values before were not seen: {what.dtype} rounds log-probabilities of this magnitude by up to {what.error:.2g}, half a step each."
     if what.how == "given":
         seen = (
-            f"Log-probabilities are cast to it at {what.rounded_at}."
+            f"Log-probabilities are cast to it{at_line(what.rounded_at)}."
             if what.rounded_at
             else "Where they were rounded was not seen."
         )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from dtypedoctor.diagnosis.checkpoint import Subject
 from dtypedoctor.diagnosis.incidents import incidents
 from dtypedoctor.diagnosis.rule import SILENT, Confidence, Finding, FindingSpec, Rule, Severity
-from dtypedoctor.diagnosis.wording import listed, module_of, named_module, percent, short
+from dtypedoctor.diagnosis.wording import at_line, listed, module_of, named_module, percent, short
 from dtypedoctor.dtypes import DTYPES, HALF
 from dtypedoctor.rules import Statement, make_finding, make_finding_of
 from dtypedoctor.trace.events import Observed
@@ -51,7 +51,7 @@ def detect_integer_casts(trace: Trace) -> Iterator[Finding]:
             summary=f"{short(seen.fqn)} casts an activation from {what.from_} to {what.to} in step {seen.step}.",
             cause=(
                 f"A cast to {what.to} cuts fractions off, and what lies outside of its range has no defined result. The "
-                f"integers are used as numbers again by {what.used_by} at {what.used_at}, so every dtype after that "
+                f"integers are used as numbers again by {what.used_by}{at_line(what.used_at)}, so every dtype after that "
                 "looks right. A common reason is `x.to(layer.weight.dtype)` with a packed weight."
             ),
             evidence=(
@@ -219,7 +219,7 @@ def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
         small = error < NOTICEABLE[what.rounded_to]
         restored = what.dtype != what.rounded_to
         was = f"has the dtype {what.dtype} again and still" if restored else f"is {what.dtype}, so it"
-        cast = f", here at {what.source}" if what.source is not None else ""
+        cast = f", here{at_line(what.source)}" if what.source is not None else ""
         statement = Statement(
             id="rounded-rotary-buffer",
             severity=Severity.INFO if small else Severity.WARNING,
@@ -278,7 +278,7 @@ def _angles(what: RoundedAngles, fqn: str | None) -> Statement:
             f"{short(fqn)} takes the sine of whole numbers up to {what.largest:,.0f} that {what.dtype} has rounded: they change "
             f"by up to {what.apart:g}."
         )
-        evidence = f"{what.op} at {what.source} rounds them; that amounts to {what.error:.2g} rad of the angle."
+        evidence = f"{what.op}{at_line(what.source)} rounds them; that amounts to {what.error:.2g} rad of the angle."
         proven = f"the same numbers in float64 are up to {what.apart:g} apart from those that are used"
     else:
         summary = f"{short(fqn)} takes the sine of angles up to {what.largest:,.0f} rad, rounded to {what.dtype}."
@@ -486,11 +486,11 @@ def _matters(what: RoundedUse) -> bool:
 
 def _statement(what: RoundedUse) -> Statement:
     line = what.source or "A line outside of modules"
-    made = f" at {what.made_at}" if what.made_at and what.made_at != what.source else ""
+    made = at_line(what.made_at) if what.made_at and what.made_at != what.source else ""
     rounds = f"{short_op(what.made_by)}{made} rounds to {what.dtype}."
     elements = what.elements or what.of
     if what.use in _LOST:
-        used_at = f" at {what.used_at}" if what.used_at and what.used_at != what.source else ""
+        used_at = at_line(what.used_at) if what.used_at and what.used_at != what.source else ""
         summary = f"{line}: {short_op(what.op)} loses most of its digits ({what.value} instead of {what.exact}), and {_LOST[what.use]}{used_at}. {rounds}"
     else:
         summary = (

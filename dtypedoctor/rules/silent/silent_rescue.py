@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.ops import Ancestry, OpGraph, all_finite, ancestry, graph_of, has_nan
 from dtypedoctor.diagnosis.rule import OF_ANY_FINDING, SILENT, Confidence, Finding, FindingSpec, Rule, Severity
-from dtypedoctor.diagnosis.wording import listed, short
+from dtypedoctor.diagnosis.wording import at_line, listed, short
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.rules import Statement, make_finding, make_finding_of
 from dtypedoctor.rules.nonfinite.overflow import absorbed_evidence, absorbed_proof, is_rescue
@@ -65,7 +65,7 @@ def _rescue(seen: Observed[Absorbed]) -> Finding:
             f"{seen.step}, so nothing raises and the loss looks normal."
         ),
         cause=(
-            f"{born.op} at {born.source} overflows {born.dtype} and outputs inf. {what.op} at {what.source} then replaces inf and NaN "
+            f"{born.op}{at_line(born.source)} overflows {born.dtype} and outputs inf. {what.op}{at_line(what.source)} then replaces inf and NaN "
             "with finite values. The affected tokens continue with replaced values, and the weights that caused the overflow get no "
             "gradient from them, so training cannot correct it."
         ),
@@ -115,7 +115,7 @@ def _spread(graph: OpGraph, op: Op) -> Finding | None:
             f"{op.source} puts numbers in their place. No error is raised, and nothing is learned from these values. Give such elements "
             "a finite value, or leave them out before the mean."
         ),
-        evidence=tuple(f"{maker.op} at {maker.source} makes NaN of infinities." for maker in found.nan_makers[:3]),
+        evidence=tuple(f"{maker.op}{at_line(maker.source)} makes NaN of infinities." for maker in found.nan_makers[:3]),
     )
     return make_finding(statement, phase=op.phase, step=op.step, op=op.op, source=op.source, dtype=op.outputs[0].dtype)
 
