@@ -22,6 +22,7 @@ from dtypedoctor.redaction.redact import redact
 from dtypedoctor.replay.capsule import MODEL, Capsule, NoCapsule, read_capsule
 from dtypedoctor.replay.script import TENSORS, CannotBeWrittenError, capsule_script
 from dtypedoctor.report.error_budget import budget_in
+from dtypedoctor.report.precisions import precisions_in
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.run_facts import PATCH, diff_of
 from dtypedoctor.report.to_json import Report, Status, StripRow, render_json
@@ -77,6 +78,7 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
         coverage=tuple(dict.fromkeys(_coverage(treatment))),
         measured=measured.counts,
         error_budget=budget_in(treatment.before.trace),
+        precisions=precisions_in(treatment.before.trace),
         capsule=_capsule_facts(treatment.capsule),
         replay=_replay_facts(treatment),
         environment=treatment.before.trace.environment,

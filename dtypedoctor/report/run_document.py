@@ -31,6 +31,7 @@ from dtypedoctor.report.document import (
 )
 from dtypedoctor.report.error_budget import budget_section
 from dtypedoctor.report.fixes import before_after, cures, fix_checks, fixes_part, replay_command, seconds_of
+from dtypedoctor.report.precisions import precisions_section
 from dtypedoctor.report.run_facts import (
     CONFIDENCE,
     chains,
@@ -66,6 +67,7 @@ def run_document(report: Report) -> Document:
         before_after(report),
         magnitude_section(report),
         budget_section(report.error_budget),
+        precisions_section(report.precisions),
         bisection_part(report),
         _trust(report),
         _reproduce(report),

@@ -31,6 +31,7 @@ from dtypedoctor.foreign_files import parse_json
 from dtypedoctor.plugins import Format
 from dtypedoctor.report.document import Document
 from dtypedoctor.report.error_budget import BudgetRow
+from dtypedoctor.report.precisions import PrecisionRow
 
 __all__ = ["SCHEMA", "Observer", "Outcome", "Parity", "Report", "RunSummary", "Status", "StripRow", "Trial"]
 
@@ -89,6 +90,8 @@ class Report:
     """For each kind of thing that ran how many were measured, and how many ran."""
     error_budget: tuple[BudgetRow, ...] = ()
     """Which modules make the rounding error of the loss, where that was asked for."""
+    precisions: tuple[PrecisionRow, ...] = ()
+    """The dtypes that parameters were asked to have, and had; empty where all is float32."""
     bisection: Mapping[str, Any] | None = None
     capsule: Mapping[str, Any] | None = None
     """The failing call that was kept beside the run (``directory``, ``module``, ``class``, ``bytes``, ``holds``, ``allow_code``, ``script``), or ``why``

@@ -209,6 +209,7 @@ class _Journey:
     dtypes: list[str]
     starts: list[Tensor]
     ends: list[Tensor]
+    states: list[str]
     steps: int = 0
     """Steps taken; ``ended`` of them when ``ends`` were copied."""
     ended: int = 0
@@ -234,7 +235,8 @@ class ParameterJourneys(Observer):
         named = [pair for pair in named_parameters_of(optimizer, self.names) if _is_trained(pair[1])]
         named = named[:: -(-len(named) // MOST_PARAMETERS) or 1]
         parameters = [parameter for _, parameter in named]
-        journey = _Journey([name for name, _ in named], list(map(dtype_name, parameters)), _copies(parameters), [])
+        names, dtypes = [name for name, _ in named], list(map(dtype_name, parameters))
+        journey = _Journey(names, dtypes, _copies(parameters), [], [""] * len(names))
         self._journeys.append(journey)
         self._alive[optimizer] = journey, parameters
 
@@ -246,6 +248,7 @@ class ParameterJourneys(Observer):
         journey.steps += 1
         if journey.steps & (journey.steps - 1) == 0:
             journey.ends, journey.ended = _copies(parameters), journey.steps
+            journey.states = [_dtypes_kept(optimizer, parameter) for parameter in parameters]
 
     def stop(self) -> None:
         """The program is over: tells of each optimizer that has taken a step."""
@@ -279,10 +282,18 @@ def _copies(parameters: Sequence[Tensor]) -> list[Tensor]:
     return copies
 
 
+def _dtypes_kept(optimizer: Optimizer, parameter: Tensor) -> str:
+    """Dtypes of what an optimizer keeps for each element of a parameter."""
+    kept = optimizer.state.get(parameter, {}) if isinstance(optimizer.state, dict) else {}
+    tensors = [value for value in kept.values() if isinstance(value, Tensor) and value.numel() == parameter.numel() > 1]
+    return ", ".join(sorted(set(map(dtype_name, tensors))))
+
+
 def _ends_of(journey: _Journey) -> ParameterEnds:
     """The record of a journey, without parameters that could not be read or are not finite."""
     record = ParameterEnds(steps=journey.ended, names=[], dtypes=[], sampled=[], moved=[], distance=[], norm=[])
-    for name, dtype, start, end in zip(journey.names, journey.dtypes, journey.starts, journey.ends, strict=True):
+    rows = zip(journey.names, journey.dtypes, journey.states, journey.starts, journey.ends, strict=True)
+    for name, dtype, state, start, end in rows:
         if not start.numel() or start.shape != end.shape:
             continue
         before, now = start.double().cpu(), end.double().cpu()
@@ -290,6 +301,7 @@ def _ends_of(journey: _Journey) -> ParameterEnds:
         if math.isfinite(distance) and math.isfinite(norm):
             record.names.append(name)
             record.dtypes.append(dtype)
+            record.states.append(state)
             record.sampled.append(now.numel())
             record.moved.append(int((now != before).sum()))
             record.distance.append(float(f"{distance:.4g}"))

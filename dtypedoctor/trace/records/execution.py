@@ -2,7 +2,7 @@
 values get to, autocast regions, torch.compile, CUDA streams."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 
@@ -407,6 +407,7 @@ class ParameterEnds:
         moved: how many of them are not what they were before the first step.
         distance: the norm of their changes.
         norm: of their values at the end.
+        states: dtypes of the tensors of their size that the optimizer keeps for each, joined by a comma; empty in older traces.
     """
 
     KIND: ClassVar[str] = "parameter-ends"
@@ -418,6 +419,7 @@ class ParameterEnds:
     moved: list[int]
     distance: list[float]
     norm: list[float]
+    states: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
