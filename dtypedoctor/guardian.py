@@ -96,27 +96,23 @@ def move_into(source: str, directory: str) -> None:
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            _move_to_other_disk(old, new)
+            import shutil  # seldom needed
+
+            part = os.path.join(os.path.dirname(new), f".{os.path.basename(new)}.part-{os.urandom(4).hex()}")
+            is_folder = os.path.isdir(old)
+            with contextlib.ExitStack() as unfinished:
+                unfinished.callback(_remove, part)
+                if is_folder:
+                    shutil.copytree(old, part, symlinks=True)
+                else:
+                    shutil.copy2(old, part, follow_symlinks=False)
+                for path in _files(part):
+                    with open(path, "rb") as file:
+                        os.fsync(file.fileno())
+                os.rename(part, new)
+                unfinished.pop_all()
+            _remove(old)
     os.rmdir(source)
-
-
-def _move_to_other_disk(old: str, new: str) -> None:
-    import shutil  # seldom needed
-
-    part = os.path.join(os.path.dirname(new), f".{os.path.basename(new)}.part-{os.urandom(4).hex()}")
-    is_folder = os.path.isdir(old)
-    with contextlib.ExitStack() as unfinished:
-        unfinished.callback(_remove, part)
-        if is_folder:
-            shutil.copytree(old, part, symlinks=True)
-        else:
-            shutil.copy2(old, part, follow_symlinks=False)
-        for path in _files(part):
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        os.rename(part, new)
-        unfinished.pop_all()
-    _remove(old)
 
 
 def _remove(path: str) -> None:

@@ -329,12 +329,8 @@ def _entry_points(group: str) -> Iterator[tuple[str, importlib.metadata.EntryPoi
         return
     everything = importlib.metadata.entry_points()
     for entry in sorted(everything.select(group=group), key=lambda entry: (entry.name, entry.value)):
-        yield _label(entry), entry
-
-
-def _label(entry: importlib.metadata.EntryPoint) -> str:
-    of = f" of {entry.dist.name} {entry.dist.version}" if entry.dist is not None else ""
-    return f"{entry.group} plug-in {entry.name!r}{of}"
+        of = f" of {entry.dist.name} {entry.dist.version}" if entry.dist is not None else ""
+        yield f"{entry.group} plug-in {entry.name!r}{of}", entry
 
 
 def _declared(entry: importlib.metadata.EntryPoint, kind: type) -> tuple[Any, ...]:

@@ -117,11 +117,10 @@ def ascii_only(text: str) -> str:
 def _escape(line: str) -> str:
     if line.isprintable():
         return line
-    return "".join(c if c.isprintable() else " " if c.isspace() and c.isascii() else _code(c) for c in line)
-
-
-def _code(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+    return "".join(
+        c if c.isprintable() else " " if c.isspace() and c.isascii() else c.encode("unicode_escape").decode("ascii")
+        for c in line
+    )
 
 
 _EXPONENT = re.compile(r"e\+?(-?)0*(?=\d)")

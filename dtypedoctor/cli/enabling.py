@@ -205,7 +205,12 @@ def skill(
         return
     place = (folder or _usual_folder()) / _SKILL / "SKILL.md"
     try:
-        _write(place, text, force=force)
+        # Write the file, unless somebody else's, edited or of another version, would be lost
+        if not force and place.exists() and place.read_text("utf-8") != text:
+            hint = "Give --force to replace it."
+            raise UsageError(f"{place}: differs from the skill of this version of dtypedoctor", hint)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text, "utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{place}: cannot be written ({reason(error)})", "Give another folder.") from error
     say(f"installed: {place}")
@@ -216,12 +221,3 @@ def _usual_folder() -> Path:
     here = Path.cwd()
     projects = [folder for folder in (here, *here.parents) if (folder / ".claude").is_dir() and folder != Path.home()]
     return (projects[0] if projects else Path.home()) / _IN_A_PROJECT
-
-
-def _write(place: Path, text: str, *, force: bool) -> None:
-    """Write the file, unless somebody else's, edited or of another version, would be lost."""
-    if not force and place.exists() and place.read_text("utf-8") != text:
-        hint = "Give --force to replace it."
-        raise UsageError(f"{place}: differs from the skill of this version of dtypedoctor", hint)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(text, "utf-8")

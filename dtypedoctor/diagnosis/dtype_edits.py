@@ -34,7 +34,20 @@ def cast_operand(scene: Scene) -> Changes | list[Changes] | None:
     if isinstance(node, ast.Subscript):
         return _stored_value(source, node)
     if isinstance(node, ast.BinOp):
-        return _side(source, node, op, scene)
+        # left @ right: the odd side in the dtype of the other; or its variable, for what comes after as well
+        dtypes = floats(op.inputs)
+        if len(dtypes) != 2 or scene.finding.dtype not in dtypes:
+            return []
+        odd = dtypes.index(scene.finding.dtype)
+        side, into = (node.left, node.right)[odd], cast(dtypes[1 - odd])
+        ways = [(source, list(source.after(side, into)))]
+        root: ast.expr = side  # the variable of ``grad.t()``
+        while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
+            root = root.func if isinstance(root, ast.Call) else root.value
+        statements = source.around(node, ast.stmt)
+        if isinstance(root, ast.Name) and statements:
+            ways.append((source, list(source.before(statements[-1], f"{root.id} = {root.id}{into}"))))
+        return ways
     return _arguments(source, node, op, scene) if isinstance(node, ast.Call) else None
 
 
@@ -186,23 +199,6 @@ def _tensors_in(node: ast.Call, op: Op, count: int, *, behind: int = 0) -> list[
     else:
         positions = [i for i, argument in enumerate(node.args) if not isinstance(argument, ast.Constant)]
     return positions if len(positions) == count else []
-
-
-def _side(source: Source, node: ast.BinOp, op: Op, scene: Scene) -> list[Changes]:
-    """``left @ right``: the odd side in the dtype of the other; or its variable, for what comes after as well."""
-    dtypes = floats(op.inputs)
-    if len(dtypes) != 2 or scene.finding.dtype not in dtypes:
-        return []
-    odd = dtypes.index(scene.finding.dtype)
-    side, into = (node.left, node.right)[odd], cast(dtypes[1 - odd])
-    ways = [(source, list(source.after(side, into)))]
-    root: ast.expr = side  # the variable of ``grad.t()``
-    while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
-        root = root.func if isinstance(root, ast.Call) else root.value
-    statements = source.around(node, ast.stmt)
-    if isinstance(root, ast.Name) and statements:
-        ways.append((source, list(source.before(statements[-1], f"{root.id} = {root.id}{into}"))))
-    return ways
 
 
 def _odd_arguments(source: Source, node: ast.Call, op: Op, scene: Scene) -> Changes | None:

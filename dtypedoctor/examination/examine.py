@@ -280,11 +280,8 @@ def insane_losses(finding: Finding, before: Run, run: Run) -> Iterator[str]:
     # What float16 cannot hold may be that large. What float32 could not hold is bounded now.
     if finding.dtype != "float16" and worst > _ABSURD * max(usual, 1.0):
         yield f"the loss is {worst:.3g} then"
-    yield from _growth(list(map(abs, run.trace.losses.values())))
-
-
-def _growth(losses: Sequence[float]) -> Iterator[str]:
-    """What is wrong with a training that was ended before its losses were infinite; one that is large once says nothing."""
+    # What is wrong with a training that was ended before its losses were infinite; one that is large once says nothing
+    losses = list(map(abs, run.trace.losses.values()))
     last = median(losses[-max(1, len(losses) // _END) :]) if losses else 0.0
     if losses and last >= GROWN * max(losses[0], 1.0):
         yield f"the loss still grows, from {losses[0]:.3g} to {last:.3g}"

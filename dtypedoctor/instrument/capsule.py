@@ -282,10 +282,16 @@ def _described(call: LiveCall, tensors: Tensors, sources: Sources) -> dict[str, 
         "args": [describe(value, tensors, f"input.{i}", name_of) for i, value in enumerate(call.args)],
         "kwargs": {name: describe(value, tensors, f"input.{name}", name_of) for name, value in call.kwargs.items()},
     }
+    # Globals and attributes of classes that the carried text uses and does not make, described; what cannot be described is left out
+    found: dict[str, Any] = {}
+    while left := [name for name in sources.state if name not in found]:  # one may name classes with state of their own
+        for name in left:
+            key = f"state/{name}".replace(".", "/")
+            found[name] = describe(sources.state[name], tensors, key, sources.name_of)
     return {
         **described,
         "own": False,
-        "state": _state(tensors, sources),
+        "state": {name: value for name, value in found.items() if not _has_opaque(value)},
         "training": call.training,
         "default_dtype": str(call.settings.default_dtype).removeprefix("torch."),
         "grad": call.grad,
@@ -293,16 +299,6 @@ def _described(call: LiveCall, tensors: Tensors, sources: Sources) -> dict[str, 
         "calls": [],
         "leaving": [{"what": "the output", "gradients": gradients}] if gradients else [],
     }
-
-
-def _state(tensors: Tensors, sources: Sources) -> dict[str, Any]:
-    """Globals and attributes of classes that the carried text uses and does not make, described; what cannot be described is left out."""
-    found: dict[str, Any] = {}
-    while left := [name for name in sources.state if name not in found]:  # one may name classes with state of their own
-        for name in left:
-            key = f"state/{name}".replace(".", "/")
-            found[name] = describe(sources.state[name], tensors, key, sources.name_of)
-    return {name: value for name, value in found.items() if not _has_opaque(value)}
 
 
 def _has_opaque(described: Any) -> bool:

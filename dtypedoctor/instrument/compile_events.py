@@ -136,9 +136,29 @@ class CompileWatch:
         """What has happened so far since entering, up to leaving."""
         after = self._after if self._after is not None else _counted()
         done = {name: max(0, after[name] - before) for name, before in self._before.items()}
+        groups: dict[tuple[str, str, str], GraphBreak] = {}
+        for found in filter(None, map(_BREAK.search, self._break_lines)):
+            reason, _, stack = found["reason"].partition("User code traceback:")
+            explained = _EXPLAINED.search(reason)
+            context = _CONTEXT.search(reason)
+            frames = [
+                f"{frame['file']}:{frame['line']} {frame['function']}"
+                for frame in _FRAME.finditer(stack)
+                if not _is_not_the_programs(frame["file"])
+            ]
+            one = GraphBreak(
+                kind=explained["kind"] if explained else reason.split("\n", 1)[0],
+                explanation=explained["explanation"] if explained else "",
+                context=context["context"][:MAX_TEXT] if context else "",
+                frames=frames[-MAX_FRAMES:] or [found["place"]],
+                count=1,
+            )
+            key = one.kind, one.explanation, one.frames[-1]
+            held = groups.get(key)
+            groups[key] = one if held is None else replace(held, count=held.count + 1)
         return CompileReport(
             breaks=done["breaks"],
-            graph_breaks=_grouped(self._break_lines),
+            graph_breaks=tuple(sorted(groups.values(), key=lambda group: -group.count)),
             unique_graphs=done["unique_graphs"],
             frames=done["frames"],
             frames_compiled=done["frames_compiled"],
@@ -168,30 +188,6 @@ def _counted() -> dict[str, int]:
         "frames": counters["frames"]["total"],
         "frames_compiled": counters["frames"]["ok"],
     }
-
-
-def _grouped(lines: list[str]) -> tuple[GraphBreak, ...]:
-    groups: dict[tuple[str, str, str], GraphBreak] = {}
-    for found in filter(None, map(_BREAK.search, lines)):
-        reason, _, stack = found["reason"].partition("User code traceback:")
-        explained = _EXPLAINED.search(reason)
-        context = _CONTEXT.search(reason)
-        frames = [
-            f"{frame['file']}:{frame['line']} {frame['function']}"
-            for frame in _FRAME.finditer(stack)
-            if not _is_not_the_programs(frame["file"])
-        ]
-        one = GraphBreak(
-            kind=explained["kind"] if explained else reason.split("\n", 1)[0],
-            explanation=explained["explanation"] if explained else "",
-            context=context["context"][:MAX_TEXT] if context else "",
-            frames=frames[-MAX_FRAMES:] or [found["place"]],
-            count=1,
-        )
-        key = one.kind, one.explanation, one.frames[-1]
-        held = groups.get(key)
-        groups[key] = one if held is None else replace(held, count=held.count + 1)
-    return tuple(sorted(groups.values(), key=lambda group: -group.count))
 
 
 def _is_not_the_programs(file: str) -> bool:

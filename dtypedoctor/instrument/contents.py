@@ -164,19 +164,16 @@ class _Search:
                 self.missed.append(Missed(type(value).__name__, _MANY))
                 return
             if issubclass(kind, Tensor):
-                self._add(path, item)
+                tensor = item if measurable(item) else readable(item)
+                if isinstance(tensor, Tensor):
+                    self.tensors.append(Found(path, tensor, item))
+                elif tensor is not None:
+                    self.missed.append(tensor)
             elif issubclass(kind, (float, complex)):
                 self._add_number(item)
             elif id(item) not in self._seen:
                 self._seen.add(id(item))
                 waiting += reversed([(_joined(path, key), one) for key, one in self._inside(item)])
-
-    def _add(self, path: str, item: Tensor) -> None:
-        tensor = item if measurable(item) else readable(item)
-        if isinstance(tensor, Tensor):
-            self.tensors.append(Found(path, tensor, item))
-        elif tensor is not None:
-            self.missed.append(tensor)
 
     def _add_number(self, item: Any) -> None:
         """A number beside tensors is no sample: what is finite has been seen to be, anything else stays open."""
@@ -287,13 +284,13 @@ def _missed(kind: type, own: list[tuple[str, Any]]) -> Missed | None:
     if any(name == "__next__" for name, _ in own):
         return Missed(kind.__name__, _ITERATOR)
     slots = sum(type(one) is MemberDescriptorType for _, one in own)
-    return Missed(kind.__name__, _OBJECT) if _hides(kind, slots) else None
-
-
-def _hides(kind: type, slots: int) -> bool:
-    """Whether C code keeps something in objects of a class that no attribute shows; what Python's own library keeps is no result."""
+    # Whether C code keeps something in objects of a class that no attribute shows; what Python's own library keeps is no result
     plain = max(base.__basicsize__ for base in kind.__mro__ if _is_of_python(base))
-    return kind.__basicsize__ > max(plain, _Empty.__basicsize__) + (slots + 2) * POINTER
+    return (
+        Missed(kind.__name__, _OBJECT)
+        if (kind.__basicsize__ > max(plain, _Empty.__basicsize__) + (slots + 2) * POINTER)
+        else None
+    )
 
 
 def _is_of_python(kind: type) -> bool:

@@ -115,7 +115,7 @@ class DtypeLines:
             del self._of[identity]
 
     def _before_cast(self, module: nn.Module) -> None:
-        self._dtypes_before = _dtypes(module)
+        self._dtypes_before = {(id(child), name): tensor.dtype for child, name, tensor in _tensors(module)}
 
     def _after_cast(self, module: nn.Module) -> None:
         before, self._dtypes_before = self._dtypes_before, {}
@@ -155,10 +155,6 @@ def _contained(callback: Callable[..., Any], _: str) -> Callable[..., None]:
                 callback(*args)
 
     return hook
-
-
-def _dtypes(module: nn.Module) -> dict[tuple[int, str], torch.dtype]:
-    return {(id(child), name): tensor.dtype for child, name, tensor in _tensors(module)}
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

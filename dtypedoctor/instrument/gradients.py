@@ -230,24 +230,21 @@ class OptimizerSamples:
         shape = [len(group["params"]) for group in optimizer.param_groups]
         kept = self._kept.get(optimizer)
         if kept is None or kept.shape != shape or kept.version != self._names.version:
-            fresh = _Kept(shape, self._names.version, *self._named(optimizer), passes=self._passes)
+            # The parameters that are trained and can be read, and those that cannot
+            known = self._names.parameters()
+            found: list[Rooted] = []
+            unread: list[Rooted] = []
+            for group_number, group in enumerate(optimizer.param_groups):
+                for number, parameter in enumerate(group["params"]):
+                    if parameter.requires_grad:
+                        unknown = (0, f"param_groups.{group_number}.{number}")
+                        where = found if held_values(parameter) is not None else unread
+                        where.append((*known.get(id(parameter), unknown), parameter))
+            fresh = _Kept(shape, self._names.version, *(found, unread), passes=self._passes)
             if kept is not None:
                 fresh.steps, fresh.whole, fresh.told = kept.steps, kept.whole, kept.told
             kept = self._kept[optimizer] = fresh
         return kept
-
-    def _named(self, optimizer: Optimizer) -> tuple[list[Rooted], list[Rooted]]:
-        """The parameters that are trained and can be read, and those that cannot."""
-        known = self._names.parameters()
-        found: list[Rooted] = []
-        unread: list[Rooted] = []
-        for group_number, group in enumerate(optimizer.param_groups):
-            for number, parameter in enumerate(group["params"]):
-                if parameter.requires_grad:
-                    unknown = (0, f"param_groups.{group_number}.{number}")
-                    where = found if held_values(parameter) is not None else unread
-                    where.append((*known.get(id(parameter), unknown), parameter))
-        return found, unread
 
 
 def _are_plain(gradients: list[Tensor | None]) -> TypeGuard[list[Tensor]]:

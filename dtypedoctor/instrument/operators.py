@@ -493,17 +493,6 @@ def _calls_no_other(func: Any) -> bool:
     return func.is_view or torch.Tag.pointwise in func.tags or torch.Tag.core in func.tags
 
 
-def _counting_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator and counts its writes as torch does without a mode: autograd tells by them what it must reject."""
-    plain = [tensor for tensor in args[0] if type(tensor) in (Tensor, nn.Parameter)]  # for others their class may count
-    versions = list(map(version_of, plain))
-    result = func(*args, **kwargs)
-    for tensor, version in zip(plain, versions, strict=True):
-        if version_of(tensor) == version != -1:
-            increment_version(tensor)
-    return result
-
-
 @cache
 def _keys_of_direct_call(func: OpOverload) -> Any:
     """What the dispatcher does inside of an operator, of which is not known what called it: all that is made of others has been taken apart above the mode.
@@ -570,7 +559,16 @@ class OperatorMode(DispatchMode):
             if i < len(args) and type(args[i]) in _DTYPES:
                 args = (*args[:i], torch.tensor(args[i], dtype=_DTYPES[type(args[i])]), *args[i + 1 :])
         if _is_uncounted(func) and args:
-            return _counting_writes(func, args, kwargs)
+            # Runs an operator and counts its writes as torch does without a mode: autograd tells by them what it must reject
+            plain = [
+                tensor for tensor in args[0] if type(tensor) in (Tensor, nn.Parameter)
+            ]  # for others their class may count
+            versions = list(map(version_of, plain))
+            result = func(*args, **kwargs)
+            for tensor, version in zip(plain, versions, strict=True):
+                if version_of(tensor) == version != -1:
+                    increment_version(tensor)
+            return result
         if _calls_no_other(func):
             return func(*args, **kwargs)
         keys = keys_inside(func) if torch.is_inference_mode_enabled() else _keys_of_direct_call(func)

@@ -379,7 +379,9 @@ class Phases:
         def evaluated(*values: Any, **named: Any) -> Any:
             nonlocal is_first
             if not is_first:
-                self._leave_step()
+                if self._position.overrides[-1:] == ["optimizer"]:
+                    self._position.overrides.pop()
+                self._settle()
             loss = closure(*values, **named)
             if is_first:
                 is_first = False
@@ -398,11 +400,6 @@ class Phases:
 
     def _enter_step(self) -> None:
         self._position.overrides.append("optimizer")
-        self._settle()
-
-    def _leave_step(self) -> None:
-        if self._position.overrides[-1:] == ["optimizer"]:
-            self._position.overrides.pop()
         self._settle()
 
     def _post_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -88,7 +88,15 @@ class Places:
         unknown = self._unknown.get(id(module))
         if unknown is not None and unknown() is module:
             return None
-        return self._learn(module)
+        found = self._names.find(module)
+        if self.version != self._names.version:
+            self._refresh()
+        place = self._place(*found, type(module).__name__) if found is not None else None
+        if place is None:
+            self._unknown[id(module)] = ref(module)
+        else:
+            self.known[id(module)] = (ref(module), place)
+        return place
 
     def inside(self, stack: Sequence[nn.Module]) -> Place:
         """The place of the innermost call of ``stack``, a module that no other holds."""
@@ -102,17 +110,6 @@ class Places:
         self.known.clear()
         self._unknown.clear()
         self.version = self._names.version
-
-    def _learn(self, module: nn.Module) -> Place | None:
-        found = self._names.find(module)
-        if self.version != self._names.version:
-            self._refresh()
-        place = self._place(*found, type(module).__name__) if found is not None else None
-        if place is None:
-            self._unknown[id(module)] = ref(module)
-        else:
-            self.known[id(module)] = (ref(module), place)
-        return place
 
     def _place(self, root: int, fqn: str, cls: str) -> Place:
         key = (root, fqn, cls)

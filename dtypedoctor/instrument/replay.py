@@ -371,18 +371,15 @@ class AttentionReplay:
         """An operator takes scores, or what was made of them."""
         if scores.softmax is not None and str(ran.func) in _PRODUCTS:
             self._open.remove(scores)
-            self._replay(scores, scores.softmax, ran)
+            found = None
+            with contained(), torch.no_grad(), without_autocast():  # what cannot be computed again is not judged
+                found = _experiment(scores, scores.softmax, tensors_of(ran.arguments)[-1])
+            if found is None:
+                return
+            self._replays += 1
+            self._session.emit(found)
         elif not _follow(scores, ran):
             self._open.remove(scores)
-
-    def _replay(self, scores: _Scores, softmax: Ran, values: Ran) -> None:
-        found = None
-        with contained(), torch.no_grad(), without_autocast():  # what cannot be computed again is not judged
-            found = _experiment(scores, softmax, tensors_of(values.arguments)[-1])
-        if found is None:
-            return
-        self._replays += 1
-        self._session.emit(found)
 
 
 def _is_product_of_activations(ran: Ran) -> bool:
@@ -432,18 +429,16 @@ def _until_softmax(scores: _Scores, softmax: Ran, start: Tensor) -> Tensor:
     """What the softmax would have been given for these float32 scores."""
     values = {scores.product.outputs[0].id: start}
     for ran in scores.before_softmax:
-        args, kwargs = _with(values, ran)
+        # The arguments of an op, float32 stand-ins in place of what was made of the scores; what it writes to is a copy
+        real = tensors_of(ran.arguments)
+        stand_ins = {
+            id(t): values[note.id].clone() for t, note in zip(real, ran.inputs, strict=True) if note.id in values
+        }
+        changed: Arguments = tree_map(partial(_stand_in, stand_ins), ran.arguments)
+        args, kwargs = changed
         results = tensors_of(ran.func(*args, **kwargs))
         values.update({note.id: result for note, result in zip(ran.outputs, results, strict=True)})
     return values[softmax.inputs[0].id]
-
-
-def _with(values: dict[int, Tensor], ran: Ran) -> Arguments:
-    """The arguments of an op, float32 stand-ins in place of what was made of the scores; what it writes to is a copy."""
-    real = tensors_of(ran.arguments)
-    stand_ins = {id(t): values[note.id].clone() for t, note in zip(real, ran.inputs, strict=True) if note.id in values}
-    changed: Arguments = tree_map(partial(_stand_in, stand_ins), ran.arguments)
-    return changed
 
 
 def _stand_in(stand_ins: dict[int, Tensor], value: Any) -> Any:

@@ -656,8 +656,11 @@ class Sentinel(OperatorMode):
         elif tensor.device.type in BEHIND:
             if tensor.dtype in HALF and not self._readings.may_read(tensor):
                 self._guard.tell(*_NOT_FOLLOWED)
-            if self._is_turn(("sampled", func), line, EACH):
-                self._sample(_label(func, line), tensor)
+            key = (("sampled", func), line)
+            self._visits[key] = number = self._visits.get(key, 0) + 1
+            if number % EACH == 1:
+                # The name of a sample of what an operator returned: the operator and its line
+                self._sample(f"{func} {'' if line is None else line.source}", tensor)
             else:
                 self._missed += 1
         else:
@@ -686,11 +689,6 @@ class Sentinel(OperatorMode):
             return False
         return not is_wrapped(tensor) and tensor.grad_fn is not None
 
-    def _is_turn(self, what: Any, line: Line | None, each: int) -> bool:
-        key = (what, line)
-        self._visits[key] = number = self._visits.get(key, 0) + 1
-        return number % each == 1
-
 
 def _unreadable_kind(tensor: Tensor) -> str | None:
     """What a tensor is that holds values which are not read; None where there are none now, as inside of a transformation."""
@@ -714,11 +712,6 @@ def _is_of_program() -> bool:
 def _all_finite(ends: Iterable[Ends | None]) -> bool:
     """Whether nothing that was measured is not finite."""
     return all(one is FINITE or one is None for one in ends)
-
-
-def _label(func: Any, line: Line | None) -> str:
-    """The name of a sample of what an operator returned: the operator and its line."""
-    return f"{func} {'' if line is None else line.source}"
 
 
 class Computing(OperatorMode):

@@ -95,7 +95,7 @@ class Whereabouts:
             return self._in_backward(node, source, autocast)
         context = function_context(frame)
         function = function_name(context) if context is not None else None
-        root, fqn = self._module()
+        root, fqn = self._session.names.of_call(self._session.position.stack) or (OUTSIDE, "")
         place = OpPlace(root=root, fqn=fqn, source=source, function=function, autocast=autocast)
         if context is not None:
             self._origins.setdefault(sequence_number(context), place)  # a node too
@@ -119,9 +119,6 @@ class Whereabouts:
         """``file:line`` of the operator that is called from ``frame``, and the dotted name of its module; None outside of modules."""
         place = self.here(frame, "cpu")
         return place.source, place.fqn if place.root != OUTSIDE else None
-
-    def _module(self) -> tuple[int, str]:
-        return self._session.names.of_call(self._session.position.stack) or (OUTSIDE, "")
 
     def _in_backward(self, node: torch.autograd.graph.Node, source: str | None, autocast: str | None) -> OpPlace:
         context = node if isinstance(node, FunctionCtx) else None  # the context of a custom function is its node

@@ -111,7 +111,11 @@ class _Page:
             case Items():
                 self._grid([[self._text("-"), self._cell(item)] for item in block.items])
             case Code():
-                self._code(block.text, block.language)
+                # Not folded, whatever the width, so that it can be copied
+                colors = {"-": "red", "+": "green"} if block.language == "diff" else {}
+                for line in paragraphs(block.text).split("\n"):
+                    shown = self._text(line, colors.get(line[:1], "bold"))
+                    self._console.print(Text("  ").append_text(shown), highlight=False, soft_wrap=True)
             case Fold():
                 self._folded(block)
             case Beside():
@@ -137,13 +141,6 @@ class _Page:
             self.blocks(block.blocks)
         elif block.brief:
             self.line(block.brief, "dim")
-
-    def _code(self, text: str, language: str) -> None:
-        """Not folded, whatever the width, so that it can be copied."""
-        colors = {"-": "red", "+": "green"} if language == "diff" else {}
-        for line in paragraphs(text).split("\n"):
-            shown = self._text(line, colors.get(line[:1], "bold"))
-            self._console.print(Text("  ").append_text(shown), highlight=False, soft_wrap=True)
 
     def _table(self, table: Table) -> None:
         rows = [[self._cell(line) for line in row] for row in table.rows]

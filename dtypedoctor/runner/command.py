@@ -133,7 +133,13 @@ def program_of(script: str, arguments: list[str], *, module: bool, text: bool) -
         return {"path": script, "args": arguments}
     program = None if script.endswith(("-", ".py")) else _program(script)
     if program is not None:
-        return {"command": [*program, *arguments], **_named_among(script, arguments)}
+        # The script that a launcher is given, which names the run and is edited; nothing else depends on which word it is
+        at = next((at for at, word in enumerate(arguments) if word.endswith(".py") and os.path.isfile(word)), -1)
+        return {
+            "command": [*program, *arguments],
+            "path": arguments[at] if at >= 0 else script,
+            "args": arguments[at + 1 :],
+        }
     if not os.path.exists(script):
         hint = "Give a file, -m and the name of a module, or a command such as torchrun."
         raise UsageError(f"{script}: no such script{_meant_beside(script)}", hint)
@@ -142,12 +148,6 @@ def program_of(script: str, arguments: list[str], *, module: bool, text: bool) -
         raise UsageError(f"{script}: a notebook is no script of Python", hint)
     # Python takes what begins with a dash for options
     return {"path": f"./{script}" if script.startswith("-") else script, "args": arguments}
-
-
-def _named_among(program: str, arguments: list[str]) -> dict[str, Any]:
-    """The script that a launcher is given, which names the run and is edited; nothing else depends on which word it is."""
-    at = next((at for at, word in enumerate(arguments) if word.endswith(".py") and os.path.isfile(word)), -1)
-    return {"path": arguments[at] if at >= 0 else program, "args": arguments[at + 1 :]}
 
 
 _MODULES = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}

@@ -225,7 +225,28 @@ def hide_own_frames(error: BaseException) -> None:
         if one is None or id(one) in seen:
             continue
         seen.add(id(one))
-        one.__traceback__ = _foreign(one.__traceback__)
+        # A traceback without this package's frames, and without those of torch that are there because of it
+        traceback = one.__traceback__
+        kept: list[TracebackType] = []
+        behind_own = False
+        while traceback is not None:
+            code = traceback.tb_frame.f_code
+            if code.co_filename.startswith(HOME):
+                while kept and _is(kept[-1], _UNCOMPILED):
+                    kept.pop()
+                behind_own = True
+            elif not (behind_own and _is(traceback, _OPERATOR)):
+                behind_own = False
+                if _is(traceback, _WITH_HOOKS) and kept and not _has_other_hooks(kept[-1]):
+                    kept[-1] = _without_hooks(kept[-1])
+                else:
+                    kept.append(traceback)
+            traceback = traceback.tb_next
+        following = None
+        for frame in reversed(kept):
+            frame.tb_next = following
+            following = frame
+        one.__traceback__ = following
         waiting += [one.__cause__, one.__context__]
         if isinstance(one, BaseExceptionGroup):
             waiting += one.exceptions
@@ -249,34 +270,6 @@ def hide_in_excepthook() -> Callable[[], None]:
 
     sys.excepthook = hook
     return put_back
-
-
-def _foreign(traceback: TracebackType | None) -> TracebackType | None:
-    """A traceback without this package's frames, and without those of torch that are there because of it.
-
-    Around an operator these are the wrapper that keeps the compiler out of a dispatch mode, and the operator that the mode calls; around a
-    module the function in which torch calls hooks, if there are no others than the watch's.
-    """
-    kept: list[TracebackType] = []
-    behind_own = False
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if code.co_filename.startswith(HOME):
-            while kept and _is(kept[-1], _UNCOMPILED):
-                kept.pop()
-            behind_own = True
-        elif not (behind_own and _is(traceback, _OPERATOR)):
-            behind_own = False
-            if _is(traceback, _WITH_HOOKS) and kept and not _has_other_hooks(kept[-1]):
-                kept[-1] = _without_hooks(kept[-1])
-            else:
-                kept.append(traceback)
-        traceback = traceback.tb_next
-    following = None
-    for frame in reversed(kept):
-        frame.tb_next = following
-        following = frame
-    return following
 
 
 _UNCOMPILED = ("torch/_dynamo/eval_frame.py", "_fn")

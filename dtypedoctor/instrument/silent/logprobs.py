@@ -236,10 +236,8 @@ class LogprobCheck(Observer):
                 self._unmet.pop(found.rounded_at or "", None)
                 self.session.once(found, found.used_at, fqn="")
             elif isinstance(node, FunctionCtx) and _FUSED.search(name):
-                self._not_seen(name.removesuffix("Backward"))
-
-    def _not_seen(self, where: str) -> None:
-        self.session.guard.tell(f"log-probabilities inside of {where}", _INSIDE)
+                where = name.removesuffix("Backward")
+                self.session.guard.tell(f"log-probabilities inside of {where}", _INSIDE)
 
     def _learn(self, tensor: Tensor, kind: str, **known: Any) -> None:
         self._learned += 1
@@ -299,7 +297,19 @@ class LogprobCheck(Observer):
             new, old = sorted(operands, key=lambda each: not each.requires_grad)
             self._judge(new, old, use, node, line)
         elif name == "sub" and kinds == {ONE}:
-            self._learn_difference(one, other, result)
+            # Of two texts by one model, which is compared with that by another: its rounding is that of both
+            known = list(filter(None, map(self._known_now, (one, other))))
+            rounded = next((each for each in known if each.rounded is not None), None)
+            if len(known) < 2 or rounded is None or one.requires_grad != other.requires_grad:
+                return
+            self._learn(
+                result,
+                ONE,
+                rounded=rounded.rounded,
+                how=rounded.how,
+                source=rounded.source,
+                size=torch.maximum(one.detach().abs(), other.detach().abs()).float(),
+            )
 
     def _met_distribution(
         self, kinds: set[str], one: Tensor, other: Tensor, result: Tensor, node: int | None, line: Line | None
@@ -310,21 +320,6 @@ class LogprobCheck(Observer):
                 self._judge_divergence(one, other, node, line)
         elif NORMALIZER in kinds:
             self._made(ALL if one.shape[-1:] != other.shape[-1:] else ONE, result, line)
-
-    def _learn_difference(self, one: Tensor, other: Tensor, result: Tensor) -> None:
-        """Of two texts by one model, which is compared with that by another: its rounding is that of both."""
-        known = list(filter(None, map(self._known_now, (one, other))))
-        rounded = next((each for each in known if each.rounded is not None), None)
-        if len(known) < 2 or rounded is None or one.requires_grad != other.requires_grad:
-            return
-        self._learn(
-            result,
-            ONE,
-            rounded=rounded.rounded,
-            how=rounded.how,
-            source=rounded.source,
-            size=torch.maximum(one.detach().abs(), other.detach().abs()).float(),
-        )
 
     def _noted_as_met(self, known: _Known) -> str:
         self._unmet.pop(known.source or "", None)

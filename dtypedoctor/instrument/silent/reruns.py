@@ -90,7 +90,16 @@ class CacheCheck(Observer):
         if known is None:
             self._roots[id(module)] = _Root(before=self._fingerprints(module))
         else:
-            self._compare(module, known)
+            known.calls += 1
+            power_of_two = known.calls & (known.calls - 1) == 0
+            if not known.before or not (self._stepped or power_of_two):
+                return
+            self._stepped = False
+            changed = self._changed_since(known.before, self._fingerprints(module))
+            self._changed = {id(layer): name for layer, name in self._alive(module) if name in changed}
+            if self._changed:
+                returned = self.session.guard.shield(self._layer_returned, "layers under autocast")
+                self._hook = register_own(hooks.register_module_forward_hook, returned, with_kwargs=False)
 
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """An outermost call has returned; where it is a layer itself, its hook would come after :meth:`after_call`."""
@@ -108,18 +117,6 @@ class CacheCheck(Observer):
         """The program has ended, a call of it perhaps not."""
         if self._hook is not None:
             self._hook.remove()
-
-    def _compare(self, module: nn.Module, known: _Root) -> None:
-        known.calls += 1
-        power_of_two = known.calls & (known.calls - 1) == 0
-        if not known.before or not (self._stepped or power_of_two):
-            return
-        self._stepped = False
-        changed = self._changed_since(known.before, self._fingerprints(module))
-        self._changed = {id(layer): name for layer, name in self._alive(module) if name in changed}
-        if self._changed:
-            returned = self.session.guard.shield(self._layer_returned, "layers under autocast")
-            self._hook = register_own(hooks.register_module_forward_hook, returned, with_kwargs=False)
 
     def _changed_since(self, before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> set[str]:
         """Names of the layers whose fingerprints are not the same any more; waits for the device once."""
@@ -143,18 +140,15 @@ class CacheCheck(Observer):
             largest = float(fresh.float().abs().max()) if fresh.numel() else 0.0
             error = float((fresh.float() - output.float()).abs().max()) / largest if largest else 0.0
         if 0.0 < error < math.inf:  # a result that is inf or NaN is not what the copy does
-            self._tell(layer, name, output, error)
-
-    def _tell(self, layer: nn.Module, name: str, output: Tensor, error: float) -> None:
-        place, regions = self.session.names.find(layer), self.session.autocast.open_regions
-        fqn = place[1] if place is not None else name
-        copy = StaleCopy(
-            weight=f"{fqn}.weight" if fqn else "weight",
-            dtype=dtype_name(output),
-            relative_error=error,
-            region=regions[0].source if regions else None,
-        )
-        self.session.once(copy, name, fqn=fqn)
+            place, regions = self.session.names.find(layer), self.session.autocast.open_regions
+            fqn = place[1] if place is not None else name
+            copy = StaleCopy(
+                weight=f"{fqn}.weight" if fqn else "weight",
+                dtype=dtype_name(output),
+                relative_error=error,
+                region=regions[0].source if regions else None,
+            )
+            self.session.once(copy, name, fqn=fqn)
 
     def _fingerprints(self, module: nn.Module) -> dict[str, Tensor]:
         """A few elements of the weights that autocast would keep a copy of."""

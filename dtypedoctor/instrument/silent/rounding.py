@@ -71,29 +71,33 @@ class IntegerCasts(Observer):
         if self._casts:
             self._note_use(seen)
         if seen.name == "aten._to_copy.default" and seen.operands and seen.results:  # vmap casts numbers by it as well
-            self._note_cast(seen)
-
-    def _note_cast(self, seen: Seen) -> None:
-        source, result = seen.operands[0], seen.results[0]
-        if not measurable(source) or result.is_floating_point() or result.is_complex() or result.dtype is torch.bool:
-            return
-        if source.numel() < 2:
-            return
-        error = _relative_error(source, result)
-        if error is None or error < LOSSY:
-            return
-        line, fqn = self.here()
-        self._casts[seen.number(result)] = _Cast(
-            fqn=fqn,
-            told=FloatToInt(
-                op=seen.name,
-                source=line,
-                from_=dtype_name(source),
-                to=dtype_name(result),
-                relative_error=error,
-                elements=source.numel(),
-            ),
-        )
+            source, result = seen.operands[0], seen.results[0]
+            if (
+                not measurable(source)
+                or result.is_floating_point()
+                or result.is_complex()
+                or result.dtype is torch.bool
+            ):
+                return
+            if source.numel() < 2:
+                return
+            exact = source.float()
+            size = float(exact.norm())
+            error = float((exact - result.float()).norm()) / size if 0 < size < float("inf") else None
+            if error is None or error < LOSSY:
+                return
+            line, fqn = self.here()
+            self._casts[seen.number(result)] = _Cast(
+                fqn=fqn,
+                told=FloatToInt(
+                    op=seen.name,
+                    source=line,
+                    from_=dtype_name(source),
+                    to=dtype_name(result),
+                    relative_error=error,
+                    elements=source.numel(),
+                ),
+            )
 
     def _note_use(self, seen: Seen) -> None:
         used = self._used_by(seen)
@@ -116,13 +120,6 @@ class IntegerCasts(Observer):
         """The casts that made operands of an operator."""
         numbers = [seen.number(t) for t in seen.operands if not t.is_floating_point()]
         return [self._casts[number] for number in numbers if number in self._casts]
-
-
-def _relative_error(source: Tensor, result: Tensor) -> float | None:
-    """How much of ``source`` is not in ``result``; None where the source is zero or not finite."""
-    exact = source.float()
-    size = float(exact.norm())
-    return float((exact - result.float()).norm()) / size if 0 < size < float("inf") else None
 
 
 SHORTEST_TABLE, LONGEST_TABLE = 4, 1024

@@ -4,7 +4,7 @@ The candidates are the modules of a model (blocks, their submodules, and each mo
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
 from typing import TYPE_CHECKING
@@ -91,7 +91,11 @@ def called_modules(failing: Sequence[Trace], reference: Trace) -> set[str]:
     names = _modules_with(failing, "entered", "output")
     parents = {ancestor for name in names for ancestor in _ancestors(name)}
     alone = {_pattern(name) for name in _modules_with(failing, "output") - parents}
-    more = {name for name in _modules_with([reference], "entered", "output") if not _is_inside(name, alone)}
+    more = {
+        name
+        for name in _modules_with([reference], "entered", "output")
+        if not any(_pattern(ancestor) in alone for ancestor in _ancestors(name))
+    }
     return names | more
 
 
@@ -105,11 +109,6 @@ def layers_in(trace: Trace) -> Layers | None:
 def _modules_with(traces: Sequence[Trace], *kinds: str) -> set[str]:
     """Dotted names of the modules of which there are sites of these kinds."""
     return {site.fqn for trace in traces for site in trace.sites.values() if site.kind in kinds}
-
-
-def _is_inside(name: str, patterns: Collection[str]) -> bool:
-    """Whether a module lies in one that has one of these patterns."""
-    return any(_pattern(ancestor) in patterns for ancestor in _ancestors(name))
 
 
 def _pattern(name: str) -> str:

@@ -447,7 +447,10 @@ def print_fixed(fixed: Fixed) -> None:
     from dtypedoctor.cli.output import console_for
 
     table = Table("run", "edited", "finding", "steps", "last loss (of backward)", box=None, pad_edge=False)
-    table.add_row("as it is", "", *_cells(fixed.before))
+    run = fixed.before
+    finding, losses = _worst(run), run.trace.losses
+    first = finding.id if finding is not None else "none"
+    table.add_row("as it is", "", *(first, str(run.trace.steps_done), f"{losses[max(losses)]:.4g}" if losses else ""))
     for number, one in enumerate(fixed.tries, 1):
         outcome = f"taken back: {one.objection}" if one.objection else one.then or "none"
         loss = "" if one.loss is None else f"{one.loss:.4g}"
@@ -467,12 +470,6 @@ def _outcome(fixed: Fixed) -> str:
         if fixed.tries
         else "HEALTHY: there is nothing to fix."
     )
-
-
-def _cells(run: Run) -> tuple[str, str, str]:
-    finding, losses = _worst(run), run.trace.losses
-    first = finding.id if finding is not None else "none"
-    return first, str(run.trace.steps_done), f"{losses[max(losses)]:.4g}" if losses else ""
 
 
 def treat_script(

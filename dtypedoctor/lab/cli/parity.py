@@ -1,6 +1,6 @@
 """``dtypedoctor parity``: why do generator and trainer give the same tokens other log-probabilities?"""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -140,7 +140,7 @@ def _sections(result: "Parity") -> "Iterator[Section]":
         facts.append(("do this", todo))
     yield Section("", (Facts(tuple(facts)),), anchor="summary")
     rows = [("as the trainer", *_cells(result.gap), "")]
-    rows += [(_change(change.said, change.on_top_of), *_cells(change.gap), f"{change.moves.mean_abs:.2g}, {change.moves.outside:.1%}")
+    rows += [((f"+ {change.said}" if change.on_top_of else change.said), *_cells(change.gap), f"{change.moves.mean_abs:.2g}, {change.moves.outside:.1%}")
              for change in result.changes]  # fmt: skip
     header = ("changed", "outside 0.9-1.1", "mean", "mean size", "largest", "KL", "moves the trainer by")
     caption = "Trainer's minus generator's log-probability of a token; in the last column the mean size of what the change does to the trainer's own."
@@ -149,10 +149,6 @@ def _sections(result: "Parity") -> "Iterator[Section]":
         yield Section("Measured beside", (Items(tuple(result.notes)),), anchor="notes")
     if result.not_tried:
         yield Section("Not tried", (Items(tuple(result.not_tried)),), anchor="not-tried")
-
-
-def _change(said: str, on_top_of: Sequence[str]) -> str:
-    return f"+ {said}" if on_top_of else said
 
 
 def _cells(gap: "Gap") -> tuple[str, ...]:

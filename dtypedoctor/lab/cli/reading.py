@@ -74,26 +74,22 @@ def scenarios(
         print(json.dumps(json_schema(), indent=2))
         return int(ExitCode.OK)
     if files:
-        return _check(files)
+        # Prints the mistakes of all files, each with its line
+        from dtypedoctor.lab.cli.scenario_files import load_checked
+        from dtypedoctor.text import counted, paragraphs
+
+        wrong = 0
+        for file in files:
+            try:
+                load_checked(file, allow_code=True)  # nothing is run
+            except UsageError as error:
+                wrong += 1
+                say(paragraphs("\n".join(filter(None, (error.message, error.hint))), 10_000))
+        print(f"{counted(len(files), 'scenario file')} checked, {wrong or 'none'} with mistakes")
+        return int(ExitCode.USAGE if wrong else ExitCode.OK)
     found = [load_checked(path, allow_code=True) for path in available()]
     width = max((len(s.name) for s in found), default=0)
     for scenario in found:
         print(f"{scenario.name:<{width}}  {scenario.summary}")
     say("\nNext: dtypedoctor run NAME")
     return int(ExitCode.OK)
-
-
-def _check(files: list[Path]) -> int:
-    """Prints the mistakes of all files, each with its line."""
-    from dtypedoctor.lab.cli.scenario_files import load_checked
-    from dtypedoctor.text import counted, paragraphs
-
-    wrong = 0
-    for file in files:
-        try:
-            load_checked(file, allow_code=True)  # nothing is run
-        except UsageError as error:
-            wrong += 1
-            say(paragraphs("\n".join(filter(None, (error.message, error.hint))), 10_000))
-    print(f"{counted(len(files), 'scenario file')} checked, {wrong or 'none'} with mistakes")
-    return int(ExitCode.USAGE if wrong else ExitCode.OK)

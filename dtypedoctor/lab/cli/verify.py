@@ -49,26 +49,16 @@ def verify(
     Exits 0 if the model is the same up to the rounding of its dtype, 10 if it differs or something could not be compared.
     """
     announce(f"Comparing {saved} with {of}", terminal_only=True)
-    from dtypedoctor.redaction.redact import redact
-
-    verification = _verified(saved, of)
-    document = verification_document(verification if format == TERMINAL else redact(verification))
-    show(document, format)
-    return int(ExitCode.OK if document.good else ExitCode.FINDINGS)
-
-
-def _verified(saved: str, of: str) -> "Verification":
-    """Has a process of its own import torch, load both models and compare them.
-
-    Raises:
-        UsageError: one of the two is not there, or is no model.
-        WorkerDiedError: the process left no answer.
-    """
+    # Has a process of its own import torch, load both models and compare them
     from dtypedoctor.lab.verify.verdicts import Verification
+    from dtypedoctor.redaction.redact import redact
 
     request = {"saved": saved, "of": of}
     hint = "Its messages are above: correct the script, or give it more memory."
-    return Verification.of(answer_of("dtypedoctor.lab.verify.verifying", request, "compares the models", hint))
+    verification = Verification.of(answer_of("dtypedoctor.lab.verify.verifying", request, "compares the models", hint))
+    document = verification_document(verification if format == TERMINAL else redact(verification))
+    show(document, format)
+    return int(ExitCode.OK if document.good else ExitCode.FINDINGS)
 
 
 def answer_of(module: str, request: dict[str, Any], what: str, hint: str) -> dict[str, Any]:

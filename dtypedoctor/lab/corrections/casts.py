@@ -40,7 +40,11 @@ def install_norm_output_cast(model: nn.Module, modules: Sequence[str]) -> Instal
         if tame:
             raise TargetMismatchError(f"{', '.join(tame)} does not widen {dtype} input")
     else:
-        targets = {name: module for name, module in model.named_modules() if _is_norm(module) and widens(module, dtype)}
+        targets = {
+            name: module
+            for name, module in model.named_modules()
+            if ("norm" in type(module).__name__.lower()) and widens(module, dtype)
+        }
         if not targets:
             raise TargetMismatchError(f"no norm of {type(model).__name__} widens {dtype} input")
     counters = Counters()
@@ -82,10 +86,6 @@ def widens(module: nn.Module, dtype: torch.dtype) -> bool:
     except (TypeError, RuntimeError):
         return False
     return isinstance(out, Tensor) and out.dtype.itemsize > dtype.itemsize
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower()
 
 
 def _casting_output(counters: Counters) -> Callable[[nn.Module, Forward], Forward]:

@@ -198,7 +198,12 @@ class Float32Frame(TorchFunctionMode):
             return _described(func(*args, **kwargs), _promoted(args, kwargs))
         if _is_in_place(name, kwargs):
             return self._in_place(func, args, kwargs)
-        return _computed(func, args, kwargs)
+        expected = _promoted(args, kwargs)
+        asked = kwargs.get("dtype")
+        if isinstance(asked, torch.dtype):  # also of functions that make tensors out of nothing
+            expected = asked
+            kwargs["dtype"] = torch.float32 if asked in HALF else asked
+        return _described(func(*_widened(args), **_widened(kwargs)), expected)
 
     def _in_place(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         target = args[0] if args else None
@@ -215,15 +220,6 @@ def _is_in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
     if name in _IN_PLACE_OPERATORS or kwargs.get("out") is not None or kwargs.get("inplace"):
         return True
     return name.endswith("_") and not name.endswith("__")
-
-
-def _computed(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    expected = _promoted(args, kwargs)
-    asked = kwargs.get("dtype")
-    if isinstance(asked, torch.dtype):  # also of functions that make tensors out of nothing
-        expected = asked
-        kwargs["dtype"] = torch.float32 if asked in HALF else asked
-    return _described(func(*_widened(args), **_widened(kwargs)), expected)
 
 
 def _cast(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -314,17 +314,13 @@ def perturb(model: nn.Module, spec: Perturbation, device: torch.device) -> None:
         unit = _unit(gradient, limits.eps, at_least=limits.smallest_normal * limits.eps)
         return gradient + unit * _signs(gradient, generator)
 
-    _on_gradients(model, moved)
-
-
-def _on_gradients(model: nn.Module, change: Callable[[Tensor | None], Tensor | None]) -> None:
     def watch_output(module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(change)
+            output.register_hook(moved)
 
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_hook(change)
+            parameter.register_hook(moved)
     for module in model.modules():
         if next(module.children(), None) is None:
             module.register_forward_hook(watch_output)

@@ -105,7 +105,20 @@ def _rollout(row: Any, line: int, default: Sampling) -> Rollout:
         _logprob(value, token, f"{name}[{place}]")
         for place, (value, token) in enumerate(zip(values, completion, strict=True))
     ]
-    return Rollout(line=line, prompt=prompt, completion=completion, logprobs=logprobs, sampling=_sampling(row, default))
+    # What a row says of how it was drawn; -1 and null switch off, as they do in the libraries
+    values = {}
+    for name in Sampling.__slots__:
+        value = row.get(name, getattr(default, name))
+        if value is None:
+            continue
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ValueError(f"{name}: a number is wanted")
+        values[name] = value
+    values["top_k"] = max(0, int(values.get("top_k", 0)))
+    sampling = Sampling(**values)
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or not 0 <= sampling.min_p <= 1:
+        raise ValueError("temperature is at least 0, top_p above 0 and at most 1, min_p between 0 and 1")
+    return Rollout(line=line, prompt=prompt, completion=completion, logprobs=logprobs, sampling=sampling)
 
 
 def _inner(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -140,20 +153,3 @@ def _logprob(value: Any, token: int, name: str) -> float:
     if value > _ABOVE_ZERO:
         raise ValueError(f"{name}: {value:.6g} is above 0, and so no logarithm of a probability")
     return float(value)
-
-
-def _sampling(row: Mapping[str, Any], default: Sampling) -> Sampling:
-    """What a row says of how it was drawn; -1 and null switch off, as they do in the libraries."""
-    values = {}
-    for name in Sampling.__slots__:
-        value = row.get(name, getattr(default, name))
-        if value is None:
-            continue
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise ValueError(f"{name}: a number is wanted")
-        values[name] = value
-    values["top_k"] = max(0, int(values.get("top_k", 0)))
-    sampling = Sampling(**values)
-    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or not 0 <= sampling.min_p <= 1:
-        raise ValueError("temperature is at least 0, top_p above 0 and at most 1, min_p between 0 and 1")
-    return sampling

@@ -456,7 +456,10 @@ def case_of(model: str, dtype: str, workload: str | None = None) -> Scenario:
     if workload is not None and workload not in SETTINGS:
         meant = did_you_mean(workload, SETTINGS)
         raise UsageError(f"--workload: there is no workload {workload!r}{meant}", f"Known: {', '.join(SETTINGS)}.")
-    shown_by = _case(model)
+    # The shipped scenario that shows what a builtin model is there for. Its random weights alone are too small to fail, so the outliers and adapters of the
+    # scenario are taken with it
+    builtin = plugins.registered(plugins.Model).get(model.removeprefix(BUILTIN)) if model.startswith(BUILTIN) else None
+    shown_by = builtin.case if builtin is not None else None
     shipped = load_scenario(resolve(shown_by)) if shown_by is not None else None
     step: dict[str, Any] = {"model": {"name": model, "dtype": dtype}, "workload": _ONE_PASS}
     if shipped is not None:
@@ -465,7 +468,12 @@ def case_of(model: str, dtype: str, workload: str | None = None) -> Scenario:
     if workload is not None:
         own = step["workload"] if shipped is not None and step["workload"]["kind"] == workload else None
         step["workload"] = own or SETTINGS[workload]
-    values: dict[str, Any] = {"name": _name(model), "summary": f"{model} in {dtype}.", "steps": [step]}
+    words = re.sub(r"[^a-z0-9_.-]+", "-", Path(model).name.lower() if ":" not in model else model.lower())
+    values: dict[str, Any] = {
+        "name": (words.strip("-_.")[:100] or "model"),
+        "summary": f"{model} in {dtype}.",
+        "steps": [step],
+    }
     if shipped is not None:
         values |= {"references": shipped.references, "seed": shipped.seed}
     try:
@@ -473,19 +481,6 @@ def case_of(model: str, dtype: str, workload: str | None = None) -> Scenario:
     except ValidationError as refused:
         error = refused.errors(include_url=False)[0]
         raise UsageError(f"--{error['loc'][-1]}: {in_words(error)}") from refused
-
-
-def _case(model: str) -> str | None:
-    """The shipped scenario that shows what a builtin model is there for. Its random weights alone are too small to fail, so
-    the outliers and adapters of the scenario are taken with it.
-    """
-    builtin = plugins.registered(plugins.Model).get(model.removeprefix(BUILTIN)) if model.startswith(BUILTIN) else None
-    return builtin.case if builtin is not None else None
-
-
-def _name(model: str) -> str:
-    words = re.sub(r"[^a-z0-9_.-]+", "-", Path(model).name.lower() if ":" not in model else model.lower())
-    return words.strip("-_.")[:100] or "model"
 
 
 def override(

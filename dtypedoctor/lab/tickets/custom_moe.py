@@ -435,22 +435,19 @@ def build_custom_moe(config: CustomMoeConfig) -> CustomMoeForCausalLM:
         if config.qlora:
             quantize_linears(model, Quantization(kind="nf4", skip=["lm_head", "router"]), config.dtype)
         if config.lora_rank:
-            _adapt(model, config)
+            # Freezes the model and puts low-rank updates on the targets
+            model.requires_grad_(False)
+            targets = [(n, m) for n, m in model.named_modules() if n.rpartition(".")[2] in config.lora_targets]
+            linears = [(n, m) for n, m in targets if isinstance(m, nn.Linear)]
+            if not linears:
+                raise UsageError(
+                    f"custom-moe: no linear layer is named {' or '.join(config.lora_targets)}",
+                    "Give e.g. q_proj, lm_head.",
+                )
+            for name, module in linears:
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, LinearLoRA(module, config.lora_rank, dtype=config.dtype))
     return model
-
-
-def _adapt(model: nn.Module, config: CustomMoeConfig) -> None:
-    """Freezes the model and puts low-rank updates on the targets."""
-    model.requires_grad_(False)
-    targets = [(n, m) for n, m in model.named_modules() if n.rpartition(".")[2] in config.lora_targets]
-    linears = [(n, m) for n, m in targets if isinstance(m, nn.Linear)]
-    if not linears:
-        raise UsageError(
-            f"custom-moe: no linear layer is named {' or '.join(config.lora_targets)}", "Give e.g. q_proj, lm_head."
-        )
-    for name, module in linears:
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, LinearLoRA(module, config.lora_rank, dtype=config.dtype))
 
 
 def custom_moe(*, dtype: torch.dtype, seed: int, **options: Any) -> nn.Module:

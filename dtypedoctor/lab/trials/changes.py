@@ -38,7 +38,11 @@ def float32_twin(scenario: Scenario) -> Scenario | None:
     """
     if is_script(scenario) or is_capsule(scenario):
         return None
-    steps = [_in_float32(step) for step in scenario.model_dump()["steps"] if _builds_or_unloads(step)]
+    steps = [
+        _in_float32(step)
+        for step in scenario.model_dump()["steps"]
+        if step["model"] is not None or step["workload"]["kind"] == "unload"
+    ]
     return scenario.with_changes(steps=steps, corrections=[], conditions=[])
 
 
@@ -55,10 +59,6 @@ def is_switched_on(changed: Scenario, script: Scenario) -> bool:
 def is_capsule(scenario: Scenario) -> bool:
     """Whether the scenario makes the one call of a capsule."""
     return any(step.model is not None and step.model.name.startswith(MODEL) for step in scenario.steps)
-
-
-def _builds_or_unloads(step: dict[str, Any]) -> bool:
-    return step["model"] is not None or step["workload"]["kind"] == "unload"
 
 
 def _in_float32(step: dict[str, Any]) -> dict[str, Any]:

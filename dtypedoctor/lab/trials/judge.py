@@ -512,7 +512,12 @@ def _compare(watched: Run, unwatched: Run) -> Observer:
         ours, theirs = _ending(watched, end.outcome), _ending(unwatched, end_unwatched.outcome)
         return Observer(bitwise_equal=False, reason=f"the run {ours} with instrumentation, and {theirs} without")
     if watched.trace.folded is not None or unwatched.trace.folded is not None:
-        return _by_parameters(watched, unwatched)
+        # Long runs, of which not every step is kept: the trained parameters tell
+        equal = parameters_equal(watched.trace, unwatched.trace)
+        if equal is None:
+            return Observer(bitwise_equal=None, reason="steps of so long a run are not all kept for comparison")
+        verdict = "are bitwise equal with and without instrumentation" if equal else "differ"
+        return Observer(bitwise_equal=equal, reason=f"the trained parameters {verdict}")
     difference = _difference(watched, unwatched)
     if difference:
         return Observer(bitwise_equal=False, reason=difference)
@@ -532,15 +537,6 @@ def _compare(watched: Run, unwatched: Run) -> Observer:
         reason=f"{_compared(watched)} of {steps} step(s) and {trained} are bitwise equal with and without instrumentation",
         same_error=end.outcome == "raised",
     )
-
-
-def _by_parameters(watched: Run, unwatched: Run) -> Observer:
-    """Long runs, of which not every step is kept: the trained parameters tell."""
-    equal = parameters_equal(watched.trace, unwatched.trace)
-    if equal is None:
-        return Observer(bitwise_equal=None, reason="steps of so long a run are not all kept for comparison")
-    verdict = "are bitwise equal with and without instrumentation" if equal else "differ"
-    return Observer(bitwise_equal=equal, reason=f"the trained parameters {verdict}")
 
 
 def parameters_equal(a: Trace, b: Trace) -> bool | None:

@@ -295,7 +295,15 @@ class _Reducing:
         if everything is not Outcome.PASS:
             raise BaselineError(nothing, everything)
         self._ask_again(NOTHING)
-        narrowed = leaves_of(self._narrowed(roots))
+        # Leaves that pass together, found level by level
+        required = self._required(NOTHING, roots)
+        while any(node.children for node in required):
+            refined: list[Node] = []
+            for position, node in enumerate(required):
+                others = leaves_of([*refined, *required[position + 1 :]])
+                refined += self._required(others, node.children) if node.children else [node]
+            required = refined
+        narrowed = leaves_of(required)
         leaves = by_likelihood([leaf for root in roots for leaf in root.leaves() if leaf.id in narrowed])
         smaller = self._without_a_chunk(leaves, len(leaves))
         culprits = leaves if smaller is None else self._ddmin(smaller)
@@ -305,17 +313,6 @@ class _Reducing:
     def _ask_again(self, treated: frozenset[str]) -> None:
         for attempt in range(1, self._repeat + 1):
             self._ask(treated, Stage.REPEAT, attempt)
-
-    def _narrowed(self, roots: Sequence[Node]) -> list[Node]:
-        """Leaves that pass together, found level by level."""
-        required = self._required(NOTHING, roots)
-        while any(node.children for node in required):
-            refined: list[Node] = []
-            for position, node in enumerate(required):
-                others = leaves_of([*refined, *required[position + 1 :]])
-                refined += self._required(others, node.children) if node.children else [node]
-            required = refined
-        return required
 
     def _required(self, base: frozenset[str], nodes: Sequence[Node]) -> list[Node]:
         """Nodes that pass when treated on top of ``base``, few of them; all ``nodes`` together are known to pass.

@@ -99,7 +99,11 @@ def compare(name: str, reference: Weight, saved: Weight, stored: torch.dtype | N
     if update is not None:
         return _merged(name, reference, saved, update, stored)
     if saved.packing and not reference.packing:
-        return _quantized(name, was, now, saved)
+        # Compares quantized values with dense ones: they may be as far away as the nearest codes are
+        size = distance(was, now, torch.float32).size
+        step = distance(was, saved.requantized(was), torch.float32).size
+        said = f"off by {_percent(size)}, where the nearest {saved.packing} codes are off by {_percent(step)}"
+        return Difference(tensor=name, kind=REQUANTIZED if size <= step * _STEP else VALUES, said=said, size=size)
     if not (was.is_floating_point() and now.is_floating_point()):
         differing = int((was != now).sum())
         kind = VALUES if differing else IDENTICAL
@@ -146,14 +150,6 @@ def _dense(name: str, was: Tensor, now: Tensor, stored: torch.dtype | None, *, r
             f", by up to {apart.units:.3g} units of {_short(narrow)}'s rounding ({_percent(apart.size)} of the whole)"
         )
     return compared
-
-
-def _quantized(name: str, was: Tensor, now: Tensor, saved: Weight) -> Difference:
-    """Compares quantized values with dense ones: they may be as far away as the nearest codes are."""
-    size = distance(was, now, torch.float32).size
-    step = distance(was, saved.requantized(was), torch.float32).size
-    said = f"off by {_percent(size)}, where the nearest {saved.packing} codes are off by {_percent(step)}"
-    return Difference(tensor=name, kind=REQUANTIZED if size <= step * _STEP else VALUES, said=said, size=size)
 
 
 def _merged(name: str, unmerged: Weight, merged: Weight, update: Update, stored: torch.dtype | None) -> Difference:

@@ -24,7 +24,11 @@ OF_OTHER_KERNELS = 1e-5
 
 def detect(trace: Trace) -> Iterator[Finding]:
     """Settings that stay changed after the first call, by the line that has changed them; those of a program's own line are meant."""
-    matter = [seen for seen in _lasting(trace) if seen.what.by_library and _matters(seen.what)]
+    matter = [
+        seen
+        for seen in _lasting(trace)
+        if seen.what.by_library and (seen.what.setting == "default dtype" or seen.what.error > OF_OTHER_KERNELS)
+    ]
     for source in dict.fromkeys(seen.what.source for seen in matter):
         yield _finding([seen for seen in matter if seen.what.source == source])
 
@@ -36,10 +40,6 @@ def _lasting(trace: Trace) -> Iterator[Observed[GlobalState]]:
         changes = [seen for seen in told if seen.what.setting == name and seen.what.has_run]
         if changes[-1].what.after != changes[0].what.before:
             yield changes[-1]
-
-
-def _matters(what: GlobalState) -> bool:
-    return what.setting == "default dtype" or what.error > OF_OTHER_KERNELS
 
 
 def _finding(seen: list[Observed[GlobalState]]) -> Finding:

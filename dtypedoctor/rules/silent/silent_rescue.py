@@ -8,7 +8,7 @@ fine, and are gone with it.
 
 from collections.abc import Iterator
 
-from dtypedoctor.diagnosis.ops import Ancestry, OpGraph, all_finite, ancestry, graph_of, has_nan
+from dtypedoctor.diagnosis.ops import OpGraph, all_finite, ancestry, graph_of, has_nan
 from dtypedoctor.diagnosis.rule import OF_ANY_FINDING, SILENT, Confidence, Finding, FindingSpec, Rule, Severity
 from dtypedoctor.diagnosis.wording import at_line, listed, short
 from dtypedoctor.dtypes import DTYPES
@@ -97,7 +97,10 @@ def _spread(graph: OpGraph, op: Op) -> Finding | None:
     found = ancestry(graph, op)
     if any(all_finite(maker.inputs) for maker in found.nan_makers):
         return None  # 0/0: no infinity is needed for that
-    infinities = _infinities_behind(found)
+    # How many infinite elements were made, or came in, before anything was NaN
+    made = [tensor for op in (*found.asked, *found.computed) for tensor in op.outputs]
+    tensors = {tensor.id: tensor for tensor in (*made, *(given for _, given in found.given))}
+    infinities = sum(tensor.num_posinf + tensor.num_neginf for tensor in tensors.values())
     replaced = max(t.num_nan for t in op.inputs)
     if not 0 < infinities < replaced:
         return None
@@ -118,13 +121,6 @@ def _spread(graph: OpGraph, op: Op) -> Finding | None:
         evidence=tuple(f"{maker.op}{at_line(maker.source)} makes NaN of infinities." for maker in found.nan_makers[:3]),
     )
     return make_finding(statement, phase=op.phase, step=op.step, op=op.op, source=op.source, dtype=op.outputs[0].dtype)
-
-
-def _infinities_behind(found: Ancestry) -> int:
-    """How many infinite elements were made, or came in, before anything was NaN."""
-    made = [tensor for op in (*found.asked, *found.computed) for tensor in op.outputs]
-    tensors = {tensor.id: tensor for tensor in (*made, *(given for _, given in found.given))}
-    return sum(tensor.num_posinf + tensor.num_neginf for tensor in tensors.values())
 
 
 RULES = (
