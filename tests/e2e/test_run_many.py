@@ -36,7 +36,7 @@ REFUSED = """\
 name: NAME
 summary: A model that cannot generate.
 steps:
-  - model: {name: "builtin:custom-moe"}
+  - model: {name: "builtin:nf4-compiled"}
     workload: {kind: generate}
 """
 
@@ -64,7 +64,7 @@ def test_each_scenario_has_a_folder_of_its_own_and_a_row(mixed: tuple[Finished, 
     assert [row["scenario"] for row in rows] == ["a_failing", "b_unmet", "c_refused", "d_healthy"]
     assert [row["as_expected"] for row in rows] == [False, False, False, True]
     assert [row["exit"] for row in rows] == [10, 10, 2, 0]
-    assert rows[2]["cause"].startswith("CustomMoeForCausalLM has no generate")
+    assert rows[2]["cause"].startswith("Nf4CompiledForCausalLM has no generate")
     for row in rows:
         assert (out / row["scenario"]).exists() == (row["report"] is not None)
     assert report_of(out / "a_failing")["trials"][0]["remedy"] == "norm-output-cast"

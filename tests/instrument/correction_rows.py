@@ -68,8 +68,8 @@ def rotation_of(x: Tensor) -> dict[str, Any]:
 
 
 def causal(x: Tensor) -> dict[str, Any]:
-    """The mask that the custom model's layers take."""
-    return {"allowed": torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()[None, None]}
+    """What a layer of the custom model takes: the same, without what Gemma-4's layers share."""
+    return {name: value for name, value in rotation_of(x).items() if name != "shared_kv_states"}
 
 
 @dataclass(frozen=True, kw_only=True)

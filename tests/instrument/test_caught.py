@@ -339,22 +339,6 @@ def test_an_exception_that_is_caught_in_every_call_is_recorded_a_few_times_only(
     assert 1 <= len(watched(tmp_path, work).all(Caught)) <= 10
 
 
-def test_the_next_exception_at_the_address_of_the_last_one_is_another_one(tmp_path: Path) -> None:
-    """An exception that was caught is freed, and its address given away: each that is raised is recorded, with its own modules."""
-
-    def work(_: Any) -> None:
-        models = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half()), nn.Sequential(nn.Linear(2, 2).half())]
-        for number in range(6):
-            with contextlib.suppress(RuntimeError):
-                models[number % 2](torch.ones(1, 2))
-        for _ in range(3):
-            with contextlib.suppress(RuntimeError):
-                torch.mm(torch.ones(1, 2), torch.ones(2, 2).half())
-
-    found = [caught.modules[-1:] for caught in watched(tmp_path, work).all(Caught)]
-    assert found == [["1"], ["0"]] * 3 + [[]] * 3
-
-
 def own_words(_: Any) -> None:
     """A program that raises, in a module, an exception with torch's words."""
 

@@ -1,6 +1,5 @@
 """Collectives as one process of a group sees them: gloo, a group of one."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -157,15 +156,6 @@ def test_the_functions_of_torch_distributed_are_put_back_after_the_watch(tmp_pat
     dist.all_reduce(torch.ones(1))
     assert dist.Work.wait is wait
     assert watched.seen() == []
-
-
-def test_a_process_without_a_group_pays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is put in front of the operators before a group is there, or is announced by torchrun."""
-    monkeypatch.delitem(os.environ, "WORLD_SIZE", raising=False)
-    wait = dist.Work.wait
-    with Watched(tmp_path):
-        nn.Linear(2, 2)(torch.ones(1, 2))
-        assert dist.Work.wait is wait
 
 
 @pytest.mark.usefixtures("group")

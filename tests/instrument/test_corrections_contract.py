@@ -149,8 +149,8 @@ def custom(**options: Any) -> nn.Module:
 @pytest.mark.parametrize(
     ("name", "build", "modules", "message"),
     [
-        ("norm-output-cast", lambda: custom(norm="casting"), (), "no norm of CustomMoeForCausalLM widens"),
-        ("norm-output-cast", lambda: custom(keep_in_fp32=()), (), "no norm of CustomMoeForCausalLM widens"),
+        ("norm-output-cast", lambda: custom(norm="casting"), (), "no norm of GptOssForCausalLM widens"),
+        ("norm-output-cast", lambda: custom(keep_in_fp32=()), (), "no norm of GptOssForCausalLM widens"),
         ("norm-output-cast", lambda: custom(dtype=torch.float32), (), "no float16 or bfloat16 parameters"),
         ("norm-output-cast", custom, ("model.layers.9.norm",), r"has no module model\.layers\.9\.norm"),
         ("norm-output-cast", lambda: custom(norm="casting"), ("model.norm",), r"model\.norm does not widen"),

@@ -1,7 +1,6 @@
 """Optimizers that a program has written itself: watching them changes nothing, and what is not checked is said."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +123,6 @@ class Kahan(Plain):
             state["kept"].add_(before.sub_(p.detach()))
 
 
-class LastUpdate(Plain):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["update"] = p.grad * -self.param_groups[0]["lr"]
-            p.add_(self.state[p]["update"])
-
-
 class AtRandom(Plain):
     """Rounds at random, to both sides in proportion, in place of to the nearest number."""
 
@@ -241,18 +232,6 @@ def lost(trace: Trace | None) -> dict[str, int]:
     return {name: one.lost for name, one in seen[-1].what.parameters.items()} if seen else {}
 
 
-@pytest.mark.release(all_but=2)
-@pytest.mark.parametrize("resumed", [False, True], ids=["from-the-start", "resumed"])
-@pytest.mark.parametrize("only_half", [False, True], ids=["in-any-dtype", "only-in-half"])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_what_an_optimizer_keeps_and_adds_later_is_not_lost(
-    momentum: float, only_half: bool, resumed: bool, tmp_path: Path
-) -> None:
-    """Kahan summation: no weight has moved yet, and each update is in the optimizer's state."""
-    make = partial(Kahan, momentum=momentum, only_half=only_half)
-    assert not lost(trained(make, tmp_path, resumed=resumed)[1])
-
-
 class KahanOfOneLine(Kahan):
     """The same in one line, so that one operator at one line is met several times in a step."""
 
@@ -284,61 +263,8 @@ def test_what_keeps_the_rounding_of_weights_is_no_sum_that_drifts(make: type[Opt
     assert not watched(tmp_path, program).observed(RoundedUse)
 
 
-def test_an_update_that_is_held_and_never_added_again_is_lost(tmp_path: Path) -> None:
-    """The state of such an optimizer looks like that of Kahan summation in its first step only."""
-    assert lost(trained(LastUpdate, tmp_path)[1])
-
-
 @pytest.mark.release(all_but=1)
 @pytest.mark.parametrize("lr", [1e-4, 1e-2])
 def test_weights_that_are_rounded_at_random_do_not_stall(lr: float, tmp_path: Path) -> None:
     """Most weights stay in each step, and the few that move go as far as all of them were to go."""
     assert not lost(trained(lambda params: AtRandom(params, lr=lr), tmp_path, size=64)[1])
-
-
-def told_of(optimizer: torch.optim.Optimizer, models: list[nn.Module], folder: Path) -> Updates:
-    """What is said of four steps on models of 16 features."""
-    writer = TraceWriter(folder)
-    instruments = Instruments(writer)
-    instruments.start()
-    for _ in range(4):
-        for model in models:
-            model(torch.randn(8, 16).bfloat16()).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    instruments.stop()
-    writer.close()
-    return read_trace(folder).observed(Updates)[-1].what
-
-
-class Adapter(nn.Module):
-    """LoRA's two matrices, the second of zeros."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.low = nn.Parameter(torch.randn(4, 16))
-        self.high = nn.Parameter(torch.zeros(256, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.mean() + x @ self.low.T @ self.high.T
-
-
-def test_zeros_that_take_every_update_are_not_rounded_at_random(tmp_path: Path) -> None:
-    """The first matrix of an adapter stands still while the second leaves its zeros by updates of the same size."""
-    torch.manual_seed(0)
-    adapter = Adapter().bfloat16()
-    optimizer = torch.optim.AdamW(adapter.parameters(), lr=1e-6)
-    told = told_of(optimizer, [adapter], tmp_path)
-    assert set(told.parameters) == {"low"}
-    assert told.parameters["low"].still == told.parameters["low"].asked > 0
-
-
-def test_parameters_of_one_name_in_two_models_are_told_apart(tmp_path: Path) -> None:
-    """Each is compared with what it was itself before the first step, and with the float32 copy of its own state."""
-    torch.manual_seed(0)
-    models = [nn.Linear(16, 16).bfloat16() for _ in range(2)]
-    optimizer = torch.optim.AdamW([p for model in models for p in model.parameters()], lr=1e-7)
-    told = told_of(optimizer, models, tmp_path)
-    weight = told.parameters["weight"]
-    assert (weight.parameters, weight.asked, told.compared) == (2, 2 * 256, 4)
-    assert weight.still == weight.asked

@@ -225,15 +225,3 @@ def test_a_statement_that_raises_something_else_the_second_time_shows_nothing(tm
 
     trace = ended(tmp_path, work)
     assert all(op.sentinel or op.error is None for op in trace.all(Op))
-
-
-def test_an_exception_that_has_nothing_to_do_with_tensors_is_not_tried(tmp_path: Path) -> None:
-    """Nothing of the program runs twice for it."""
-    times = []
-
-    def counts() -> int:
-        times.append(1)
-        return 0
-
-    ended(tmp_path, lambda: int("x" * counts()))
-    assert times == [1]

@@ -19,7 +19,7 @@ from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.trace.events import WORKED_ELSEWHERE, Coverage, NotWatched
+from dtypedoctor.trace.events import WORKED_ELSEWHERE, NotWatched
 from dtypedoctor.trace.lines import Lines
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.reader import read_trace
@@ -209,16 +209,6 @@ def test_the_programs_own_modes_see_only_the_program(tmp_path: Path) -> None:
     assert seen(trace) == {"", "first", "second"}
 
 
-def test_parameters_that_have_no_shape_yet_are_no_trouble(tmp_path: Path) -> None:
-    """A lazy layer makes them when it is first called; every call is measured."""
-    net = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.Linear(3, 3))
-    trace = watched(tmp_path, lambda _: [net(torch.randn(4, 4)).sum().backward() for _ in range(2)])
-    assert not trace.all(NotWatched)
-    counts = trace.last(Coverage)
-    assert counts is not None
-    assert counts.module_calls == counts.module_calls_measured == 8
-
-
 def test_a_forked_child_writes_nothing_into_the_trace(tmp_path: Path) -> None:
     """A writer that a child disowns is silent there, and whole in the parent."""
     writer = TraceWriter(tmp_path)
@@ -290,23 +280,6 @@ def test_work_in_a_forked_child_is_told_of(work: Callable[[], Any], told: bool, 
     assert (WORKED_ELSEWHERE in not_watched(trace)) is told
 
 
-def test_a_loss_inside_of_vmap_is_read_as_one_for_each_row(tmp_path: Path) -> None:
-    """It holds several numbers though it says one; nothing fails over it and every gradient is measured."""
-
-    def loss(weight: Tensor, row: Tensor) -> Tensor:
-        return (weight * row).square().sum()
-
-    def work() -> None:
-        torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(torch.ones(3), torch.randn(5, 3))
-
-    trace = seen_of_process(tmp_path, work)
-    assert "dtypedoctor failed" not in not_watched(trace)
-    counts = trace.last(Coverage)
-    assert counts is not None
-    assert (counts.losses, counts.gradients) == (counts.losses_measured, counts.gradients_measured)
-    assert counts.losses > 0
-
-
 @pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(("given", "found"), [(True, "nonfinite-input"), (False, "domain-error")])
 def test_a_bad_input_is_told_from_a_bad_start_in_one_run(given: bool, found: str, tmp_path: Path) -> None:
@@ -324,41 +297,3 @@ def test_a_bad_input_is_told_from_a_bad_start_in_one_run(given: bool, found: str
     net = Scaled()
     trace = watched(tmp_path, lambda _: net(data).sum().backward())
     assert diagnose(trace)[0].id == found
-
-
-def wrapped(inner: nn.Module) -> nn.Module:
-    """A module around another one, as adapters are."""
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base, self.extra = inner, nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.extra(self.base(x))
-
-    return Outer()
-
-
-@pytest.mark.release(all_but=1)
-@pytest.mark.parametrize("order", ["inner first", "outer first"])
-def test_a_model_inside_a_larger_one_has_one_name(order: str, tmp_path: Path) -> None:
-    """Whichever was called first, everything is named from the larger one on."""
-    inner = Net()
-    outer = wrapped(inner)
-    calls: list[Callable[[], Any]] = [lambda: inner(torch.randn(2, 4)), lambda: outer(torch.randn(2, 4))]
-    if order == "outer first":
-        calls.reverse()
-    trace = watched(tmp_path, lambda _: [call() for call in calls])
-    assert seen(trace) == {"", "extra", "base", "base.first", "base.second"}
-
-
-def test_a_backbone_that_two_models_share_keeps_its_first_name(tmp_path: Path) -> None:
-    """Actor and critic: neither is inside of the other."""
-    backbone = Net()
-    actor, critic = wrapped(backbone), nn.Sequential(backbone, nn.Linear(4, 1))
-    trace = watched(tmp_path, lambda _: [model(torch.randn(2, 4)) for model in (actor, critic, actor)])
-    names = [(trace.sites[s.site].root, trace.sites[s.site].fqn) for s in trace.samples]
-    assert (0, "base.first") in names
-    assert (1, "1") in names
-    assert (1, "0.first") not in names

@@ -912,18 +912,6 @@ def test_copies_of_parameters_are_made_without_waiting_for_the_device(tmp_path: 
         dist.destroy_process_group()
 
 
-def test_a_program_that_allows_no_hooks_of_saved_tensors_is_replayed(tmp_path: Path) -> None:
-    """Then there are none that the replay would have to hide from."""
-
-    def program() -> None:
-        with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
-            Square()(torch.full((2,), 300.0, dtype=torch.float16))
-
-    trace = in_place(tmp_path, program)
-    assert [seen.what.why for seen in trace.observed(ReplayedCall)] == ["value"]
-    assert not trace.all(NotWatched)
-
-
 def offloaded(model: nn.Module, folder: Path) -> None:
     """As with ``cpu_offload``: weights are on the CPU, and on ``meta`` between calls."""
     cpu_offload(model, execution_device=torch.device("cpu"))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import dtypedoctor
 from dtypedoctor.errors import UsageError
-from dtypedoctor.trace.events import Raised, Root
+from dtypedoctor.trace.events import Raised
 
 
 @pytest.fixture
@@ -72,15 +72,6 @@ def test_an_input_that_float16_cannot_hold_is_told_from_what_the_model_computes(
     (finding,) = report_in(tmp_path / "run")["findings"]
     assert finding["id"] == "float16-overflow"
     assert ("It casts the model's input (args.0)" in finding["cause"]) is (largest > weight)
-
-
-def test_a_model_that_is_given_is_the_first_root(tmp_path: Path) -> None:
-    """Names in the report begin at it, although another module is called before it."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    with dtypedoctor.watch(model, out=tmp_path / "run"):
-        nn.Linear(2, 2)(torch.ones(1, 2))
-        model(torch.ones(1, 2))
-    assert [root.cls for root in trace_in(tmp_path / "run").all(Root)] == ["Sequential", "Linear"]
 
 
 def test_without_a_directory_the_report_lies_under_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

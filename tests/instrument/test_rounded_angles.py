@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from observed import observed
 from torch import Tensor, nn
 from watched import watched
 
@@ -115,23 +114,6 @@ def test_timesteps_that_are_cast_before_the_call_are_found(
 
 @pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
-    ("program", "found"),
-    [
-        (lambda: embedding(TIMES.bfloat16().float(), FREQUENCIES), True),
-        (lambda: (FREQUENCIES[:, None] @ torch.arange(3000).bfloat16().float()[None]).cos(), True),
-        (lambda: embedding(TIMES.float(), FREQUENCIES).bfloat16(), False),
-    ],
-    ids=["timesteps", "positions", "cast-when-finished"],
-)
-def test_sines_outside_of_modules_are_found(tmp_path: Path, program: Callable[[], Tensor], found: bool) -> None:
-    """Also of an outer product, which sums one term; a table of that size has 48,000 elements."""
-    findings = diagnose(watched(tmp_path, lambda _: program()))
-    assert [(f.id, f.confidence == "proven") for f in findings] == [("rounded-rotary-buffer", True)] * found
-    assert all((f.source or "").startswith("test_rounded_angles.py:") for f in findings)
-
-
-@pytest.mark.release(all_but=1)
-@pytest.mark.parametrize(
     "healthy",
     [
         embedding,
@@ -146,16 +128,3 @@ def test_sines_outside_of_modules_are_found(tmp_path: Path, program: Callable[[]
 def test_sines_of_exact_angles_are_no_finding(tmp_path: Path, healthy: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Casts that lose nothing, angles too small to matter, and numbers of which nobody takes a sine."""
     assert evidence(tmp_path, Apply(healthy), TIMES) == []
-
-
-def test_a_periodic_activation_is_no_table(tmp_path: Path) -> None:
-    """Its angle has a gradient."""
-    linear = nn.Linear(4, 4).bfloat16()
-    net = nn.Sequential(linear, Apply(lambda x, _: torch.sin(3000 * x)))
-    assert evidence(tmp_path, net, torch.ones(2, 4).bfloat16()) == []
-
-
-def test_a_record_is_written_once_for_a_place(tmp_path: Path) -> None:
-    """Calls that repeat it add nothing."""
-    net = Apply(lambda t, f: embedding(t.bfloat16().float(), f))
-    assert len(observed(watched(tmp_path, lambda _: [net(TIMES), net(TIMES)]), "rounded-angles")) == 1

@@ -70,42 +70,6 @@ def counted(dtype: torch.dtype, rows: int, whole: torch.dtype = torch.int64) -> 
     return work
 
 
-def transposed(_: object) -> None:
-    """Ids that are cast back as another view of their memory."""
-    torch.arange(900).view(30, 30).bfloat16().T.long()
-
-
-def in_a_closure(_: object) -> None:
-    """A training loop that calls its step from the optimizer, as Lightning's does."""
-    model, ids = nn.Embedding(2000, 4), torch.arange(990, 1000)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        batch = ids.to(torch.bfloat16)
-        loss = model(batch.long()).sum()
-        loss.backward()
-        return loss  # type: ignore[no-any-return]
-
-    optimizer.step(closure)
-
-
-@pytest.mark.release(all_but=1)
-@pytest.mark.parametrize(
-    ("work", "line"),
-    [
-        (transposed, "torch.arange(900).view(30, 30).bfloat16().T.long()"),
-        (in_a_closure, "batch = ids.to(torch.bfloat16)"),
-    ],
-    ids=["transposed", "in the closure of an optimizer"],
-)
-def test_indices_are_found_wherever_they_are_cast(tmp_path: Path, work: Callable[[object], None], line: str) -> None:
-    """Whatever view of them is cast back, and whoever calls the training step."""
-    (finding,) = found(tmp_path, work)
-    number = int((finding.source or ":0").rpartition(":")[2])
-    assert line in Path(__file__).read_text(encoding="utf-8").splitlines()[number - 1]
-
-
 def count_inside(_: object) -> None:
     model = Embeds()
     model.register_forward_pre_hook(lambda module, args: (args[0].cumsum(-1).sub(1),))
@@ -287,13 +251,3 @@ def test_ids_that_come_in_half_precision_are_told_of_where_it_lacks_some(
     assert (finding.severity, finding.confidence, finding.proven_by) == ("warning", "likely", None)
     assert "reads whole numbers from float16" in finding.summary
     assert not found(tmp_path / "within", make(1900))
-
-
-def test_what_half_precision_computes_here_has_not_come_in_it(tmp_path: Path) -> None:
-    """Rows that a program counts itself, in steps that float16 has."""
-
-    def work(_: object) -> None:
-        table, start = nn.Embedding(6000, 4), torch.full((16,), 4096.0, dtype=torch.float16)
-        table((start + torch.arange(16).half() * 4).clone().long()).sum().backward()
-
-    assert not found(tmp_path, work)

@@ -178,13 +178,6 @@ def test_gradients_without_the_scale_are_not_told_of(tmp_path: Path, body: Body)
     assert not found(tmp_path, body)
 
 
-@pytest.mark.release(all_but=1)
-@pytest.mark.parametrize("body", [clipped_first, scaled_twice, stepped_alone], ids=lambda one: one.__name__)
-def test_a_disabled_scaler_scales_nothing(tmp_path: Path, body: Body) -> None:
-    """What would be wrong with a scale is right without one."""
-    assert not found(tmp_path, body, enabled=False)
-
-
 def clipped_one_by_one(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scaler, loss: Tensor) -> None:
     """Each parameter's gradient by its own norm, as DINO's training does: a factor of 0 where that is inf."""
     scaler.scale(loss).backward()

@@ -993,33 +993,6 @@ def test_a_rounded_tensor_that_is_turned_in_place_is_read_on(tmp_path: Path) -> 
     assert not trace.all(NotWatched)
 
 
-def test_a_use_is_told_of_in_the_step_in_which_it_was_met_first(tmp_path: Path) -> None:
-    """What holds of all steps is known when the program is over: there is no step of the number after the last one."""
-
-    def training() -> None:
-        model = nn.Linear(4, 1).to(HALF)
-        optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        edges, x = torch.linspace(0, 100, 1001, dtype=HALF), torch.rand(64) * 100
-        for _ in range(3):
-            bins = torch.bucketize(x.to(HALF), edges)
-            model(nn.functional.one_hot(bins // 300, 4).to(HALF)).float().square().mean().backward()
-            optimizer.step()
-
-    assert [finding.step for finding in told_of(tmp_path, training)] == [1]
-
-
-def test_all_results_of_a_mask_are_counted_beside_those_that_differ(tmp_path: Path) -> None:
-    """Judged are these beside the fewer of its two values."""
-
-    def work() -> None:
-        limits = torch.tensor([0.0005] * 8)
-        for _ in range(8):
-            (torch.rand(8, 512, dtype=HALF) < limits[:, None]).sum()
-
-    (finding,) = told_of(tmp_path, work)
-    assert "of 32,768 results: 1 instead of 0" in finding.summary
-
-
 class Experts(nn.Module):
     """A router that sends no token to its last expert."""
 

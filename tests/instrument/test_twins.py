@@ -112,24 +112,6 @@ def test_rows_are_recognised_in_another_order_and_with_other_padding(tmp_path: P
     assert found.confidence == "proven"
 
 
-def test_a_gap_below_what_matters_is_noted_only(tmp_path: Path) -> None:
-    """float16 keeps three more bits; nearly equal scores leave little to round."""
-    policy = Speaker()
-    with torch.no_grad():
-        policy.head.weight.mul_(0.02)
-        policy.head.bias.zero_()
-    (found,) = findings(tmp_path, lambda: train(policy, copy.deepcopy(policy).half()))
-    assert found.severity is Severity.INFO
-
-
-def test_dropout_is_taken_out_of_the_figure(tmp_path: Path) -> None:
-    """What the dtype does is measured without it."""
-    policy = Speaker(0.2)
-    (found,) = findings(tmp_path, lambda: train(policy, copy.deepcopy(policy).to(HALF).eval()))
-    assert found.confidence == "proven"
-    assert all(module.training for module in policy.modules())
-
-
 def test_a_reference_outside_of_the_policys_autocast_region_is_found(tmp_path: Path) -> None:
     """Both are float32; only the policy is called under autocast."""
     policy = Speaker()
@@ -260,32 +242,6 @@ def test_calls_with_other_content_beside_equal_whole_numbers_are_not_compared(tm
         student(torch.randn(4, 5, 8, requires_grad=True), times).sum().backward()
 
     assert diagnose(watched(tmp_path, lambda _: program())) == ()
-
-
-class Adapted(nn.Module):
-    """A linear layer with an adapter, by peft's names."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 2, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base.out_features, bias=False)})
-        nn.init.zeros_(self.lora_B["default"].weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
-
-
-@pytest.mark.release(all_but=1)
-@pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
-def test_an_adapter_that_has_been_trained_makes_other_weights(tmp_path: Path, *, trained: bool) -> None:
-    """A new one changes nothing, and the reference has none."""
-    policy = Speaker(dropout=0.1)
-    reference = copy.deepcopy(policy).to(HALF)
-    policy.head = Adapted(policy.head)
-    if trained:
-        nn.init.normal_(policy.head.lora_B["default"].weight)
-    assert bool(findings(tmp_path, lambda: train(policy, reference))) is not trained
 
 
 def test_nothing_is_kept_of_models_that_are_gone_or_have_been_compared(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_autocast_is_around_each_forward_or_around_the_whole_loop(tmp_path: Path
 @pytest.mark.parametrize(
     ("model", "workload", "message"),
     [
-        ("builtin:custom-moe", "generate", "CustomMoeForCausalLM has no generate"),
+        ("builtin:nf4-compiled", "generate", "has no generate"),
         ("torch.nn:Identity", "forward", "Identity has no config.vocab_size"),
     ],
 )

@@ -18,13 +18,6 @@ def test_each_module_has_its_own_arithmetic_beside_its_parts() -> None:
     )  # fmt: skip
 
 
-def test_the_search_begins_with_blocks_that_hold_at_most_half_of_the_leaves() -> None:
-    """The outermost module and the body are opened; `layers.0` with two of seven is not."""
-    assert [node.id for node in plant(CALLED, {}).roots] == [
-        "::self", "head", "model::self", "model.layers.0", "model.layers.2", "model.layers.10",
-    ]  # fmt: skip
-
-
 def test_treated_leaves_get_the_fewest_names() -> None:
     """Both leaves of `layers.0` are that module."""
     forest = plant(CALLED, {})

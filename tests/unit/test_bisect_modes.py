@@ -27,17 +27,6 @@ def grpo() -> dict[str, Mode]:
     return rows(case_of("builtin:gemma4-tiny", "float16"))
 
 
-def test_workloads_stand_first_from_cheap_to_whole(grpo: dict[str, Mode]) -> None:
-    """Forward, then with a backward pass, then training, so that the phases can be told apart."""
-    assert list(grpo)[:5] == [
-        "one forward pass",
-        "one forward and backward pass",
-        "2 steps of plain training",
-        "2 steps of GRPO",
-        "8 steps of GRPO",
-    ]
-
-
 def test_each_bisect_mode_changes_what_it_says(grpo: dict[str, Mode]) -> None:
     """dtype, attention, autocast, compiler, checkpointing, loss scale."""
     assert first(grpo["model in bfloat16"])["model"]["dtype"] == "bfloat16"
@@ -60,14 +49,6 @@ def test_of_many_layers_each_is_compiled_by_itself(layers: int, regions: str, ho
     assert first(kept)["compile"]["regions"] == "layers"
 
 
-def test_a_backward_pass_is_also_asked_with_the_culprits_kept(grpo: dict[str, Mode]) -> None:
-    """In eager mode and compiled: what fails there has another cause than the culprits."""
-    for name in ("culprits in float32", "compiled (aot_eager), culprits in float32"):
-        assert first(grpo[name])["workload"]["backward"]
-        assert [c.id for c in grpo[name].scenario.corrections] == ["keep-float32"]
-        assert grpo[name].scenario.corrections[0].modules == [CULPRIT]
-
-
 def test_what_a_scenario_has_on_is_switched_off_by_a_bisect_mode() -> None:
     """A scenario with autocast, compiler and checkpointing is run without each."""
     scenario = case_of("builtin:llama-tiny", "float32", "forward")
@@ -80,15 +61,6 @@ def test_what_a_scenario_has_on_is_switched_off_by_a_bisect_mode() -> None:
     assert not first(found["without gradient checkpointing"])["model"]["gradient_checkpointing"]
     assert "float16 autocast" not in found
     assert not any(name.startswith("compiled") for name in found)
-
-
-@pytest.mark.parametrize(("workload", "backward"), [("forward", False), (None, True)])
-def test_a_named_forward_pass_has_no_backward_pass(workload: str | None, backward: bool) -> None:
-    """Both are done only where nobody says what to do."""
-    assert (
-        case_of("package.module:factory", "float16", workload).model_dump()["steps"][0]["workload"]["backward"]
-        is backward
-    )
 
 
 def test_no_run_is_made_twice_under_two_names(grpo: dict[str, Mode]) -> None:

@@ -16,15 +16,11 @@ from dtypedoctor.report.run_document import (
     bisection_document,
     bisection_part,
     bisection_summary,
-    remedy_yaml,
 )
 from dtypedoctor.report.to_html import render_html
 from dtypedoctor.report.to_json import Report, from_json, json_schema, plain, render_json
 from dtypedoctor.report.to_md import render_markdown
 from dtypedoctor.report.to_terminal import print_document
-
-OLDEST = {"culprits": ["m"], "corrections": [], "probes": 3, "one_minimal": False, "verdicts": []}
-"""The keys of the first contract and no others."""
 
 
 def report(**changes: Any) -> Report:
@@ -82,24 +78,9 @@ def test_every_format_has_the_same_facts(render: Callable[[Document], str]) -> N
     assert bisection_part(replace(report(), bisection=None)).blocks == ()
 
 
-def test_an_older_report_can_still_be_shown() -> None:
-    """With the keys of the first contract alone."""
-    old = replace(overflow(), bisection=OLDEST)
-    assert "culprits" in printed(old)
-    for render in (render_markdown, render_html):
-        assert "culprits" in render(bisection_document(old))
-    assert remedy_yaml(OLDEST) == ""
-
-
 def test_a_bisection_keeps_the_contract_of_report_json_and_can_be_read_back() -> None:
     """As report.json."""
     text = render_json(report())
     shown = from_json(text)
     jsonschema.validate(plain(shown.bisection), json_schema()["$defs"]["bisection"])
     assert shown.bisection == plain(found())
-
-
-def test_a_little_memory_is_not_told_as_a_measurement() -> None:
-    """The peak of a process moves by itself."""
-    cost = {"parameter_bytes": 4096, "memory_bytes": -300_000, "step_time": None, "step_time_ratio": None}
-    assert summary(cost=cost)["cost in float32"] == "+4 KiB of weights, less than 1 MiB at the peak"

@@ -33,13 +33,6 @@ def error(message: str) -> Raised:
     return Raised(n=9, step=1, call=1, phase="forward", type="RuntimeError", message=message, frames=[], modules=[""])
 
 
-def test_equal_numbers_and_parameters_are_equal() -> None:
-    """Each number that is there is named, and how many steps there were."""
-    found = compare_unwatched(run(*STEPS), run(*STEPS))
-    assert (found.bitwise_equal, found.same_error) == (True, False)
-    assert found.reason.startswith("loss, grad_norm of 2 step(s) and the trained parameters are bitwise equal")
-
-
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
@@ -66,21 +59,6 @@ def test_a_rank_that_its_launcher_ended_is_no_difference(swapped: bool) -> None:
     found = compare_unwatched(watched, unwatched)
     assert found.bitwise_equal is True
     assert found.reason.startswith("on each of 2 ranks, ")
-
-
-def test_ranks_whose_trained_parameters_differ_differ_although_the_launcher_ended_one() -> None:
-    """Only its status is unknown."""
-    stopped = run(*STEPS)
-    stopped = replace(stopped, exit=replace(stopped.exit, ended_by_launcher=signal.SIGTERM))
-    assert compare_unwatched(run(*STEPS, checksum="bb", code=1), stopped).reason == "the trained parameters differ"
-
-
-def test_a_number_that_is_not_json_counts_as_one() -> None:
-    """A reward that was NaN in each step is compared, too."""
-    both = run({"loss": 1.0})
-    records = tuple(replace(r, nonfinite=["reward"]) if isinstance(r, Metric) else r for r in both.trace.records)
-    both = replace(both, trace=replace(both.trace, records=records))
-    assert compare_unwatched(both, both).reason.startswith("loss, reward of 1 step(s)")
 
 
 VOLATILE = (

@@ -1,7 +1,6 @@
 """What is said about two compared runs, and in which forms."""
 
 import io
-import json
 from dataclasses import replace
 
 import pytest
@@ -114,19 +113,6 @@ def test_every_gap_is_a_reason() -> None:
         assert sentence in text
 
 
-def test_the_json_form_is_strict_and_says_what_was_found() -> None:
-    """Verdict, first divergence, each module and each step; no NaN, nothing but ASCII."""
-    text = written("json", overflow())
-    document = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} in the document"))
-    assert text.isascii()
-    assert (document["schema"], document["kind"], document["verdict"]) == (1, "comparison", "diverged")
-    assert document["first"]["fqn"] == "model.layers.0.mlp.up_proj"
-    assert document["first_nonfinite"]["a"]["num_inf"] == 8
-    assert [module["fqn"] for module in document["modules"]][:2] == ["model.embed_tokens", "model.layers.0.mlp.up_proj"]
-    assert document["metrics"][0]["lone"] == [2]
-    assert document["settings"] == [{"name": "steps.0.model.dtype", "a": "float16", "b": "bfloat16"}]
-
-
 @pytest.mark.parametrize("format", [one.name for one in FORMATS])
 def test_nothing_private_leaves_in_a_form_that_is_attached_to_tickets(format: str) -> None:
     """Home directories and tokens are replaced in labels, settings and the way a run ended."""
@@ -138,16 +124,3 @@ def test_nothing_private_leaves_in_a_form_that_is_attached_to_tickets(format: st
     text = written(format, compared(run, three_modules().build()))
     assert "alice" not in text
     assert secret not in text
-
-
-def test_missing_modules_are_named_up_to_a_few_and_then_counted() -> None:
-    """A list of a thousand modules helps nobody at the prompt; JSON has them all."""
-    a = three_modules()
-    for number in range(9):
-        a.sample(f"extra.{number}", 1.0)
-    found = compared(a.build(), three_modules().build())
-    assert (
-        "only in A: 9 modules or parameters, all after the last measurement that both runs have: extra.0, extra.1, extra.2, extra.3, and 5 more"
-        in shown(found, 200)
-    )
-    assert len(json.loads(written("json", found))["missing"]) == 9

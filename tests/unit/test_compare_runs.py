@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from traces import TraceBuilder
 
 from dtypedoctor.lab.compare.comparison import Difference, Verdict
-from dtypedoctor.trace.events import Environment, Header, Metric, Observed, ProbeLogProbs, Raised, Resources
+from dtypedoctor.trace.events import Environment, Metric, Observed, ProbeLogProbs, Raised, Resources
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import ParameterEnds
 
@@ -47,14 +47,6 @@ def test_what_only_one_run_has_lies_after_the_end_only_where_all_of_it_does() ->
     assert [(one.fqn, one.only_in, one.after_the_end) for one in compared(b, after).missing] == [("more", "B", True)]
 
 
-def test_the_default_tolerance_follows_the_coarsest_dtype() -> None:
-    """Sixteen roundings of bfloat16 where one run computes in it, of float16 where both do."""
-    mixed = compared(three_modules().build(), three_modules(dtype="bfloat16").build(), None)
-    both = compared(three_modules().build(), three_modules().build(), None)
-    assert (mixed.tolerance, both.tolerance) == (16 * 2.0**-7, 16 * 2.0**-10)
-    assert "bfloat16" in mixed.tolerance_reason
-
-
 def trained(*, error: float, step: int = 1, bias: float = 1e-9) -> TraceBuilder:
     """A deep float32 model of wide layers in training step ``step``; ``error`` is that of a gradient."""
     trace = TraceBuilder()
@@ -64,14 +56,6 @@ def trained(*, error: float, step: int = 1, bias: float = 1e-9) -> TraceBuilder:
     return trace.sample("k.bias", bias, dtype="float32", kind="grad", phase="backward", step=step)
 
 
-def test_a_module_that_only_one_run_has_is_reported_and_prevents_equality() -> None:
-    """Nothing is skipped in silence."""
-    found = compared(three_modules().sample("extra", 1.0).build(), three_modules().build())
-    assert found.verdict is Verdict.INCOMPLETE
-    (one,) = found.missing
-    assert (one.only_in, one.fqn, one.whole, one.tensors) == ("A", "extra", True, 1)
-
-
 def test_an_output_that_only_one_run_has_is_told_apart_from_a_missing_module() -> None:
     """Eager attention returns its weights as a second output, sdpa does not: that is told, and the runs are equal."""
     eager = three_modules().sample("layers.1", 0.5, index="1").build()
@@ -79,14 +63,6 @@ def test_an_output_that_only_one_run_has_is_told_apart_from_a_missing_module() -
     assert found.verdict is Verdict.EQUAL
     (one,) = found.missing
     assert (one.only_in, one.fqn, one.path, one.whole, one.extra) == ("B", "layers.1", "1", False, True)
-
-
-def test_a_recomputation_in_one_run_only_is_reported_as_such() -> None:
-    """Gradient checkpointing adds a phase, not a divergence."""
-    checkpointed = three_modules().sample("layers.0", 2.0, phase="recompute").build()
-    found = compared(three_modules().build(), checkpointed)
-    assert [(one.lane, one.whole, one.extra) for one in found.missing] == [("recompute", False, False)]
-    assert found.verdict is Verdict.INCOMPLETE
 
 
 def test_an_additional_call_in_the_middle_is_where_the_runs_part() -> None:
@@ -99,22 +75,6 @@ def test_an_additional_call_in_the_middle_is_where_the_runs_part() -> None:
     assert found.first is not None
     assert (found.first.difference, found.first.lane, found.first.nth) == (Difference.ONLY_B, "generate", 2)
     assert (found.first.pairs_before, found.lone_b) == (1, 1)
-
-
-def test_what_comes_after_one_run_has_ended_is_marked_so() -> None:
-    """The backward pass of the run that lived on is not blamed on the one that died before it."""
-    alive = three_modules().sample("layers.1", 1e-3, kind="grad_output", phase="backward").build()
-    (one,) = compared(three_modules().build(), alive).missing
-    assert (one.lane, one.after_the_end) == ("backward", True)
-
-
-def test_an_unwatched_run_is_compared_by_its_numbers_and_called_incomplete() -> None:
-    """Losses agree; that no tensor was measured is said."""
-    loss = Metric(n=50, step=1, values={"loss": 2.0})
-    unwatched = TraceBuilder().add(Header(watched=False), loss).build()
-    found = compared(three_modules().add(loss).build(), unwatched)
-    assert found.verdict is Verdict.INCOMPLETE
-    assert (found.b.watched, found.metrics[0].max_error) == (False, 0.0)
 
 
 def with_metrics(*values: float | None, step_time: float = 1.0, **names: float) -> Trace:
@@ -133,15 +93,6 @@ def with_metrics(*values: float | None, step_time: float = 1.0, **names: float) 
     return trace.build()
 
 
-def test_losses_are_compared_step_by_step() -> None:
-    """The step in which they part is told; the time of a step is no number of the training."""
-    found = compared(with_metrics(2.0, 1.0, step_time=1.0), with_metrics(2.0, 1.5, step_time=9.0))
-    (loss,) = found.metrics
-    assert (loss.name, loss.steps, loss.beyond) == ("loss", (1, 2), (2,))
-    assert loss.max_error == pytest.approx(1 / 3)
-    assert found.verdict is Verdict.DIVERGED
-
-
 def test_a_nan_loss_equals_a_nan_loss_and_no_other() -> None:
     """Both not finite is equal; one not finite is as far apart as can be."""
     assert compared(with_metrics(None), with_metrics(None)).verdict is Verdict.EQUAL
@@ -153,13 +104,6 @@ def with_logprobs(*values: float | None) -> Trace:
     """A run with one probe."""
     trace = three_modules()
     return trace.add(ProbeLogProbs(n=trace.n(), step=1, values=list(values))).build()
-
-
-def test_values_are_compared_where_both_runs_kept_them() -> None:
-    """The error of the log-probabilities is that of the vectors' norms."""
-    (probe,) = compared(with_logprobs(-3.0, -4.0), with_logprobs(-3.0, -3.0)).logprobs
-    assert (probe.tokens, probe.max_difference, probe.unmatched) == (2, 1.0, 0)
-    assert probe.error == pytest.approx(1 / 5)
 
 
 def test_differing_versions_devices_and_settings_are_listed() -> None:

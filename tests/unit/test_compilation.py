@@ -13,26 +13,6 @@ def found(built: TraceBuilder) -> list[Finding]:
     return list(detect_compilation(built.build()))
 
 
-def test_breaks_are_counted_and_the_most_frequent_place_is_named() -> None:
-    """With Dynamo's own reason; what comes out right is no error."""
-    (finding,) = found(trace(COUNTS, ("graph-break", BREAK), ("graph-break", PRINT)))
-    assert (finding.id, finding.severity, finding.phase, finding.source) == (
-        "compile-graph-break",
-        Severity.WARNING,
-        "compile",
-        "kernel.py:7",
-    )
-    assert (
-        finding.summary
-        == "torch.compile breaks the graph 13 times at 2 places, first of all at kernel.py:7 (dequantize)."
-    )
-    assert finding.evidence == (
-        "12 times at kernel.py:7 (dequantize): Dynamo does not know how to trace method `__call__` of class `_FuncPtr`",
-        "once at model.py:41 (forward): Dynamo cannot trace print",
-        "9 graphs were compiled in place of one.",
-    )
-
-
 def test_the_function_that_calls_what_breaks_and_breaks_alike_is_the_source() -> None:
     """A helper of another package breaks most often; the code to change is the one that calls it at each break."""
     helper = BREAK | {

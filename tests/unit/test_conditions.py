@@ -1,18 +1,18 @@
 """Runs under another condition: when they are proposed, what they say of a failure, and that they are no cures."""
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from nonfinite_examples import overflow
 from report_builders import facts_of, plain_text
 from traces import TraceBuilder
 
-from dtypedoctor.diagnosis import TIE_BREAKERS, finding_ids, spec_of, with_tie_breakers
+from dtypedoctor.diagnosis import with_tie_breakers
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
-from dtypedoctor.examination.fixes import ABLATIONS, remedies
+from dtypedoctor.examination.fixes import remedies
 from dtypedoctor.examination.results import Bearing, Diagnostic, Outcome, Trial, not_tried
-from dtypedoctor.lab.scenarios.model import ConditionName, Scenario
+from dtypedoctor.lab.scenarios.model import Scenario
 from dtypedoctor.lab.trials.changes import change_of
 from dtypedoctor.lab.trials.judge import apply_ablations, diagnostic, without_effect
 from dtypedoctor.report.fixes import cured_sentence, cures, remedy_lines
@@ -32,18 +32,6 @@ FOUND = Finding(
     cause="",
     remedies=("bfloat16",),
 )
-
-
-def test_a_condition_has_one_id_everywhere() -> None:
-    """In a scenario, behind --ablate, and where it is proposed."""
-    names = get_args(ConditionName)
-    assert set(names) == set(TIE_BREAKERS)
-    assert [change_of(remedies()[name])(SCRIPT).conditions for name in names] == [[name] for name in names]
-    assert sorted(ABLATIONS.values()) == sorted(names)
-    specs = [spec_of(finding) for finding in finding_ids()]
-    assert {name for spec in specs for name in spec.ablations} == set(names)
-    assert {spec.needs for spec in specs if spec.needs} <= set(names)
-    assert all(spec.needs for spec in specs if spec.needs_only)
 
 
 def seen(kind: str, **values: Any) -> Observation:

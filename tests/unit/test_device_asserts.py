@@ -31,13 +31,3 @@ def test_a_sampler_that_asserts_has_refused_a_value() -> None:
     trace = TraceBuilder().sample("head", 2.0).add(raised(ASSERT, "generate")).build(outcome="raised")
     (incident,) = incidents(trace)
     assert incident.kind == "raised"
-
-
-def test_a_bad_value_before_an_assert_matters() -> None:
-    """Also outside of a sampler, and where nothing returned it."""
-    trace = (
-        TraceBuilder().sample("mlp", 2.0, inf=1).sample("", 1.0).add(raised(ASSERT, "forward")).build(outcome="raised")
-    )
-    (incident,) = incidents(trace)
-    assert incident.site is not None
-    assert incident.site.fqn == "mlp"

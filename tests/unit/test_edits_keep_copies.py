@@ -158,16 +158,6 @@ def test_what_a_line_updates_is_found(made: str, after: str, update: str, tmp_pa
     assert after in changed.splitlines()
 
 
-def test_no_other_edit_is_made_where_the_tensors_are_not_found(tmp_path: Path) -> None:
-    """What a function from elsewhere makes cannot be changed here; the weights are not at fault."""
-    assert (
-        edited(
-            _stalled(tmp_path, "shadow = make(model)\nmodel.bfloat16()\nshadow.mul_(0.99).add_(x, alpha=0.01)"), *MAKERS
-        )
-        == ""
-    )
-
-
 def test_weights_that_a_program_steps_by_hand_are_the_stalled_tensors(tmp_path: Path) -> None:
     """Then the weights are made float32, as for an optimizer."""
     text = "model = Net().bfloat16()\nfor shadow in model.parameters():\n    shadow -= 0.01 * shadow.grad"

@@ -12,7 +12,6 @@ from report_builders import everything, healthy, overflow
 
 from dtypedoctor.cli.enabling import skill
 from dtypedoctor.diagnosis.rule import Advice, Edit
-from dtypedoctor.diagnosis.wording import THE_RUN_ENDED
 from dtypedoctor.errors import UsageError
 from dtypedoctor.report.files import with_typed_paths
 from dtypedoctor.report.first_screen import BRIEF, brief
@@ -43,17 +42,6 @@ def test_a_brief_report_has_the_same_keys_in_the_same_order_within_two_kilobytes
     assert list(json.loads(text)) == list(json.loads(render_data(brief(healthy()))))
 
 
-def test_the_edit_of_a_brief_report_is_whole_and_says_on_what_it_was_tried() -> None:
-    """It can be piped into patch; one that is too long for two kilobytes is left to the patch in the run directory."""
-    report = overflow()
-    edit = Edit(file="train.py", line=7, old="model = model.half()", new="model = model.bfloat16()")
-    report = replace(report, do_this=(replace(report.do_this[0], edits=(edit,), tried="run"),))
-    told = json.loads(render_data(brief(report)))
-    assert told["edit"].splitlines()[-2:] == ["-model = model.half()", "+model = model.bfloat16()"]
-    assert told["tried"] == "run"
-    assert json.loads(render_data(brief(endless())))["edit"] is None
-
-
 def test_the_next_command_of_a_brief_report_names_files_that_are_there(tmp_path: Path) -> None:
     """A report in a file names no absolute path: the patch and the capsule are named as the run directory is typed."""
     (tmp_path / "do-this.patch").touch()
@@ -64,18 +52,6 @@ def test_the_next_command_of_a_brief_report_names_files_that_are_there(tmp_path:
     )
     relative = "dtypedoctor replay runs/first/capsule"
     assert with_typed_paths(replace(told, next_command=relative), tmp_path).next_command == relative
-
-
-def test_a_brief_report_says_how_a_program_ended_that_raised_nothing() -> None:
-    """pytest, say, catches what a test raises, and ends with a status."""
-    report = overflow()
-    assert report.before is not None
-    end = f"{THE_RUN_ENDED} with status 1"
-    finding = replace(report.findings[0], evidence=(end, "absmax 3"))
-    ended = replace(report, noticed="", before=replace(report.before, ended="ended with status 1"), findings=(finding,))
-    told = json.loads(render_data(brief(ended)))
-    assert told["noticed"] == "ended with status 1"
-    assert told["evidence"] == ["absmax 3"]
 
 
 def test_the_skill_explains_every_key_of_the_brief_report() -> None:

@@ -62,15 +62,6 @@ def tried(trace: TraceBuilder, remedy: Remedy = CURE, *, steps: int = 3, **basel
     )
 
 
-def test_a_run_that_does_all_its_steps_without_the_finding_is_cured() -> None:
-    """The row of the table and the price stand beside the verdict."""
-    trial = tried(trained())
-    assert (trial.outcome, trial.remedy, trial.safe) == (Outcome.FIXED, "bfloat16", True)
-    assert trial.run is not None
-    assert trial.run.loss == (2.0, 1.0, pytest.approx(2 / 3))
-    assert (trial.step_time_ratio, trial.peak_memory_ratio, trial.ratio_base) == (2.0, 1.5, "before")
-
-
 def raised(kind: str, message: str = "no") -> TraceBuilder:
     """A run that ends with an exception."""
     trace = trained(1)
@@ -123,13 +114,6 @@ def test_a_fix_that_leaves_the_first_finding_is_none() -> None:
     assert (trial.outcome, trial.reason, trial.remains) == (Outcome.NOT_FIXED, "update-stall recurs", ())
 
 
-def test_the_step_times_of_a_script_are_not_compared() -> None:
-    """What is measured and replayed differs from one of its steps to the next."""
-    scripts = replace(run(trained()), foreign=True)
-    trial = judge(CURE, SCENARIO, scripts, Baselines(before=BEFORE, findings=FOUND))
-    assert (trial.step_time_ratio, trial.peak_memory_ratio) == (None, 1.5)
-
-
 def test_another_error_than_before_is_no_cure_either() -> None:
     """A remedy must not trade one failure for another."""
     other = tried(overflow(dtype="float32", float32=None, finite=False))
@@ -141,13 +125,6 @@ def test_a_finding_that_is_information_does_not_make_a_fix_fail() -> None:
     harmless = absorbed("aten.tanh.default", error=0.0)
     assert [found.severity for found in diagnose(harmless.build())] == [Severity.INFO]
     assert tried(harmless, findings=()).outcome is Outcome.FIXED
-
-
-def test_a_strict_kernel_that_raises_has_not_cured() -> None:
-    """That it raised is what it is for, and the reason gives the exception."""
-    trial = tried(raised("MixedDtypesError", "weight float16, input bfloat16"), STRICT, steps=1)
-    assert trial.outcome is Outcome.NOT_FIXED
-    assert "MixedDtypesError in step 2 (forward): weight float16, input bfloat16" in trial.reason
 
 
 def corrected(**state: Any) -> TraceBuilder:

@@ -41,22 +41,6 @@ def test_weights_of_one_dtype_have_the_dtype_of_the_region_that_one_is_called_in
     assert found(changed(TWINS, **regions, trainer_autocast="bfloat16"))[0].dtype == "bfloat16"
 
 
-def test_a_difference_that_stays_in_one_dtype_is_not_made_by_the_dtype() -> None:
-    """Nor is one that no dtype moves."""
-    assert not found(changed(TWINS, apart=0.04))
-    assert not found(changed(TWINS, moved=0.0))
-
-
-@pytest.mark.parametrize(("rounding", "confidence"), [(0.004, Confidence.LIKELY), (None, Confidence.POSSIBLE)])
-def test_decoded_tokens_are_likely_wrong_where_float32_was_there_to_compare_with(
-    rounding: float | None, confidence: Confidence
-) -> None:
-    """A model of billions of parameters may not fit in float32 besides."""
-    (one,) = found(changed(DECODED, rounding=rounding))
-    assert (one.phase, one.step, one.dtype, one.confidence) == ("generate", 3, "bfloat16", confidence)
-    assert any(line.startswith("Rounding makes") for line in one.evidence) is (rounding is not None)
-
-
 @pytest.mark.parametrize("stored_at", ["library/kernels.py:7", None])
 def test_stale_copies_that_make_the_difference_are_named_with_what_to_do(stored_at: str | None) -> None:
     """Which no dtype is; where several files keep a copy of that name there is no line."""

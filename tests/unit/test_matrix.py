@@ -1,7 +1,6 @@
 """The matrix of several scenarios."""
 
 import io
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,10 @@ from scenario_files import HEALTHY, written
 from dtypedoctor.lab.cli import many
 from dtypedoctor.lab.cli.matrix import (
     MatrixRow,
-    in_one_line,
     matrix_document,
     matrix_exit,
     refused_report,
     refused_row,
-    render_matrix_json,
     row_of,
 )
 from dtypedoctor.lab.runner.executors import Where
@@ -50,44 +47,16 @@ def printed(width: int = 100, encoding: str = "utf-8") -> str:
     return raw.getvalue().decode(encoding)
 
 
-def test_a_row_says_what_was_found_and_what_cures_it() -> None:
-    """Remedies are sorted by what came of them; the place and certainty are those of the first finding."""
-    row = rows()[0]
-    assert (row.finding, row.confidence, row.proven, row.as_expected) == ("float16-overflow", "proven", True, True)
-    assert row.fqn is not None
-    assert row.fqn.endswith("mlp")
-    assert "bfloat16" in row.cured_by
-    assert set(row.cured_by).isdisjoint(row.not_tried)
-    assert row.cause == overflow().findings[0].summary
-
-
 def test_a_healthy_scenario_is_as_expected_without_an_expectation() -> None:
     """Nothing was announced and nothing was found."""
     row = rows()[1]
     assert (row.finding, row.findings, row.cured_by, row.as_expected) == (None, (), (), True)
 
 
-def test_a_scenario_that_is_not_judged_is_neither_as_expected_nor_unexpected() -> None:
-    """Its finding is told, its exit code stays, and the other scenarios of the command are judged by themselves."""
-    report = replace(overflow(), expectation="transformers 6.0 is installed.", expectation_met=None)
-    row = row_of(report, exit_code=10, seconds=1.0, path="x/report.json")
-    assert row.as_expected is None
-    assert ": not judged (" in in_one_line(row)
-    assert json.loads(render_matrix_json([row], exit_code=10))["as_expected"] is True
-
-
 def test_an_expectation_that_was_not_met_is_not_as_expected() -> None:
     """Whatever the status is."""
     row = row_of(replace(healthy(), expectation_met=False), exit_code=10, seconds=1.0, path="x/report.json")
     assert not row.as_expected
-
-
-def test_the_json_holds_every_row_and_the_verdict_over_all() -> None:
-    """One scenario that is not as it says is enough."""
-    document = json.loads(render_matrix_json(rows(), exit_code=2))
-    assert (document["schema"], document["exit"], document["as_expected"], document["seconds"]) == (1, 2, False, 15.5)
-    assert [row["scenario"] for row in document["rows"]] == ["gemma4_grpo_fp16", "gemma4_grpo_bf16", "needs_cuda"]
-    assert json.loads(render_matrix_json(rows()[:2], exit_code=0))["as_expected"] is True
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])

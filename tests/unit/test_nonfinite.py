@@ -9,7 +9,6 @@ from nonfinite_examples import (
     masked,
     optimizer_step,
     overflow,
-    refused_sampling,
     replayed,
     scores,
 )
@@ -119,35 +118,6 @@ def test_a_mask_buffer_of_minus_inf_is_no_damaged_parameter() -> None:
     assert only(given("buffer", "mask", nan=0, neginf=4)).id == "domain-error"
 
 
-def test_of_several_gradients_the_earliest_op_is_blamed() -> None:
-    """Each gradient is used by itself, so the last bad one is not where the others came from."""
-    trace = TraceBuilder().sample("", 2.0, kind="loss")
-    first = trace.op("aten.mm.default", "out", [tensor(1), tensor(2)], [tensor(3, inf=1)], phase="backward")
-    replayed(trace, first.n, 1e6)
-    second = trace.op("aten.sum.dim_IntList", "moon", [tensor(4)], [tensor(5, inf=1)], phase="backward")
-    replayed(trace, second.n, 1e6)
-    trace.sample("out.weight", 1.0, inf=1, kind="grad", phase="backward")
-    assert only(trace).fqn == "out"
-
-
-def added_up(*, looked_at: bool, kind: str = "grad", passes: int = 2, name: str = "out.weight") -> TraceBuilder:
-    """Backward passes of which the last one's sum leaves float16; the program looks at the gradient afterwards."""
-    trace = TraceBuilder()
-    for call in range(1, passes + 1):
-        trace.sample("", 2.0, kind="loss", call=call)
-    if looked_at:
-        birth = trace.op("aten.add_.Tensor", "", [tensor(1, 4e4), tensor(2, 3e4)], [tensor(3, inf=1)], phase="backward",
-                         call=2, root=-1, inplace=True)  # fmt: skip
-        replayed(trace, birth.n, 7e4)
-        trace.op("aten.abs.default", "", [tensor(3, inf=1)], [tensor(4, inf=1)], call=2, root=-1)
-    return trace.sample(name, 1.0, inf=1, kind=kind, phase="backward", call=2, shape=[2, 4])
-
-
-def test_a_bad_sum_of_gradients_is_unsettled() -> None:
-    """The last backward pass may have been given the inf by an earlier one."""
-    assert is_unsettled(added_up(looked_at=False).build())
-
-
 @pytest.mark.parametrize("masks", [{"inputs": 65504.0, "scalars": []}, {"inputs": 1.0, "scalars": ["-1e9"]}])
 def test_a_mask_of_large_numbers_that_leaves_the_range_is_still_a_mask(masks: dict[str, Any]) -> None:
     """The report names the op that made the -inf."""
@@ -203,12 +173,6 @@ def test_a_bad_value_matters_where_it_gets_to_a_loss_a_gradient_a_result_or_a_sa
     assert len(incidents(lost.build())) == 1
 
 
-def test_a_bad_loss_of_finite_outputs_is_unsettled() -> None:
-    """No module has made it."""
-    trace = TraceBuilder().sample("", 1.0, call=3).sample("", 1.0, nan=1, kind="loss", call=3)
-    assert is_unsettled(trace.build())
-
-
 def test_a_parameter_that_was_fine_in_an_earlier_call_was_written_in_between() -> None:
     """The code before the call is looked at; once it was, nothing more is."""
     trace = TraceBuilder().sample("mid.1", 1.0, call=3)
@@ -224,13 +188,6 @@ def test_a_bad_loss_of_a_program_that_calls_no_module_is_unsettled() -> None:
     """There is no call that could be made again."""
     trace = TraceBuilder().sample("", 1.0, nan=1, kind="loss", call=0, step=3)
     assert is_unsettled(trace.build())
-
-
-def test_a_sampler_that_refuses_is_unsettled_although_every_output_is_finite() -> None:
-    """Logits may be spoiled between the model and the sampler."""
-    bare = TraceBuilder().sample("", 3.0, call=2)
-    bare.add(*[r for r in refused_sampling().build().records if type(r).__name__ == "Raised"])
-    assert is_unsettled(bare.build())
 
 
 def masked_logits(*later: dict[str, Any]) -> TraceBuilder:
@@ -272,11 +229,3 @@ def test_operands_that_were_not_measured_are_not_said_to_be_finite() -> None:
     assert not any("finite operands" in text or "are finite" in text for text in texts)
     assert "The operands of aten._fft_c2r.default were not measured (complex64) (float32 max: 3.40282e+38)." in texts
     assert "has finite operands" in transformed(measured=True).cause
-
-
-def test_modules_are_spoken_of_only_where_there_are_some() -> None:
-    """A NaN loss of a program without modules says nothing of what modules returned."""
-    alone = TraceBuilder().sample("", 0.0, nan=1, kind="loss", dtype="float32")
-    behind = TraceBuilder().sample("net", 1.0, dtype="float32").sample("", 0.0, nan=1, kind="loss", dtype="float32")
-    assert "modules" not in only(alone).cause
-    assert "everything measured of what modules returned was finite" in only(behind).cause

@@ -11,11 +11,8 @@ from hypothesis import strategies as st
 from dtypedoctor.lab.trials.reduction import (
     BaselineError,
     Node,
-    Options,
     Outcome,
-    Probe,
     Result,
-    Stage,
     leaves_of,
     reduce,
 )
@@ -144,17 +141,6 @@ def test_culprits_are_found_where_a_treatment_breaks_something_else(
     assert_one_minimal(result, oracle)
 
 
-def test_a_contradiction_of_monotony_is_said() -> None:
-    """A passing set inside a failing one shows that treating more can hurt."""
-
-    def oracle(treated: frozenset[str]) -> Outcome:
-        return outcome_of("a" in treated and ("x" not in treated or "y" in treated))
-
-    result = reduce(oracle, flat("x", "a", "y"))
-    assert result.culprits == ("a",)
-    assert not result.monotone
-
-
 def forests(names: list[str]) -> st.SearchStrategy[list[Node]]:
     """Forests of any shape and weights over these leaves."""
 
@@ -199,42 +185,11 @@ def test_misleading_weights_do_not_break_the_probe_bound(culprits: set[str], wei
     assert result.probes <= bound(len(culprits))
 
 
-@pytest.mark.parametrize("culprit", [0, 64, 127])
-@pytest.mark.parametrize("ratio", [0.5, 2.0])
-def test_geometric_weights_do_not_make_the_search_linear(culprit: int, ratio: float) -> None:
-    """Weights that fall by a constant factor would isolate one candidate a probe if they were followed blindly."""
-    roots = [Node(id=name, weight=ratio**index) for index, name in enumerate(NAMES)]
-    result = reduce(needs([NAMES[culprit]]), roots)
-    assert result.culprits == (NAMES[culprit],)
-    assert result.probes <= bound(1)
-
-
-@pytest.mark.parametrize(("shape", "probes"), [("flat", 4), ("blocks", 5), ("three-levels", 6)])
-def test_a_likely_culprit_costs_few_probes(shape: str, probes: int) -> None:
-    """After the two probes of the baseline, a culprit marked as likely takes two more, and one a further level."""
-    for name in NAMES[::9]:
-        result = reduce(needs([name]), [_marked(node, name) for node in SHAPES[shape]])
-        assert result.culprits == (name,)
-        assert result.probes == probes
-
-
 def _marked(node: Node, name: str) -> Node:
     """The same tree with the weight of one leaf raised to 1000."""
     if not node.children:
         return Node(id=node.id, weight=1000.0 if node.id == name else None)
     return Node(id=node.id, children=tuple(_marked(child, name) for child in node.children))
-
-
-def test_the_search_goes_from_blocks_to_their_parts() -> None:
-    """Whole blocks are treated until the blocks are known, then parts of these."""
-    probes: list[Probe] = []
-    reduce(needs({"m9", "m77"}), BLOCKS, Options(on_probe=probes.append))
-    narrowing = [probe.treated for probe in probes if probe.stage is Stage.NARROW and not probe.cached]
-    in_parts = [any(0 < len(treated & leaves_of([block])) < 8 for block in BLOCKS) for treated in narrowing]
-    assert in_parts == sorted(in_parts)
-    assert set().union(*(treated for treated, parts in zip(narrowing, in_parts, strict=True) if parts)) <= set(
-        NAMES[8:16] + NAMES[72:80]
-    )
 
 
 @pytest.mark.parametrize(

@@ -62,20 +62,6 @@ def test_resuming_from_any_prefix_of_the_log_gives_the_same_answer(culprits: set
         assert (result.unresolved, result.monotone) == (expected.unresolved, expected.monotone)
 
 
-def test_probes_are_told_as_they_happen() -> None:
-    """Each run is told once, and each answer from the log or the cache."""
-    runs = Runs({"m3", "m40"})
-    reduce(runs, BLOCKS)
-    again = Runs({"m3", "m40"})
-    probes: list[Probe] = []
-    result = reduce(again, BLOCKS, Options(known=runs.log[:5], on_probe=probes.append))
-    ran = [probe for probe in probes if not probe.cached]
-    assert [(probe.treated, probe.outcome) for probe in ran] == again.log
-    assert len(ran) == result.probes
-    cached = [(probe.treated, probe.outcome) for probe in probes if probe.cached]
-    assert cached[:5] == runs.log[:5]
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UsageError("the disk is full")])
 def test_an_interruption_at_any_probe_ends_with_the_best_set_so_far(error: BaseException) -> None:
     """The smallest passing set is carried along with the cause, and the log resumes to the same answer."""

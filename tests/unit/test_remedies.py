@@ -10,7 +10,6 @@ from traces import TraceBuilder
 from dtypedoctor.diagnosis.wording import class_of_named
 from dtypedoctor.examination.fixes import remedies, remedy_named
 from dtypedoctor.examination.results import RunSummary, run_of_fix
-from dtypedoctor.lab.scenarios.loading import available, load_scenario
 from dtypedoctor.lab.scenarios.model import Scenario
 from dtypedoctor.lab.trials.changes import (
     all_of,
@@ -81,14 +80,6 @@ def test_the_healthy_reference_has_one_dtype_throughout() -> None:
 def test_a_script_has_no_float32_twin() -> None:
     """Its models are built by code that nobody here has written."""
     assert float32_twin(scenario({"workload": {"kind": "script", "path": "train.py"}})) is None
-
-
-@pytest.mark.parametrize("path", available(), ids=lambda path: path.stem)
-def test_every_remedy_that_a_shipped_scenario_names_exists(path: Any) -> None:
-    """A misspelt one would silently not be tried."""
-    loaded = load_scenario(path)
-    wanted = [*loaded.remedies, *loaded.expect.cured_by, *loaded.expect.not_cured_by]
-    assert [name for name in wanted if name not in remedies()] == []
 
 
 def test_what_casts_without_a_word_is_called_unsafe() -> None:

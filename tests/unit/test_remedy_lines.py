@@ -4,13 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from report_builders import facts_of, mismatch, overflow, plain_text
+from report_builders import facts_of, overflow, plain_text
 
 from dtypedoctor.cli.reported import _next_of_script
 from dtypedoctor.diagnosis.rule import Advice, Edit
 from dtypedoctor.examination.fixes import remedies
 from dtypedoctor.report.document import Fold, Paragraph, Table, parts_of
-from dtypedoctor.report.fixes import before_after, cured_sentence, cures, remedy_lines, which_one
+from dtypedoctor.report.fixes import before_after, cured_sentence, cures, remedy_lines
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.run_facts import ranked_facts, raw_sentence
 from dtypedoctor.report.to_json import Outcome, Report, Trial
@@ -46,16 +46,6 @@ def test_remedies_that_cure_come_first_each_with_what_it_changes() -> None:
     assert lines[2].change == "Cast nothing: raise."
     assert lines[3].change == "Clamps the product. Unsafe."
     assert [line.result for line in cures(with_a_failed_first_trial())] == ["8/8 steps; 1/8 without it"] * 2
-
-
-def test_a_remedy_that_is_only_proposed_says_what_it_would_change() -> None:
-    """After a run without remedies the reader still learns what to do."""
-    finding = replace(mismatch().findings[0], remedies=("autocast-off", "of-a-later-version"))
-    lines = remedy_lines(replace(mismatch(), findings=(finding,)))
-    assert [(line.change, line.outcome) for line in lines] == [
-        ("Open no autocast region.", "not tried"),
-        ("", "not tried"),
-    ]
 
 
 def test_runs_that_cure_stand_beside_the_untreated_one_and_the_others_apart() -> None:
@@ -176,15 +166,6 @@ def test_what_to_type_next_is_the_users_own_command() -> None:
         == "Next, after the edit above"
     )
     assert _next_of_script(replace(edited, command="dtypedoctor run case.yaml"), Path("o")) == ""
-
-
-def test_of_several_cures_the_report_says_when_to_prefer_which() -> None:
-    """One alone leaves no choice, and a remedy that may hide the failure is never preferred."""
-    report = overflow()
-    assert [remedy for remedy, _ in which_one(report)] == ["gemma4-mlp-float32-product", "bfloat16"]
-    assert which_one(replace(report, trials=report.trials[1:])) == []
-    page = render_markdown(run_document(report))
-    assert "**Which to prefer**\n\n- `gemma4-mlp-float32-product` if the run must stay in float16" in page
 
 
 def test_every_remedy_that_keeps_the_meaning_of_the_run_has_a_preference() -> None:

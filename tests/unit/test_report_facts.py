@@ -12,7 +12,6 @@ from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.run_facts import (
     chains,
     observer_sentence,
-    origins,
     ranked_facts,
     run_title,
     watched_and_not,
@@ -74,24 +73,6 @@ def test_a_mismatch_is_told_with_the_origin_of_both_dtypes() -> None:
     assert [(link.fqn, link.op, link.dtype_out) for link in met] == [
         ("model.layers.3.self_attn.q_proj", "parameter weight", "bfloat16")
     ]
-
-
-@pytest.mark.parametrize(
-    ("fqn", "op", "told"),
-    [
-        ("", "load-dtype: 0.bias (nn.Linear())", "float32: parameter model[0].bias (nn.Linear()) at train.py:9"),
-        ("blocks", "load-dtype: blocks.0.qkv.bias (GPT().to())", "float32: parameter blocks.0.qkv.bias (GPT().to()) at train.py:9"),
-        ("blocks.0.rope", "attribute: blocks.0.rope.cos", "float32: attribute blocks.0.rope.cos at train.py:9"),
-        ("attn", "cache: attn.kc", "float32: cache attn.kc at train.py:9"),
-        ("0", "model-input: args.0 (aten.linspace.default)", "float32: input args.0 (linspace) in model[0] at train.py:9"),
-        ("head", "elsewhere", "float32: a tensor from outside of the call, used in head at train.py:9"),
-    ],
-)  # fmt: skip
-def test_an_origin_names_what_gave_the_dtype_as_the_program_does(fqn: str, op: str, told: str) -> None:
-    """The tensor with its module, not the operator that failed, in which a chain may begin and end."""
-    first = Link(fqn=fqn, op="aten.addmm.default", dtype_in="float32", dtype_out=None, source="train.py:9")
-    last = Link(fqn=fqn, op=op, dtype_in=None, dtype_out="float32", source="train.py:9")
-    assert origins(replace(mismatch().findings[0], provenance=(first, last), met=())) == [told]
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,11 @@ from xml.etree import ElementTree as ET
 from goldens import assert_golden
 from hypothesis import given
 from hypothesis import strategies as st
-from report_builders import everything, healthy, hostile, mismatch, overflow, worker_died
+from report_builders import everything, healthy, hostile, mismatch, overflow
 
-from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.lab.cli.matrix import matrix_document, not_run_report, refused_report, row_of
 from dtypedoctor.report.run_document import run_document
-from dtypedoctor.report.to_json import Report, RunSummary
+from dtypedoctor.report.to_json import Report
 from dtypedoctor.report.to_junit import render_junit
 
 
@@ -40,12 +39,6 @@ def test_findings_fail_unless_they_are_expected() -> None:
     assert cases(missed)["finding float16-overflow"] == "failure"
 
 
-def test_a_remark_is_no_failure() -> None:
-    """Findings of severity info do not break a build."""
-    remark = replace(mismatch().findings[0], severity=Severity.INFO)
-    assert set(cases(replace(mismatch(), findings=(remark,))).values()) == {"pass"}
-
-
 def test_a_scenario_that_was_not_run_is_skipped_with_the_reason() -> None:
     """Ctrl-C, or the end of a job's time, is no failure of a scenario that had not begun; one that could not be run is."""
     suite = ET.fromstring(render_junit(run_document(not_run_report("later"))))[0]
@@ -65,15 +58,3 @@ def test_any_text_makes_a_document_that_parses(text: str) -> None:
     """XML 1.0 has no way to write most control characters, so none may reach it."""
     report = replace(healthy(), name=text, headline=text, expectation=text, expectation_met=False)
     ET.fromstring(render_junit(run_document(report)).encode())
-
-
-def test_the_time_of_a_crash_in_the_first_step_is_that_of_its_run() -> None:
-    """No step was completed, so step times say nothing; an older report has only these."""
-
-    def time_of(run: RunSummary) -> str | None:
-        suite = ET.fromstring(render_junit(run_document(replace(worker_died(), before=run))))[0]
-        return suite[0].get("time")
-
-    crashed = RunSummary(label="before", steps_completed=0, steps_planned=8, ended="killed by SIGKILL", seconds=12.5)
-    assert time_of(crashed) == "12.500"
-    assert time_of(replace(crashed, seconds=None, step_time=0.5, steps_completed=3)) == "1.500"

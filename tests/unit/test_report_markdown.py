@@ -7,7 +7,7 @@ from goldens import assert_golden
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
-from report_builders import EVIL, everything, healthy, hostile, mismatch, overflow, worker_died
+from report_builders import EVIL, everything, hostile, overflow
 
 from dtypedoctor.examination.results import REPLAYED
 from dtypedoctor.lab.cli.matrix import matrix_document, row_of
@@ -15,7 +15,6 @@ from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.to_json import Report
 from dtypedoctor.report.to_md import (
     LIMIT,
-    bullets,
     code,
     fenced,
     prose,
@@ -53,12 +52,6 @@ def markup(text: str) -> tuple[set[str], list[int]]:
             if child.type == "link_open":
                 tags.add(f"link to {child.attrs['href']}")
     return tags, rows
-
-
-@pytest.mark.parametrize("report", [healthy(), overflow(), mismatch(), worker_died()], ids=lambda report: report.name)
-def test_a_ticket_reads_as_expected(report: Report) -> None:
-    """The whole text of each kind of report."""
-    assert_golden(f"{report.name}.md", render_markdown(run_document(report)))
 
 
 def test_the_page_of_several_scenarios_reads_as_expected() -> None:
@@ -143,17 +136,6 @@ def test_any_text_stays_one_cell_and_brings_no_markup(text: str) -> None:
     tags, rows = markup(page)
     assert rows == [2, 2]
     assert tags <= {"<code>", "</code>"}
-
-
-@given(st.text(max_size=60))
-def test_any_text_in_a_list_or_a_block_stays_there(text: str) -> None:
-    """A text that begins like a heading, a list or a fence is still only text."""
-    tokens = PARSER.parse(bullets([prose(text) or "x"], 10_000))
-    kinds = [token.type for token in tokens]
-    assert kinds == ["bullet_list_open", "list_item_open", "paragraph_open", "inline", "paragraph_close", "list_item_close",
-                     "bullet_list_close"]  # fmt: skip
-    (block,) = PARSER.parse(fenced(text, "sh", 10_000))
-    assert block.type == "fence"
 
 
 def test_a_message_mentions_nobody_on_github_and_begins_no_formula() -> None:

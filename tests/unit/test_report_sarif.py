@@ -13,10 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_builders import everything, healthy, hostile, mismatch, overflow
 
-from dtypedoctor import __version__
-from dtypedoctor.diagnosis import spec_of
 from dtypedoctor.diagnosis.rule import Excerpt, Severity
-from dtypedoctor.lab.cli.matrix import matrix_document, row_of
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.to_json import Report
 from dtypedoctor.report.to_sarif import render_sarif
@@ -62,35 +59,6 @@ def test_an_edit_is_a_fix_of_a_whole_line() -> None:
             "insertedContent": {"text": "model = model.bfloat16()"},
         }
     ]
-
-
-def test_a_rule_is_described_by_its_spec_and_its_page() -> None:
-    """Code scanning shows the page beside the alert."""
-    driver = sarif(mismatch())["tool"]["driver"]
-    assert driver["version"] == __version__
-    (rule,) = driver["rules"]
-    spec = spec_of("norm-promotes-to-float32")
-    assert rule["shortDescription"]["text"] == spec.title
-    assert rule["properties"]["tags"] == [spec.family.id]
-    assert rule["help"]["markdown"].startswith("# ")
-    assert rule["helpUri"] == spec.references[0]
-
-
-def test_several_scenarios_make_one_run() -> None:
-    """Results name their rules, each of which is described once."""
-    reports = [mismatch(), overflow(), mismatch()]
-    rows = [row_of(report, exit_code=0, seconds=1.0, path="report.json") for report in reports]
-    (run,) = json.loads(render_sarif(matrix_document(rows, reports, exit_code=0)))["runs"]
-    rules = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
-    assert [rules[result["ruleIndex"]] for result in run["results"]] == [report.findings[0].id for report in reports]
-    assert len(rules) == 2
-
-
-def test_a_healthy_run_has_no_results() -> None:
-    """The log says all the same how the run ended."""
-    run = sarif(healthy())
-    assert run["results"] == []
-    assert run["properties"]["headline"].startswith("HEALTHY: 8 of 8 steps")
 
 
 def annotated(report: Report) -> list[str]:

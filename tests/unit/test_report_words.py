@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtypedoctor.report.document import Bar, Line, Table, Words, parts_of
+from dtypedoctor.report.document import Line, Table, Words, parts_of
 from dtypedoctor.report.run_document import magnitude_section
 from dtypedoctor.report.to_json import Report, Status, StripRow
 from dtypedoctor.text import (
@@ -156,22 +156,3 @@ def names(*fqns: str) -> list[str]:
     """The modules as the table names them."""
     words = (parts_of(cells[1])[0] for cells in strip(*map(row, fqns)))
     return [word.text for word in words if isinstance(word, Words)]
-
-
-def test_modules_are_named_by_the_shortest_end_that_no_other_has() -> None:
-    """The layer number keeps its word, and a number alone is an index."""
-    assert names("model.layers.0.mlp", "model.layers.1.mlp.up_proj") == ["layers.0.mlp", "layers.1.mlp.up_proj"]
-    assert names("text.layers.0.mlp", "vision.layers.0.mlp") == ["text.layers.0.mlp", "vision.layers.0.mlp"]
-    assert names("layers.0.experts.3.w1", "layers.1.experts.3.w1")[1] == "layers.1.experts.3.w1"
-    assert names("1", "1.up", "0.1.up") == ["model[1]", "model[1].up", "model[0][1].up"]
-    assert names("lm_head") == ["lm_head"]
-    assert names("", "a.b") == ["Linear", "a.b"]
-
-
-def test_an_infinite_value_fills_the_bar() -> None:
-    """The finite rest of a tensor with inf in it says nothing about its range."""
-    ((*_, bar, note),) = strip(row("a", absmax=3.0, num_inf=2, num_nan=1, is_origin=True))
-    assert isinstance(bar, Bar)
-    assert bar.fill == 1.0
-    assert isinstance(note, Words)
-    assert note.text == "ORIGIN, 2 inf, 1 NaN"

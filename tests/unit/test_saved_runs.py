@@ -35,14 +35,6 @@ def refused(place: Path) -> UsageError:
     return error.value
 
 
-def test_a_run_directory_stands_for_its_untreated_run(tmp_path: Path) -> None:
-    """RUN is RUN/before, and RUN/reference is itself."""
-    left(tmp_path / "run" / "before")
-    left(tmp_path / "run" / "reference")
-    assert open_run(tmp_path / "run").label.endswith("run/before")
-    assert open_run(tmp_path / "run" / "reference").label.endswith("run/reference")
-
-
 def test_what_was_asked_and_how_it_ended_are_read_where_they_are_there(tmp_path: Path) -> None:
     """The request, the exit status, and whether it was a user's script."""
     scenario = {"name": "x", "steps": [{"workload": {"kind": "script", "path": "t.py"}}]}

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from scenario_files import HEALTHY, mistakes, written
 
-from dtypedoctor.errors import UsageError
 from dtypedoctor.lab.scenarios.loading import load_scenario
 
 # An extra line at the end of a healthy scenario, which is line 7, and what is said about it.
@@ -33,26 +32,6 @@ TOP_LEVEL = {
 def test_a_wrong_line_is_named_at_its_place(tmp_path: Path, line: str, said: str) -> None:
     """Each kind of mistake gives exactly one line with its place, what is wanted and what was given."""
     assert mistakes(written(tmp_path, HEALTHY + line + "\n")) == [said]
-
-
-# The second step of a scenario, written on line 7 from column 5 on, and what is said about it.
-STEP = {
-    "no workload": ("{name: a}", "7:5: steps[1].workload: Field required"),
-    "a key misspelt inside a workload": (
-        "{workload: {kind: grpo, generatoins: 2}}",
-        "7:29: steps[1].workload.generatoins: unknown key; did you mean 'generations'?",
-    ),
-    "no path": (
-        "{model: {name: a, lora: {targets: []}}, workload: {kind: unload}}",
-        "7:30: steps[1].model.lora.targets: List should have at least 1 item after validation, not 0",
-    ),
-}
-
-
-@pytest.mark.parametrize(("step", "said"), STEP.values(), ids=STEP.keys())
-def test_a_wrong_step_is_named_at_its_place(tmp_path: Path, step: str, said: str) -> None:
-    """Mistakes inside steps, models and workloads are named as the file has them, at their own line and column."""
-    assert mistakes(written(tmp_path, f"{HEALTHY}  - {step}\n")) == [said]
 
 
 def test_a_file_of_another_kind_is_told_what_a_scenario_is(tmp_path: Path) -> None:
@@ -135,12 +114,3 @@ def test_numbers_and_words_follow_yaml_1_2(tmp_path: Path) -> None:
     assert (workload.learning_rate, workload.max_grad_norm) == (1e-3, 2.0)
     assert scenario.references == ["yes", "2026-04-01", "0b1", "1_000", "12:30:45", "on", "1"]
     assert (scenario.seed, scenario.time_limit) == (10, 16)
-
-
-def test_a_name_that_does_not_print_is_escaped(tmp_path: Path) -> None:
-    """Line breaks and undecodable bytes in a file's name cannot break the one-mistake-a-line format."""
-    path = tmp_path / "a\nb\udcff.yaml"
-    path.write_text("- a\n")
-    with pytest.raises(UsageError) as refused:
-        load_scenario(path)
-    assert refused.value.message == f"{tmp_path}/a\\nb\\udcff.yaml:1:1: Input should be a valid dictionary"

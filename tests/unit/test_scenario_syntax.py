@@ -128,15 +128,6 @@ def test_what_is_not_text_is_told_by_its_first_wrong_byte(tmp_path: Path, conten
     assert mistakes(written(tmp_path, content)) == [said]
 
 
-def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path: Path) -> None:
-    """Files from other systems load, and columns count from the first visible character."""
-    windows = HEALTHY.replace("\n", "\r\n").encode("utf-8-sig")
-    assert load_scenario(written(tmp_path, windows)).name == "example"
-    assert "1:1: nome: unknown key; did you mean 'name'?" in mistakes(
-        written(tmp_path, windows.replace(b"name: example", b"nome: example", 1))
-    )
-
-
 def test_a_directory_is_answered_with_its_files(tmp_path: Path) -> None:
     """Whoever gives a directory most likely means a file in it."""
     path = written(tmp_path, HEALTHY)

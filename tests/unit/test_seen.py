@@ -7,7 +7,7 @@ from nonfinite_examples import given
 from traces import TraceBuilder, tensor
 
 from dtypedoctor.analysis import analysis_of
-from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.wording import named_in, with_spoken_operators
 from dtypedoctor.trace.events import Coverage, Raised
 
@@ -130,19 +130,3 @@ def test_generated_code_is_compiled_code_and_not_outside_of_all_modules(source: 
 def test_operators_are_named_shortly_and_modules_of_a_wrapped_model_in_full(text: str, said: str) -> None:
     """DDP calls the model that it wraps `module`, which is how the names of failing calls of modules begin, too."""
     assert with_spoken_operators(text) == said
-
-
-def test_of_several_models_without_a_name_the_one_that_has_raised_is_told() -> None:
-    """Each is an outermost module; a module's own check raises before any operator runs."""
-    trace = TraceBuilder().sample("", 1.0, cls="Conv1d").sample("", 1.0, cls="LSTM", root=1)
-    trace.op("module.LSTM", "", [tensor(1)], [], root=1, error="input dtype does not match weight dtype")
-    finding = Finding(
-        id="model-input-dtype",
-        severity=Severity.ERROR,
-        confidence=Confidence.LIKELY,
-        summary="LSTM.forward in the outermost module raises.",
-        cause="",
-        fqn="",
-        source="model.py:7",
-    )
-    assert "(LSTM, " in named_in(trace.build(), finding).summary

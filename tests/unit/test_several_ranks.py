@@ -161,12 +161,6 @@ def test_a_loss_that_no_module_returned_is_not_called_by_the_name_of_its_model()
     assert evidence[0] == "Rank 1 of 2 was the first with something that is not finite: step 2, forward, the loss."
 
 
-def test_without_a_failure_rank_0_leads() -> None:
-    """And a run of one process has no ranks to tell of."""
-    assert leading_rank([rank(0, _healthy()), rank(1, _healthy())]) == 0
-    assert across_ranks([FOUND], [], 0) == (FOUND,)
-
-
 def of_many(ranks: Sequence[Rank], size: int) -> list[Rank]:
     """The ranks as they are recorded in a job of so many processes."""
     first = Header(created=0.0, pid=1, world_size=size)

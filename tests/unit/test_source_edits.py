@@ -95,13 +95,6 @@ def test_two_corrections_of_one_function_are_undone_in_any_order(library: Module
     assert (times(15), len(counted)) == (60, 2)
 
 
-def test_an_expression_over_several_lines_takes_the_place_of_one_line(library: ModuleType) -> None:
-    """It ends left of where it begins, and all of its lines have the number of the line that they replace."""
-    listed = "y = sum(\n    part\n    for part in (x * self.by, 1)\n)"
-    install(replace(SQUARE, new=listed), library)
-    assert library.Scale(3).times(5) == 32
-
-
 def test_a_patch_is_made_in_every_definition_that_has_the_lines() -> None:
     """A file may define a function for each kind of device."""
     edit = Edit(module="small_library", function="halve", parameters=("x",), old="def halve(x): return x / 2",

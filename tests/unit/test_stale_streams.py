@@ -3,7 +3,6 @@
 from compilation_examples import launches
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.rules.compiling import detect_stale_streams
 
 
 def test_stale_launches_come_before_the_nan_that_a_race_may_have_made() -> None:
@@ -12,9 +11,3 @@ def test_stale_launches_come_before_the_nan_that_a_race_may_have_made() -> None:
     trace.sample("norm", float("nan"), nan=1)
     first, second = diagnose(trace.build())
     assert (first.id, second.fqn) == ("stale-cuda-stream", "norm")
-
-
-def test_launches_on_the_current_stream_are_healthy() -> None:
-    """Whichever that is."""
-    assert list(detect_stale_streams(launches((0, 0, 5), (16, 16, 5)).build())) == []
-    assert list(detect_stale_streams(launches().build())) == []

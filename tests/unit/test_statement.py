@@ -13,12 +13,6 @@ def said(name: str = "float16-overflow", severity: Severity = Severity.ERROR) ->
     return Statement(id=name, severity=severity, summary="It fails.", cause="Because.", evidence=("Measured.",))
 
 
-def test_what_is_mere_information_proposes_no_remedy() -> None:
-    """It is no failure, so nothing could cure it."""
-    assert make_finding(said(severity=Severity.WARNING), phase="forward").remedies
-    assert make_finding(said(severity=Severity.INFO), phase="forward").remedies == ()
-
-
 def test_every_finding_has_public_references(subtests: pytest.Subtests) -> None:
     """Threads, pull requests, commits or files that can be looked up, whatever detector says it."""
     for finding in finding_ids():

@@ -21,12 +21,6 @@ def found(folder: Path, **intent: object) -> dict[str, Finding]:
     return {finding.id: finding for finding in preflight(read_checkpoint(folder, Intent(**intent)))}  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-def test_an_ordinary_checkpoint_has_nothing_to_say(dtype: str, tmp_path: Path) -> None:
-    """One dtype throughout, the same in the config."""
-    assert found(write_checkpoint(tmp_path, dtype)) == {}
-
-
 def test_the_census_counts_tensors_elements_and_states(tmp_path: Path) -> None:
     """Parts of quantisation states are not tensors of the model."""
     write_safetensors(tmp_path / "model.safetensors", packed("q.weight", "bfloat16") | {"norm": ("BF16", [7], None)})
@@ -85,22 +79,6 @@ def test_half_precision_weights_and_a_scaler_do_not_go_together(dtype: str, find
     assert found(tmp_path, scaler=True)[finding].severity is Severity.ERROR
     assert found(tmp_path) == {}
     assert found(tmp_path, scaler=True, dtype="float32") == {}
-
-
-def test_modules_that_an_adapter_saves_whole_stay_half_precision(tmp_path: Path) -> None:
-    """peft makes float32 of lora_A and lora_B, not of what is under modules_to_save."""
-    prefix = "base_model.model.model.layers.0.q_proj"
-    tensors = {f"{prefix}.lora_A.weight": ("F16", [4], None), f"{prefix}.lora_B.weight": ("F16", [4], None)}
-    write_safetensors(tmp_path / "adapter_model.safetensors", tensors)  # type: ignore[arg-type]
-    settings = {"peft_type": "LORA", "modules_to_save": None}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
-    assert found(tmp_path, scaler=True) == {}
-    head = {"base_model.model.lm_head.weight": ("F16", [4], None)}
-    write_safetensors(tmp_path / "adapter_model.safetensors", tensors | head)  # type: ignore[arg-type]
-    (tmp_path / "adapter_config.json").write_text(json.dumps(settings | {"modules_to_save": ["lm_head"]}))
-    finding = found(tmp_path, scaler=True)["unscale-float16-gradients"]
-    assert finding.evidence == ("They are base_model.model.lm_head.weight.",)
-    assert found(tmp_path)["unscale-float16-gradients"].severity is Severity.INFO
 
 
 def test_a_float32_norm_in_a_bfloat16_layer_cannot_be_sharded_with_it(tmp_path: Path) -> None:

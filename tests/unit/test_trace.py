@@ -1,6 +1,5 @@
 """The trace on disk: written line by line, read back whole or torn."""
 
-import contextlib
 import json
 from pathlib import Path
 
@@ -55,15 +54,6 @@ def site(number: int, fqn: str) -> Site:
     return Site(
         id=number, root=0, fqn=fqn, cls="MLP", phase="forward", kind="output", index="", dtype="float16", shape=[2]
     )
-
-
-def test_an_empty_value_that_is_not_the_default_is_read_back(tmp_path: Path) -> None:
-    """A run without a watch does not read back as a watched one."""
-    with contextlib.closing(TraceWriter(tmp_path)) as writer:
-        writer.write(Header(created=1.0, pid=1, watched=False))
-    header = read_trace(tmp_path).header
-    assert header is not None
-    assert header.watched is False
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:

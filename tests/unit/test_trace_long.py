@@ -50,12 +50,6 @@ def size_of(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.iterdir())
 
 
-def test_ten_times_the_steps_take_no_more_room(tmp_path: Path) -> None:
-    """From some length on a trace does not grow but by the digits of its numbers."""
-    short, long = size_of(trained(tmp_path / "short", 1_000)), size_of(trained(tmp_path / "long", 10_000))
-    assert long < short + 2 * Sizes.file
-
-
 def test_the_first_and_the_last_steps_are_kept_and_the_others_counted(tmp_path: Path) -> None:
     """Nothing is lost without a word: what is not kept is in the totals, and the totals say which steps they are of."""
     trace = read_trace(trained(tmp_path, 2_000))
@@ -104,18 +98,6 @@ def test_a_skipped_step_is_an_event(tmp_path: Path) -> None:
     trace = read_trace(tmp_path)
     assert [state.step for state in trace.all(ScalerState) if state.skipped] == [1_500]
     assert len(trace.all(ScalerState)) < 2_000
-
-
-@pytest.mark.parametrize("step", range(300, 420, 7))
-def test_a_long_run_that_is_killed_reads_as_far_as_it_came(tmp_path: Path, step: int) -> None:
-    """Every measurement is kept or counted, at whatever moment the process ends."""
-    for done in train(tmp_path, 1_000):
-        if done == step:
-            break
-    trace = read_trace(tmp_path)
-    counted = trace.folded.sites[0].count if trace.folded is not None else 0
-    assert trace.damage == ()
-    assert counted + len([s for s in trace.samples if s.site == 0]) == step
 
 
 def test_a_kill_between_folding_a_file_and_removing_it_counts_nothing_twice(tmp_path: Path) -> None:

@@ -18,13 +18,6 @@ def lines() -> list[bytes]:
     return sealed_bodies(BODIES).splitlines(keepends=True)
 
 
-def test_an_intact_file_gives_its_lines_back() -> None:
-    """With their numbers, and no damage."""
-    opened = open_lines(sealed_bodies(BODIES))
-    assert opened.lines == tuple(enumerate(BODIES, start=1))
-    assert list(opened.damage()) == []
-
-
 def test_a_sealed_line_is_still_json() -> None:
     """Any reader of JSON Lines can read a trace."""
     assert [type(json.loads(line)) for line in lines()] == [dict, list, dict, list, dict]
@@ -37,14 +30,6 @@ def test_moved_lines_are_put_back_in_order(order: list[int]) -> None:
     opened = open_lines(b"".join(lines()[place] for place in order))
     assert [body for _, body in opened.lines] == BODIES
     assert list(opened.damage()) == []
-
-
-@given(gone=st.sets(st.integers(0, len(BODIES) - 2), max_size=len(BODIES) - 1))
-def test_lost_lines_of_a_trace_are_counted(gone: set[int]) -> None:
-    """All but those at the very end, whose loss leaves no gap."""
-    opened = open_lines(b"".join(line for place, line in enumerate(lines()) if place not in gone))
-    assert opened.missing == len(gone)
-    assert len(opened.lines) == len(BODIES) - len(gone)
 
 
 @given(times=st.lists(st.integers(1, 3), min_size=len(BODIES), max_size=len(BODIES)))

@@ -58,21 +58,6 @@ def test_causes_contexts_and_groups_are_cleaned_too() -> None:
     assert all("call" not in frames(inner) for inner in caught.value.exceptions)
 
 
-def test_a_traceback_of_nothing_but_own_frames_becomes_none() -> None:
-    """As for a syntax error in the script itself, which has no frame yet."""
-
-    with pytest.raises(KeyError) as caught:
-        called_by_the_doctor(fail)
-    traceback_of_call = caught.value.__traceback__
-    while traceback_of_call is not None and traceback_of_call.tb_frame.f_code.co_name != "call":
-        traceback_of_call = traceback_of_call.tb_next
-    assert traceback_of_call is not None
-    traceback_of_call.tb_next = None
-    caught.value.__traceback__ = traceback_of_call
-    hide_own_frames(caught.value)
-    assert caught.value.__traceback__ is None
-
-
 def test_an_exception_that_is_its_own_cause_comes_to_an_end() -> None:
     """A ring of causes is walked once."""
     first, second = KeyError(1), KeyError(2)

@@ -306,18 +306,6 @@ def ended_at_zero(trace: Trace) -> Trace:
     )
 
 
-def test_an_origin_is_marked_only_where_one_is_known() -> None:
-    """What the watch alone saw first is no origin; with an op trace there is one."""
-    seen = report_on(TraceBuilder().sample("up", 1.0).sample("mlp", 1.0, inf=3).build())
-    assert [row.is_origin for row in seen.strip] == [False, False]
-    text = format_named("md").render(public_run(seen))
-    assert "Activation magnitudes near the first inf or NaN" in text
-    assert "ORIGIN" not in text
-    traced = report_on(overflow().build())
-    assert any(row.is_origin for row in traced.strip)
-    assert "Activation magnitudes near the origin" in format_named("md").render(public_run(traced))
-
-
 def test_nan_that_was_made_outside_of_modules_and_replaced_is_not_called_finite() -> None:
     """A logarithm whose NaN somebody replaces is healthy, but not finite."""
     made = TraceBuilder()
