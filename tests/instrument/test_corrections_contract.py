@@ -113,7 +113,7 @@ def overflowing(name: str) -> tuple[nn.Module, str, Tensor, dict[str, Any]]:
     model, x = gemma(), normal((2, 5, 64), 1).half()
     layer = model.get_submodule("model.layers.0")
     if name == "gemma4-scaled-embedding-float32":
-        model.get_submodule("model.embed_tokens").weight.data.mul_(5e6)
+        model.get_submodule("model.embed_tokens").weight.data.mul_(5e5)
         return model, "model.embed_tokens", torch.arange(10).view(2, 5), {}
     if name == "gemma4-rms-norm-float32":
         layer.get_submodule("input_layernorm").weight.data.fill_(6e4)

@@ -40,7 +40,7 @@ CORRECTIONS = (
     ),
     Correction(
         id="gemma4-rms-norm-float32",
-        summary="compute every RMSNorm of Gemma-4 in float32 and clamp its result to ±65,280",
+        summary="compute every RMSNorm of Gemma-4 in float32",
         install=f"{_HERE}.gemma4:install_rms_norm_float32",
         fixes=(("float16-overflow", "Gemma4RMSNorm"), ("norm-square-overflow", "Gemma4RMSNorm")),
         proves=("float16-overflow", "norm-square-overflow"),
@@ -48,7 +48,7 @@ CORRECTIONS = (
     ),
     Correction(
         id="gemma4-scaled-embedding-float32",
-        summary="scale Gemma-4's token embeddings in float32 and clamp them to ±65,280",
+        summary="scale Gemma-4's token embeddings in float32",
         install=f"{_HERE}.gemma4:install_scaled_embedding_float32",
         fixes=(("float16-overflow", "Gemma4TextScaledWordEmbedding"),),
         proves=("float16-overflow",),
