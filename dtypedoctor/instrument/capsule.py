@@ -278,7 +278,7 @@ def _described(call: LiveCall, tensors: Tensors, sources: Sources) -> dict[str, 
     name_of = sources.name_of
     gradients = {str(index): tensors.keep(f"gradient.0.{index}", tensor) for index, tensor in call.gradients.items()}
     described = {
-        "recipe": recipe(call.module, tensors, own=False, name_of=name_of),
+        "recipe": recipe(call.module, tensors, name_of=name_of),
         "args": [describe(value, tensors, f"input.{i}", name_of) for i, value in enumerate(call.args)],
         "kwargs": {name: describe(value, tensors, f"input.{name}", name_of) for name, value in call.kwargs.items()},
     }
@@ -290,13 +290,11 @@ def _described(call: LiveCall, tensors: Tensors, sources: Sources) -> dict[str, 
             found[name] = describe(sources.state[name], tensors, key, sources.name_of)
     return {
         **described,
-        "own": False,
         "state": {name: value for name, value in found.items() if not _has_opaque(value)},
         "training": call.training,
         "default_dtype": str(call.settings.default_dtype).removeprefix("torch."),
         "grad": call.grad,
         "autocast": [[state.device, str(state.dtype).removeprefix("torch.")] for state in call.autocast],
-        "calls": [],
         "leaving": [{"what": "the output", "gradients": gradients}] if gradients else [],
     }
 

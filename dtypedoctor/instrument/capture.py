@@ -86,15 +86,14 @@ Name = Callable[[Any], str]
 
 
 def recipe(
-    module: nn.Module, tensors: Tensors, *, own: bool, path: str = "weight.", name_of: "Name | None" = None
+    module: nn.Module, tensors: Tensors, *, path: str = "weight.", name_of: "Name | None" = None
 ) -> dict[str, Any]:
     """How to make ``module`` without calling its constructor.
 
     ``class`` (as ``package.module:Name``), ``attributes`` (see :func:`describe`; what cannot be described is left out),
     ``parameters`` and ``buffers`` (keys of tensors; of packed 4-bit weights ``{"packed": key, "state": {...}}``, with what
     bitsandbytes would save beside them), ``children`` by name, ``forward`` where the instance has its own one.
-    With ``own`` the modules in it are not described, only named: ``children`` then holds None for each, and real
-    containers for lists of them. With ``name_of``, which then names classes instead of :func:`importable`, attributes keep
+    With ``name_of``, which then names classes instead of :func:`importable`, attributes keep
     tensors and objects that they hold as well.
 
     Raises:
@@ -130,10 +129,9 @@ def recipe(
         for name, tensor in held.items():
             described[kind][name] = _keep(tensor, tensors, f"{path}{name}") if tensor is not None else None
     for name, child in children_of(module).items():
-        if child is None or (own and not holds_only_modules(child)):
-            described["children"][name] = None
-        else:
-            described["children"][name] = recipe(child, tensors, own=own, path=f"{path}{name}.", name_of=name_of)
+        described["children"][name] = (
+            None if child is None else recipe(child, tensors, path=f"{path}{name}.", name_of=name_of)
+        )
     return described
 
 
@@ -246,8 +244,3 @@ _MOST_OBJECTS = 2000
 """Objects that are described in one call: an attribute may lead to all of a program."""
 _DEEPEST = 8
 """Objects in objects that are followed: a key-value cache has layers, which have tensors; a ring would have no end."""
-
-
-def holds_only_modules(module: nn.Module) -> bool:
-    """Whether a module computes nothing itself."""
-    return type(module) in (nn.ModuleList, nn.ModuleDict)

@@ -136,7 +136,6 @@ def named_in(call: Mapping[str, Any]) -> Iterator[Named]:
     yield from _in_values({str(number): value for number, value in enumerate(call["args"])})
     yield from _in_values(call["kwargs"])
     yield from _in_values(call["state"])
-    yield from _in_values({str(number): value for number, (_, value) in enumerate(call["calls"])})
     yield from (Named(role="dtype", name=dtype) for _, dtype in call["autocast"])
     yield Named(role="dtype", name=call.get("default_dtype", "float32"))
 

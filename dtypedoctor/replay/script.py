@@ -79,7 +79,7 @@ class Carried:
         tensors: name of the file with the tensors, beside the script.
         drawn: by name of a tensor that was left out, how to draw another one: ``shape``, ``dtype``, ``scale``, ``seed``.
         inline: by name of a tensor an expression for it; where it is given, no file is read.
-        inputs: names of the tensors among the arguments that need a gradient; None for all of them, and for what modules inside returned.
+        inputs: names of the tensors among the arguments that need a gradient; None for all of them.
         has_safetensors: whether the libraries that the script needs bring safetensors along.
     """
 
@@ -105,7 +105,6 @@ def script_text(capture: Mapping[str, Any], claim: Claim, *, configs: bool, carr
         CannotBeWrittenError: an argument of the call cannot be made by a script.
     """
     carried = carried or Carried()
-    own = bool(capture["calls"] or capture.get("own"))
     # the text of the user's classes, without an import that the script has anyway
     lines = "\n".join(line for line in carried.source.splitlines() if line != "import torch").strip()
     parts = {
@@ -116,14 +115,13 @@ def script_text(capture: Mapping[str, Any], claim: Claim, *, configs: bool, carr
         "random": "random" if carried.random else None,
         "autocast": [(str(device), _dtype(name)) for device, name in capture["autocast"]],
         "default": _dtype(capture.get("default_dtype", "float32")),
-        "module": _module(capture, own=own, configs=configs),
+        "module": _module(capture, configs=configs),
         "arguments": _arguments(capture, configs=configs),
         "kept": _kept(carried),
-        "calls": _in_lines([f"({name!r}, lambda T: {_Writer().value(result)})," for name, result in capture["calls"]]),
         "gradients": _in_lines(_gradients(capture)),
         "inputs": list(_tensors_in(capture) if carried.inputs is None else carried.inputs),
     }
-    needless = _needless(capture, claim, carried, own=own)
+    needless = _needless(capture, claim, carried)
     if not any(name in str(parts) for name in ("DEVICE", "packed(")):
         needless = (*needless, " @device")
     body, end = _without(needless, HEAD).format(**parts), _without(needless, END)
@@ -131,12 +129,11 @@ def script_text(capture: Mapping[str, Any], claim: Claim, *, configs: bool, carr
     return body.rstrip() + "\n" + functions.replace("\n\n\n", "\n\n")
 
 
-def _needless(capture: Mapping[str, Any], claim: Claim, carried: Carried, *, own: bool) -> tuple[str, ...]:
+def _needless(capture: Mapping[str, Any], claim: Claim, carried: Carried) -> tuple[str, ...]:
     """The marks of the lines that this script does not need."""
     recipes = list(_recipes(capture["recipe"]))
     reads_file = carried.inline is None
     needed = {
-        "own": own,
         "backward": claim.check == "backward",
         "accuracy": claim.check == "accuracy",
         "random": carried.random,
@@ -146,13 +143,12 @@ def _needless(capture: Mapping[str, Any], claim: Claim, carried: Carried, *, own
         "recurrent": "torch.nn.modules.rnn:" in str(capture["recipe"]),
         "forward": any("forward" in recipe for recipe in recipes),
         "compared": claim.check != "dtype",
-        "output": claim.check != "dtype" or own,
         "autocast": bool(capture["autocast"]),
         "default": capture.get("default_dtype", "float32") != "float32",
         "buffers": any(recipe["buffers"] for recipe in recipes),
         "children": any(recipe["children"] for recipe in recipes),
     }
-    needed |= {"raises": not needed["output"], "plain": not needed["autocast"], "local": not own}
+    needed |= {"plain": not needed["autocast"]}
     shared = claim.check == "backward" or any(count > 1 for count in Counter(_weights(recipes)).values())
     needed |= {"shared": shared, "alone": not shared}
     needed |= {"raising": not needed["compared"], "nonfinite": needed["compared"] and not needed["accuracy"]}
@@ -166,10 +162,8 @@ def _weights(recipes: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _tensors_in(capture: Mapping[str, Any]) -> Iterator[str]:
-    """Names of the tensors among the arguments, and of those that modules inside returned."""
-    waiting: list[Any] = [
-        [capture["args"], list(capture["kwargs"].values()), [result for _, result in capture["calls"]]]
-    ]
+    """Names of the tensors among the arguments."""
+    waiting: list[Any] = [[capture["args"], list(capture["kwargs"].values())]]
     while waiting:
         value = waiting.pop()
         if isinstance(value, Mapping) and isinstance(value.get("tensor"), str):
@@ -178,9 +172,9 @@ def _tensors_in(capture: Mapping[str, Any]) -> Iterator[str]:
             waiting += reversed(list(value.values()) if isinstance(value, Mapping) else value)
 
 
-def _module(capture: Mapping[str, Any], *, own: bool, configs: bool) -> str:
+def _module(capture: Mapping[str, Any], *, configs: bool) -> str:
     """The body of the function that gives the module, after what its classes and functions find as the program has left it."""
-    writer = _Writer(own=own, configs=configs)
+    writer = _Writer(configs=configs)
     made = _indented(writer.module(capture["recipe"]), 4)
     state = [f"    put({name!r}, {writer.value(value)})\n" for name, value in capture.get("state", {}).items()]
     return f"{writer.assignments()}{''.join(state)}    return {made}\n"
@@ -358,12 +352,10 @@ class _Writer:
     """Writes expressions.
 
     Args:
-        own: whether the modules in a module stand for what they returned.
         configs: whether modules get their configuration objects.
     """
 
-    def __init__(self, *, own: bool = False, configs: bool = True) -> None:
-        self._own = own
+    def __init__(self, *, configs: bool = True) -> None:
         self._configs = configs
         self._shared: dict[str, str] = {}
         """By expression of a configuration object the name of the variable that holds it."""
@@ -413,14 +405,12 @@ class _Writer:
         yield "parameters", _dictionary({name: _held(kept) for name, kept in recipe["parameters"].items()})
         yield "buffers", _dictionary({name: _held(kept) for name, kept in recipe["buffers"].items()})
         if recipe["children"]:
-            yield "children", _nested({name: self._child(child) for name, child in recipe["children"].items()})
+            yield (
+                "children",
+                _nested({name: self.module(child) if child else "None" for name, child in recipe["children"].items()}),
+            )
         if "forward" in recipe:
             yield "forward", repr(recipe["forward"])
-
-    def _child(self, recipe: Mapping[str, Any] | None) -> str:
-        if recipe is None:
-            return "Recorded()" if self._own else "None"
-        return self.module(recipe)
 
     def _attributes(self, recipe: Mapping[str, Any]) -> dict[str, str]:
         """Attributes as expressions; what no script can make is left out, and missed only if the forward reads it."""
@@ -536,31 +526,12 @@ def kept():
 {kept}
 
 
-CALLS = [{calls}]  # what the modules inside returned, in order @own
 GRADIENTS = {{{gradients}}}  # of what has left the module @backward
 INPUTS = {inputs!r}  # what needs a gradient beside the parameters @backward
 LEAVES = {{}}  # the parameters by the identities of the tensors that they are made of @shared
-LEFT = []  # what has left the module, in order: to the modules in it, and as its output @own
-RETURNED = []  # what the modules in it are going to return @own
 '''
 
 HELPERS = {
-    "Recorded": '''
-
-class Ended(Exception):
-    """The next thing that comes into the module was a consequence of the failure."""
-
-
-class Recorded(torch.nn.Module):
-    """Stands for a module inside: takes note of what it is given, and returns what the real one returned."""
-
-    def forward(self, *args, **kwargs):
-        name, result = RETURNED.pop(0) if RETURNED else ("the next one", None)
-        LEFT.append((f"what {name} is given", tensors((args, kwargs))))
-        if result is None or any(bad(tensor) for tensor in tensors(result)):
-            raise Ended
-        return result
-''',
     "made": '''
 
 def made(cls, attributes={}, parameters={}, buffers={}, children={}, forward=None):
@@ -694,11 +665,8 @@ def attempt(wide):
         T[name].requires_grad_()  # @backward
     LEAVES.clear()  # @shared
     torch.set_rng_state(T.pop(RANDOM))  # @random
-    LEFT.clear()  # @own
-    RETURNED[:] = [(name, result(T)) for name, result in CALLS]  # @own
     torch.set_default_dtype(torch.float32 if wide else DEFAULT_DTYPE)  # @default
-    left, raised = [], None  # @local
-    left, raised = LEFT, None  # @own
+    left, raised = [], None
     with torch.set_grad_enabled(GRAD):  # @plain
     with ExitStack() as stack:  # @autocast
         stack.enter_context(torch.set_grad_enabled(GRAD))  # @autocast
@@ -706,10 +674,8 @@ def attempt(wide):
             stack.enter_context(torch.autocast(device, dtype=getattr(torch, name)))  # @autocast
         try:
             args, kwargs = arguments(T)
-            left.append(("the output", tensors(module(T)(*args, **kwargs))))  # @output
-            module(T)(*args, **kwargs)  # @raises
-        except Ended:  # @own
-            pass  # @own
+            left.append(("the output", tensors(module(T)(*args, **kwargs))))  # @compared
+            module(T)(*args, **kwargs)  # @raising
         except Exception as error:
             raised = error
     torch.set_default_dtype(torch.float32)  # @default

@@ -368,7 +368,7 @@ def test_a_small_capsule_that_asks_for_much_memory_ends_with_one_sentence(name: 
     description = {
         "capsule": 1, "fqn": "", "class": "Call", "kind": "nonfinite", "error": "", "relative_error": None, "requires_grad": [], "random": False,
         "finding": {"id": "float16-overflow", "summary": "It overflows."}, "drawn": {}, "cut": [], "data": {"synthetic": True}, "classes": [], "source": "",
-        "call": {"kwargs": {}, "own": False, "state": {}, "training": True, "grad": True, "autocast": [], "calls": [], "leaving": []} | GREEDY[name],
+        "call": {"kwargs": {}, "state": {}, "training": True, "grad": True, "autocast": [], "leaving": []} | GREEDY[name],
     }  # fmt: skip
     if name == "steps":
         description["operator"] = {"op": "aten.linspace.default", "source": "train.py:1", "backward": False}

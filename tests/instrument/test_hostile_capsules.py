@@ -140,7 +140,6 @@ POSITIONS: dict[str, Callable[[dict[str, Any], str], None]] = {
     "key": lambda call, name: call["args"].append({"pairs": [[{"function": name}, {"value": 1}]]}),
     "set": lambda call, name: call["kwargs"].update(x={"dict": {"y": {"set": [{"function": name}]}}}),
     "state": lambda call, name: call["state"].update({"sys.exit": {"function": name}}),
-    "result": lambda call, name: call["calls"].append(["0", {"function": name}]),
 }  # fmt: skip
 SHADOWS = sorted(
     {*dir(nn.Module), *vars(nn.Module()), "__class__", "__getattr__", "__setstate__", "__dict__", "__del__", "__torch_function__", "_init_flat_weights"}

@@ -70,10 +70,10 @@ def experts() -> tuple[nn.Module, dict[str, Any]]:
     }
 
 
-def written(module: nn.Module, given: dict[str, Any], directory: Path, *, own: bool) -> str:
+def written(module: nn.Module, given: dict[str, Any], directory: Path) -> str:
     """Keeps a call of ``module``, and leaves the script and its tensors in ``directory``."""
     position = Position(call=1)
-    capture = Capture(nn.ModuleDict({"part": module}), "part", own=own, call=1, position=position)
+    capture = Capture(nn.ModuleDict({"part": module}), "part", call=1, position=position)
     with torch.no_grad():
         module(**given)
     capture.write(directory)
@@ -95,13 +95,13 @@ def said(directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]
     return status, capsys.readouterr().out.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("make", "own"), [(recurrent, False), (packed, False), (cached, True), (experts, False)])
+@pytest.mark.parametrize("make", [recurrent, packed, cached, experts])
 def test_a_kept_call_becomes_a_script_that_fails_as_it_says(
-    make: Callable[[], tuple[nn.Module, dict[str, Any]]], own: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make: Callable[[], tuple[nn.Module, dict[str, Any]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In float16 something that leaves the module is not finite, in float32 everything is."""
     module, given = make()
-    text = written(module.eval(), given, tmp_path, own=own)
+    text = written(module.eval(), given, tmp_path)
     assert "dtypedoctor" not in text
     assert "'training': False" in text
     status, line = said(tmp_path, capsys)
@@ -131,5 +131,5 @@ def test_an_object_that_holds_itself_is_kept_as_far_as_it_is_needed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its description has an end."""
-    written(Ring(), {"x": torch.ones(2, dtype=HALF), "ring": Link(300.0)}, tmp_path, own=False)
+    written(Ring(), {"x": torch.ones(2, dtype=HALF), "ring": Link(300.0)}, tmp_path)
     assert said(tmp_path, capsys) == (1, "FAILS: the output: 2 of 2 elements are inf or NaN in torch.float16")

@@ -61,7 +61,7 @@ def test_each_layer_is_a_unit_and_computes_as_the_whole_model_does() -> None:
 def captured(fqn: str) -> Capture:
     """What is kept of a module in a call of a sharded model."""
     model = llama()
-    capture = Capture(model, fqn, own=False, call=0, position=Position())
+    capture = Capture(model, fqn, call=0, position=Position())
     sharded(model)(input_ids=torch.ones(1, 4, dtype=torch.int64))
     return capture
 

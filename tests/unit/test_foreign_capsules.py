@@ -21,8 +21,8 @@ DESCRIPTION: dict[str, Any] = {
     "capsule": 1, "fqn": "head", "class": "Linear", "kind": "nonfinite", "error": "", "relative_error": None,
     "finding": {"id": "float16-overflow", "summary": "It overflows."}, "requires_grad": [], "random": False, "drawn": {}, "cut": [],
     "data": {"synthetic": True}, "classes": [], "source": "",
-    "call": {"recipe": RECIPE, "args": [{"tensor": "input.0"}], "kwargs": {}, "own": False, "state": {}, "training": True, "grad": True, "autocast": [],
-             "calls": [], "leaving": []},
+    "call": {"recipe": RECIPE, "args": [{"tensor": "input.0"}], "kwargs": {}, "state": {}, "training": True, "grad": True, "autocast": [],
+             "leaving": []},
 }  # fmt: skip
 HEADER: dict[str, Any] = {
     "weight.weight": {"dtype": "F16", "shape": [1, 1], "data_offsets": [0, 2]}, "input.0": {"dtype": "F16", "shape": [1, 1], "data_offsets": [2, 4]},

@@ -28,7 +28,6 @@ def captured(text: str) -> dict[str, Any]:
     """A description of a call in which every text is this one."""
     value = {"value": text}
     return {
-        "calls": [[text, {"dict": {text: value}}]],
         "leaving": [{"gradients": {"0": text}}],
         "kwargs": {text: value, "plain": {"config": text, "values": {"dict": {text: value}}, "chosen": {text: value}}},
         "args": [{"tensor": text}, {"float": text}, {"dtype": "float16"}, {"device": text}, {"function": text},
@@ -86,7 +85,7 @@ def test_a_script_is_redacted() -> None:
         "options": {"dict": {"password": {"value": "red"}}},
     }
     capture["recipe"] |= {"class": "a:B", "forward": "a:b", "parameters": {}, "buffers": {}, "children": {}}
-    capture |= {"leaving": [], "calls": [], "autocast": [], "args": [capture["args"][-1]], "kwargs": {}}
+    capture |= {"leaving": [], "autocast": [], "args": [capture["args"][-1]], "kwargs": {}}
     claim = Claim(
         title=token, about=(f"Bearer {token}", "/home/bertrand/models"), check="forward", limit=1, made_with="torch"
     )

@@ -223,7 +223,7 @@ def _attempt(
     runner: "ProbeRunner", setup: ReferenceSetup, culprit: str, failure: Symptom, made_with: str
 ) -> Reproduction:
     assert failure.call is not None  # the caller has looked
-    wanted = Capture(module=culprit.removesuffix(OWN), own=culprit.endswith(OWN), call=failure.call)
+    wanted = Capture(module=culprit.removesuffix(OWN), call=failure.call)
     try:
         captured = runner.run(Request(scenario=setup.workload, capture=wanted)).directory
         description = parse_json(read_file(captured / _CAPTURED[0], _LARGEST))
@@ -260,9 +260,8 @@ def _attempt(
 
 def _claim(culprit: str, failure: Symptom, setup: ReferenceSetup, description: dict[str, Any], made_with: str) -> Claim:
     cls = description["recipe"]["class"].rpartition(":")[2]
-    part = "own arithmetic of " if culprit.endswith(OWN) else ""
     return Claim(
-        title=f"{part}{cls} ({culprit.removesuffix(OWN) or 'the whole model'}): {failure.kind}",
+        title=f"{cls} ({culprit.removesuffix(OWN) or 'the whole model'}): {failure.kind}",
         about=(
             f"Found by bisection of {setup.workload.name!r} with {describe(setup.workload)}: {failure.reason}.",
             "With this part alone in float32 the run is healthy; without that it fails.",

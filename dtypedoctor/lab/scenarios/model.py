@@ -395,13 +395,9 @@ class Scenario(Strict):
 
 
 class Capture(Strict):
-    """A module whose arguments and results are kept in one call, so that the call can be repeated alone.
-
-    ``call`` is the number of the outermost module call; ``own`` keeps what the modules in it did instead of these.
-    """
+    """A module that is kept with its arguments in one call, the number of the outermost module call, so that the call can be repeated alone."""
 
     module: str
-    own: bool
     call: int = Field(ge=1)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dtypedoctor._torch_private import recompiling, stays_uncompiled
 from dtypedoctor.errors import UsageError
-from dtypedoctor.instrument.capture import Tensors, describe, holds_only_modules, recipe
+from dtypedoctor.instrument.capture import Tensors, describe, recipe
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
 from dtypedoctor.instrument.live_call import tensors_of
 from dtypedoctor.instrument.module_tree import named_modules, parameter_not_here
@@ -77,7 +77,7 @@ def capturing(context: "Context", wanted: Wanted | None, directory: Path) -> Ite
         return
     position = context.instruments.position
     try:
-        capture = Capture(context.built.model, wanted.module, own=wanted.own, call=wanted.call, position=position)
+        capture = Capture(context.built.model, wanted.module, call=wanted.call, position=position)
     except KeyError:
         raise UsageError(f"the model has no module {wanted.module!r} to capture") from None
     try:
@@ -321,15 +321,11 @@ DESCRIPTION, TENSORS = "capture.json", "capture.safetensors"
 
 
 class Capture:
-    """Watches one module of a model until its call comes, and keeps what it was given and made there.
-
-    Of a module's own arithmetic that is its arguments, its own parameters and buffers, and in place of the modules in it what they were given and
-    what they returned; of a whole module its arguments and all parameters and buffers in it.
+    """Watches one module of a model until its call comes, and keeps what it was given there, its parameters and buffers, and the gradients that come back.
 
     Args:
         model: the model, corrections installed.
         fqn: dotted name of the module.
-        own: keep what the modules in it did, instead of these.
         call: number of the outermost module call.
         position: tells which call is going on.
 
@@ -337,25 +333,18 @@ class Capture:
         KeyError: the model has no such module.
     """
 
-    def __init__(self, model: nn.Module, fqn: str, *, own: bool, call: int, position: "Position") -> None:
+    def __init__(self, model: nn.Module, fqn: str, *, call: int, position: "Position") -> None:
         self._module = dict(named_modules(model))[fqn]
-        self._own = own
         self._call = call
         self._position = position
         self._tensors = Tensors()
-        self._depth = 0
         self._found: dict[str, Any] | None = None
-        self._undo: list[Callable[[], None]] = []
-        self._replace(self._module, self._around)
-        if own:
-            for name, part in named_modules(self._module):
-                if part is not self._module and not holds_only_modules(part):
-                    self._replace(part, self._around_part(name))
+        self._present = self._module.__dict__.get("forward")
+        self._module.forward = self._around(self._module.forward)
 
     def write(self, directory: Path) -> None:
-        """Takes the hooks out again and writes ``capture.json`` and ``capture.safetensors``; nothing where the call did not come."""
-        while self._undo:
-            self._undo.pop()()
+        """Takes the hook out again and writes ``capture.json`` and ``capture.safetensors``; nothing where the call did not come."""
+        self._put_back()
         if self._found is None:
             return
         from safetensors.torch import save_file
@@ -363,95 +352,54 @@ class Capture:
         save_file(self._tensors.named(), directory / TENSORS)
         (directory / DESCRIPTION).write_text(to_json(self._found), encoding="utf-8")
 
-    def _replace(self, module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        present = module.__dict__.get("forward")
-        module.forward = around(module.forward)
-
-        def undo() -> None:
-            if present is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = present
-
-        self._undo.append(undo)
-
-    @property
-    def _wanted(self) -> bool:
-        return self._found is None and self._position.call == self._call and not self._position.muted
+    def _put_back(self) -> None:
+        if self._present is None:
+            self._module.__dict__.pop("forward", None)
+        else:
+            self._module.forward = self._present
 
     def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not self._wanted:
+            position = self._position
+            if self._found is not None or position.call != self._call or position.muted:
                 return original(*args, **kwargs)
-            with self._position.mute():
-                self._begin(args, kwargs)
+            with position.mute():
+                found = self._found = self._described(args, kwargs)
             result = original(*args, **kwargs)
-            with self._position.mute():
-                self._leaving("the output", result)
+            with position.mute():
+                gradients: dict[str, str] = {}
+                found["leaving"].append({"what": "the output", "gradients": gradients})
+                for index, tensor in enumerate(tensors_of(result)):
+                    if tensor.requires_grad:
+                        tensor.register_hook(self._keep_gradient(gradients, str(index)))
             return result
 
         return forward
 
-    def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _described(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         module = self._module
-        absent = "" if self._own else parameter_not_here(module)
-        if absent:
+        if absent := parameter_not_here(module):
             raise TypeError(f"this rank has only a shard of {absent} while the module runs")
         watched = module.__dict__.pop("forward")
-        put_back = self._undo[0]
-        put_back()  # the recipe must not hold this watch's own forward
+        self._put_back()  # the recipe must not hold this watch's own forward
         try:
-            described = recipe(module, self._tensors, own=self._own)
+            described = recipe(module, self._tensors)
         finally:
             module.__dict__["forward"] = watched
-        self._found = {
+        return {
             "recipe": described,
-            "own": self._own,
             "args": [describe(value, self._tensors, f"input.{i}") for i, value in enumerate(args)],
             "kwargs": {name: describe(value, self._tensors, f"input.{name}") for name, value in kwargs.items()},
             "training": module.training,
             "grad": torch.is_grad_enabled(),
             "autocast": list(_autocast_regions()),
-            "calls": [],
             "leaving": [],
         }
 
-    def _around_part(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def around(original: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                if self._depth or self._found is None or self._position.call != self._call or self._position.muted:
-                    return original(*args, **kwargs)
-                with self._position.mute():
-                    self._leaving(f"what {name} is given", (args, kwargs))
-                self._depth += 1
-                try:
-                    result = original(*args, **kwargs)
-                finally:
-                    self._depth -= 1
-                with self._position.mute():
-                    assert self._found is not None  # the part is called by the captured module
-                    number = len(self._found["calls"])
-                    self._found["calls"].append([name, describe(result, self._tensors, f"{name}.{number}")])
-                return result
-
-            return forward
-
-        return around
-
-    def _leaving(self, what: str, value: Any) -> None:
-        """Notes that tensors leave the frame, and keeps the gradients that come back for them."""
-        assert self._found is not None  # the frame has begun
-        gradients: dict[str, str] = {}
-        self._found["leaving"].append({"what": what, "gradients": gradients})
-        place = len(self._found["leaving"]) - 1
-        for index, tensor in enumerate(tensors_of(value)):
-            if tensor.requires_grad:
-                tensor.register_hook(self._keep_gradient(gradients, index, f"gradient.{place}.{index}"))
-
-    def _keep_gradient(self, gradients: dict[str, str], index: int, key: str) -> Callable[[Tensor | None], None]:
+    def _keep_gradient(self, gradients: dict[str, str], index: str) -> Callable[[Tensor | None], None]:
         def hook(gradient: Tensor | None) -> None:
-            if gradient is not None and str(index) not in gradients:
-                gradients[str(index)] = self._tensors.keep(key, gradient)
+            if gradient is not None and index not in gradients:
+                gradients[index] = self._tensors.keep(f"gradient.0.{index}", gradient)
 
         return hook
 
