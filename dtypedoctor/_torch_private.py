@@ -883,28 +883,6 @@ def unit_policy(unit: Any) -> Any:
     return getattr(state, "_mp_policy", None)
 
 
-def leave_forward(model: nn.Module) -> None:
-    """Puts the units of FSDP2 in ``model`` back to where they are before the first call, their parameters sharded.
-
-    After a call without gradients the root's parameters are whole, and an optimizer that is made then would be given those. After a call that an
-    exception has ended, without the names, the next one finds the units inside of it, and its collectives wait for less than they should.
-    """
-    for unit in model.modules():
-        if not hasattr(unit, "_get_fsdp_state"):
-            continue
-        own: Any = unit
-        state = own._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for one in (state, *groups):
-            if (current := getattr(one, "_training_state", None)) is not None:
-                one._training_state = type(current).IDLE
-        if hasattr(getattr(state, "_state_ctx", None), "iter_forward_root"):
-            state._state_ctx.iter_forward_root = None
-        reshard: Any = getattr(unit, "reshard", None)
-        if reshard is not None:
-            reshard()
-
-
 HOOKS_OF_SHARDING = ("torch.distributed.fsdp.", "torch.distributed._composable.")
 """How the modules begin whose hooks gather the parameters of a unit before its forward, and free them after it."""
 

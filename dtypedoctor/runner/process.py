@@ -390,8 +390,7 @@ def collect_job(directory: Path, ended: WorkerExit) -> Run:
     if ranks:
         started = sorted({*ranks, *failures})  # one that failed before it came to torch has no directory
         runs = [
-            collect_rank(rank_directory(directory, rank), rank, exit_of_rank(rank, ended, failures), foreign=True)
-            for rank in started
+            collect_rank(rank_directory(directory, rank), rank, exit_of_rank(rank, ended, failures)) for rank in started
         ]
         return led_by(tuple(runs), first_failure(failures, default=min(ranks)))
     if not (directory / EVENTS).exists():
@@ -432,15 +431,15 @@ def failures_in(directory: Path) -> dict[int, dict[str, Any]]:
         return {}
 
 
-def collect_rank(place: Path, rank: int, ended: WorkerExit, *, foreign: bool = False) -> Run:
+def collect_rank(place: Path, rank: int, ended: WorkerExit) -> Run:
     """One rank's run, which lies in ``place`` and ended so.
 
     One that was asked to end while it was ending by itself is taken at the word of its trace.
     """
-    run = collect(place, ended, foreign=foreign)
+    run = collect(place, ended, foreign=True)
     end = run.trace.end
     if end is not None and run.exit.code == -signal.SIGTERM and not ended.timed_out:
-        run = collect(place, replace(run.exit, code=int(end.outcome != "completed")), foreign=foreign)
+        run = collect(place, replace(run.exit, code=int(end.outcome != "completed")), foreign=True)
     return replace(run, rank=rank)
 
 

@@ -1,6 +1,5 @@
 """When the outputs of a run are too far from those of its float32 reference, and what else a run comes to."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from traces import TraceBuilder
 from dtypedoctor.lab.bisect.results import Kind
 from dtypedoctor.lab.bisect.symptoms import Tolerance, derive, symptom_of
 from dtypedoctor.runner.run import Run, WorkerExit
-from dtypedoctor.trace.events import Correction, Header, Metric, ProbeLogProbs, Raised
+from dtypedoctor.trace.events import Correction, Metric, ProbeLogProbs, Raised
 from dtypedoctor.trace.model import Trace
 
 
@@ -20,19 +19,9 @@ def outputs(*values: float | None, losses: tuple[float, ...] = (), step: int = 0
     return builder.build()
 
 
-def run_of(*traces: Trace, code: int = 0) -> Run:
-    """The finished run that left these traces, one of each rank; of several it is led by the first."""
-    ended = WorkerExit(code=code, timed_out=False, seconds=2.5)
-    ranks = tuple(
-        Run(trace=trace, exit=ended, directory=Path("x"), rank=rank if len(traces) > 1 else None)
-        for rank, trace in enumerate(traces)
-    )
-    return ranks[0] if len(ranks) == 1 else replace(ranks[0], ranks=ranks)
-
-
-def of_rank(rank: int, trace: Trace) -> Trace:
-    header = Header(created=0.0, pid=1, rank=rank, world_size=2)
-    return replace(trace, records=(header, *(one for one in trace.records if not isinstance(one, Header))))
+def run_of(trace: Trace, code: int = 0) -> Run:
+    """The finished run that left a trace."""
+    return Run(trace=trace, exit=WorkerExit(code=code, timed_out=False, seconds=2.5), directory=Path("x"))
 
 
 def came_to(builder: TraceBuilder | Trace, tolerance: Tolerance | None = None, code: int = 0) -> tuple[Kind, str]:
@@ -66,25 +55,6 @@ def test_a_given_limit_stands_for_every_reading() -> None:
     assert set(tolerance.limits.values()) == {0.5}
     assert tolerance.excess(outputs(-1.0, losses=(2.6,))) is not None
     assert tolerance.of_first_outputs().excess(outputs(-1.0, losses=(2.6,))) is None
-
-
-def test_each_rank_is_compared_with_its_own_reference() -> None:
-    """Ranks have batches of their own, so their losses differ; the first rank that is too far away is told."""
-    losses = (2.0, 3.0)
-    exact = [of_rank(rank, outputs(-1.0, losses=(loss,))) for rank, loss in enumerate(losses)]
-    tolerance = derive(run_of(*exact), [], sampled=False, given=0.5)
-    assert symptom_of(run_of(*exact), tolerance).healthy
-    assert symptom_of(run_of(*reversed(exact)), tolerance).healthy, "whichever rank leads"
-    wrong = of_rank(1, outputs(-1.0, losses=(2.0,)))
-    found = symptom_of(run_of(exact[0], wrong), tolerance)
-    assert (found.kind, found.reason) == (Kind.INACCURATE, "loss after step 1 differ by 1, 0.5 accepted")
-
-
-def test_a_job_is_healthy_only_if_each_rank_is() -> None:
-    """Also where another rank leads."""
-    whole, broken = (of_rank(rank, outputs(-1.0 if rank == 0 else None)) for rank in (0, 1))
-    assert symptom_of(run_of(whole, broken)).kind is Kind.NOT_FINITE
-    assert symptom_of(run_of(whole, of_rank(1, outputs(-1.0)))).healthy
 
 
 def test_a_correction_that_could_not_be_installed_is_the_first_thing_said() -> None:

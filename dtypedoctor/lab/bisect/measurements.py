@@ -20,7 +20,6 @@ from pydantic import ValidationError
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.errors import UsageError
-from dtypedoctor.examination.processes import led_by_origin
 from dtypedoctor.foreign_files import append_file, parse_json, read_file, read_head, write_file
 from dtypedoctor.lab.bisect.probes import Mode, describe, perturbed, probe_of, reference, samples_tokens, with_kept
 from dtypedoctor.lab.bisect.results import OWN, Cost, Kind, Reproduction, Symptom, Verdict
@@ -377,7 +376,7 @@ class ProbeRunner:
         clear(place)  # what an interruption has left there
         run: Run | UsageError
         try:
-            run = led_by_origin(self._run(request, place))
+            run = self._run(request, place)
             ended = ending_of(run).words
         except UsageError as error:
             run, ended = error, error.message

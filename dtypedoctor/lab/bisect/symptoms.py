@@ -27,9 +27,8 @@ times the sensitivity; weights that were read in another format than they were w
 
 LOG_PROBABILITIES, LOSS = "log-probabilities", "loss"
 
-Reading = tuple[str, int, int, int]
-"""What is read, after which step, which one of several after that step, and by which rank: ``("log-probabilities", 0, 0, 0)`` is before
-the first model is trained, ``("loss", 1, 0, 1)`` that of step 1 on rank 1, which has batches of its own."""
+Reading = tuple[str, int, int]
+"""What is read, after which step, and which one of several after that step: ``("log-probabilities", 0, 0)`` is before the first model is trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +82,8 @@ def derive(reference: Run, perturbed: Iterable[Run], *, sampled: bool, given: fl
         sampled: the workload draws tokens, so that after the first step runs differ by luck; only outputs before it count.
         given: a limit that is taken for every reading instead of the derived ones.
     """
-    exact = {r: v for r, v in _readings_of(reference).items() if not (sampled and (r[0] == LOSS or r[1] > 0))}
-    moved = [_readings_of(run) for run in perturbed]
+    exact = {r: v for r, v in _readings(reference.trace).items() if not (sampled and (r[0] == LOSS or r[1] > 0))}
+    moved = [_readings(run.trace) for run in perturbed]
     limits: dict[Reading, float] = {}
     for reading in exact:
         limit = given if given is not None else _limit(reading, exact, moved)
@@ -101,10 +100,10 @@ def _limit(
     reading: Reading, exact: Mapping[Reading, list[float]], moved: list[dict[Reading, list[float]]]
 ) -> float | None:
     """A loss is a mean over tokens, so it may be as far away as the tokens' log-probabilities at the same time."""
-    name, step, turn, rank = reading
+    name, step, turn = reading
     kin = {reading}
     if name == LOSS:
-        kin |= {(LOG_PROBABILITIES, step - 1, turn, rank), (LOG_PROBABILITIES, step, turn, rank)}
+        kin |= {(LOG_PROBABILITIES, step - 1, turn), (LOG_PROBABILITIES, step, turn)}
     gaps = [
         gap
         for one in kin & exact.keys()
@@ -114,22 +113,16 @@ def _limit(
     return FACTOR * max(gaps) if gaps else None
 
 
-def _readings_of(run: Run) -> dict[Reading, list[float]]:
-    """Those of all its processes."""
-    return {reading: values for one in run.processes for reading, values in _readings(one.trace).items()}
-
-
 def _readings(trace: Trace) -> dict[Reading, list[float]]:
     """Everything comparable of a trace that is finite, in the order of the steps."""
     found: dict[Reading, list[float]] = {}
     turns: Counter[tuple[str, int]] = Counter()
-    rank = trace.header.rank if trace.header is not None else 0
     for name, step, values in _numbers(trace):
         turn = turns[name, step]
         turns[name, step] += 1
         finite = [value for value in values if value is not None]
         if finite and len(finite) == len(values):
-            found[name, step, turn, rank] = finite
+            found[name, step, turn] = finite
     return dict(sorted(found.items(), key=lambda item: item[0][1]))
 
 
@@ -153,7 +146,7 @@ def part_in_words(name: str) -> str:
 
 
 def symptom_of(run: Run, tolerance: Tolerance | None = None) -> Symptom:
-    """What ``run`` came to; of several processes what the leading rank did, or if that is healthy, the first that is not.
+    """What ``run`` came to.
 
     Args:
         run: a watched run.
@@ -161,8 +154,7 @@ def symptom_of(run: Run, tolerance: Tolerance | None = None) -> Symptom:
     """
     trace = run.trace
     incident = next(iter(analysis_of(trace).incidents), None)
-    others = (one for one in run.ranks if one.rank != run.rank)
-    found = next((symptom for one in (run, *others) for symptom in _symptoms(one, tolerance)), None)
+    found = next(iter(_symptoms(run, tolerance)), None)
     last = incident.sample if incident is not None and found is not None else None
     # The module that came nearest to the end of its dtype's range.
     reached = list(_reached(trace, last))

@@ -119,11 +119,6 @@ def _scenario(options: Options) -> Scenario:
         raise UsageError("--workload needs --model: a scenario has a workload already", "Drop one of the two.")
     assert options.scenario is not None  # one of the two is given
     loaded = load_checked(resolve(options.scenario), allow_code=options.allow_code)
-    if loaded.distributed is not None:
-        raise UsageError(
-            f"{loaded.name}: a bisection runs in one process, and this scenario has {loaded.distributed.processes}",
-            "Take `distributed` out of it; --device-map auto spreads over all GPUs what one does not hold.",
-        )
     return override(loaded, dtype=options.dtype)
 
 

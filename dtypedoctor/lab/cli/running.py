@@ -30,7 +30,7 @@ from dtypedoctor.lab.bisect.bisect import bisect_inside
 from dtypedoctor.lab.bisect.questions import Measured
 from dtypedoctor.lab.bisect.symptoms import part_in_words
 from dtypedoctor.lab.cli.scenario_files import load_checked, require_at_hand
-from dtypedoctor.lab.runner.launch import PRELOAD, WORKER, Launcher, Resident, run_ranks, run_script_of
+from dtypedoctor.lab.runner.launch import PRELOAD, WORKER, Launcher, Resident, run_script_of
 from dtypedoctor.lab.scenarios.loading import resolve, shipped_beside
 from dtypedoctor.lab.scenarios.model import Request, Scenario, Script
 from dtypedoctor.lab.trials.changes import is_capsule
@@ -127,7 +127,7 @@ class LiveView:
         self._running = names
 
     def progress(self, directory: Path) -> None:
-        """Called while a run goes on, with where its trace is; of several processes with that of rank 0."""
+        """Called while a run goes on, with where its trace is."""
         if self._live is None:
             return
         if self._follower is None:
@@ -247,13 +247,10 @@ def _installed(name: str) -> str | None:
 def _runner(
     scenario: Scenario, directory: Path, view: LiveView, preload: Sequence[str] | None
 ) -> Iterator[Callable[[Request, Path], Run]]:
-    """What makes the runs of a scenario: a fresh interpreter for a script, torchrun for several processes, else workers, one of which keeps the model loaded."""
+    """What makes the runs of a scenario: a fresh interpreter for a script, else workers, one of which keeps the model loaded."""
     workload = scenario.steps[0].workload
     if isinstance(workload, Script):
         yield lambda request, place: unless_interrupted(run_script_of(request, place, live=False))
-        return
-    if scenario.distributed is not None:
-        yield lambda request, place: unless_interrupted(run_ranks(request, place, progress=view.progress))
         return
     imported = (PRELOAD,) if preload is None else (WORKER, *preload)
     with Launcher(directory / "server.log", preload=imported) as launcher:

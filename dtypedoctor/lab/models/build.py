@@ -65,41 +65,36 @@ def _tokenizer_of_bytes() -> Any:
     return byte_tokenizer()
 
 
-HOST = torch.device("cpu")
-
-
 def is_from_factory(spec: Model) -> bool:
     """Whether code of others makes the model, named as ``package.module:factory``."""
     is_ours = spec.name.startswith((MODEL, BUILTIN))
     return not is_ours and ":" in spec.name and not Path(spec.name).exists()
 
 
-def build(spec: Model, device: torch.device, seed: int, *, on_host: bool = False) -> Built:
+def build(spec: Model, device: torch.device, seed: int) -> Built:
     """Builds, scales, casts, packs and adapts a model, in this order, and moves it to ``device``, or with ``device_map`` to all of its kind.
 
     Weights and adapters are each drawn from ``seed`` anew, as TRL's trainers do when they add the adapters, so that an
-    option of one does not change the other. With ``on_host`` the weights stay in the host's memory: somebody will move
-    them a part at a time. What is computed on the way is computed on ``device`` all the same.
+    option of one does not change the other.
 
     Raises:
         UsageError: the model is unknown, cannot be loaded, or an option does not fit it.
     """
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    place = HOST if on_host else device
     set_seed(seed)
     if spec.name.startswith(MODEL):
         allowed = spec.options.get("allow_code") is True  # which is asked for where the scenario was read
-        capsule = load_capsule(Path(spec.name.removeprefix(MODEL)), dtype, place, allow_code=allowed)
+        capsule = load_capsule(Path(spec.name.removeprefix(MODEL)), dtype, device, allow_code=allowed)
         built = Built(model=capsule, tokenizer=None)
     elif spec.name.startswith(BUILTIN):
-        built = _builtin(spec, dtype, place, seed)
+        built = _builtin(spec, dtype, device, seed)
     elif is_from_factory(spec):
-        built = _prepare(_from_factory(spec), _tokenizer_of_bytes(), spec, dtype, place)
+        built = _prepare(_from_factory(spec), _tokenizer_of_bytes(), spec, dtype, device)
     else:
-        model, tokenizer = load_pretrained(spec, dtype, place)
+        model, tokenizer = load_pretrained(spec, dtype, device)
         built = Built(model=model, tokenizer=tokenizer)
     model = built.model
-    if is_spread_out(spec, place):
+    if is_spread_out(spec, device):
         _require_on_gpus(model, spec.name)
     if spec.lora is not None:
         set_seed(seed)

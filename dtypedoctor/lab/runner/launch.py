@@ -31,19 +31,13 @@ from dtypedoctor.lab.scenarios.model import Request, Scenario, Script
 from dtypedoctor.plugins import KEEP_FLOAT32
 from dtypedoctor.redaction.redact import write_request_file
 from dtypedoctor.replay.capsule import MODEL as CAPSULE
-from dtypedoctor.runner.command import HOME, Program, hooked, torchrun
+from dtypedoctor.runner.command import Program
 from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.runner.process import (
     Guardian,
-    collect_rank,
-    exit_of_rank,
-    failures_in,
-    first_failure,
-    run_process,
     run_script,
 )
-from dtypedoctor.runner.run import STDERR, STDOUT, Run, WorkerExit, collect, led_by
-from dtypedoctor.trace.ranks import JOB, rank_directory
+from dtypedoctor.runner.run import STDERR, STDOUT, Run, WorkerExit, collect
 
 _SAFE_PATH = "PYTHONSAFEPATH"
 POLL_SECONDS = 0.05
@@ -400,44 +394,6 @@ def _leave_with_the_doctor() -> None:
         os.killpg(os.getpgrp(), signal.SIGKILL)  # and with it what it has started itself
 
     threading.Thread(target=die_with_parent, daemon=True, name="dtypedoctor-parent").start()
-
-
-def run_ranks(request: Request, directory: Path, *, progress: Callable[[Path], None] = lambda _: None) -> Run:
-    """Runs a scenario without a script in N processes on this machine.
-
-    Args:
-        request: what each of them is to do.
-        directory: holds afterwards a directory for each rank, and what torchrun itself printed; must not exist yet.
-        progress: called now and then, while they run, with the directory of rank 0.
-
-    Returns:
-        The run of the rank that failed first, or of rank 0; its ``ranks`` are those of all.
-
-    Raises:
-        UsageError: the directory cannot be written, or the scenario cannot be run at all.
-    """
-    assert request.scenario.distributed is not None  # a scenario with ranks has their number
-    count = request.scenario.distributed.processes
-    make_directory(directory)
-    for rank in range(count):
-        place = rank_directory(directory, rank)
-        make_directory(place)
-        _write_request(place, request)
-    ended = run_process(
-        [*torchrun(count), "-m", WORKER, str(directory.resolve())],
-        directory,
-        live=False,
-        time_limit=request.scenario.time_limit,
-        # torchrun's own process is recorded like any launcher; a rank of ours is not
-        environment=hooked({JOB: str(directory.resolve()), "PYTHONSAFEPATH": "1"}, HOME),
-        meanwhile=lambda: progress(rank_directory(directory, 0)),
-    )
-    failures = failures_in(directory)
-    runs = [
-        collect_rank(rank_directory(directory, rank), rank, exit_of_rank(rank, ended, failures))
-        for rank in range(count)
-    ]
-    return led_by(tuple(runs), first_failure(failures, default=0))
 
 
 def run_script_of(request: Request, directory: Path, **options: Any) -> Run:

@@ -246,20 +246,9 @@ class ScenarioStep(Strict):
 
 
 class Distributed(Strict):
-    """Several processes on this machine, each with a batch of its own."""
+    """Several processes of a script on this machine, which torchrun starts."""
 
-    processes: int = Field(default=2, ge=1, le=64, description="Number of processes; on CUDA each needs a GPU.")
-    strategy: Literal["ddp", "fsdp"] = Field(
-        default="ddp",
-        description="`DistributedDataParallel`, or FSDP2 with a unit for each layer. A script decides for itself.",
-    )
-    param_dtype: DTypeName | None = Field(default=None, description="Computation dtype of the policy (FSDP2 only).")
-    reduce_dtype: DTypeName | None = Field(
-        default=None, description="dtype in which gradients are reduced (FSDP2 only)."
-    )
-    output_dtype: DTypeName | None = Field(
-        default=None, description="dtype to which each unit casts its output (FSDP2 only)."
-    )
+    processes: int = Field(default=2, ge=1, le=64, description="Number of processes.")
 
 
 class Reference(Strict):
@@ -315,7 +304,7 @@ class Scenario(Strict):
         "`1/16`: one of 16 steps; `off`: all. In the others the loss and the gradients of each optimizer step are measured.",
     )  # fmt: skip
     distributed: Distributed | None = Field(
-        default=None, description="Run it in several processes; `generate`, `unload` and compiled steps cannot be."
+        default=None, description="Run a script in several processes; a model that a scenario builds has one."
     )
     corrections: list[CorrectionSpec] = Field(default_factory=list, description="Corrections switched on in this run.")
     conditions: list[ConditionName] = Field(
@@ -359,27 +348,11 @@ class Scenario(Strict):
         return self
 
     @model_validator(mode="after")
-    def _can_be_distributed(self) -> Self:
-        for step in self.steps if self.distributed is not None else ():
-            kind = step.workload.kind
-            if kind in ("generate", "unload"):
-                raise ValueError(f"a step of kind {kind} runs in one process only")
-            if step.compile is not None:
-                raise ValueError("a compiled model runs in one process only")
-            if step.model is not None and step.model.device_map is not None:
-                raise ValueError("a device_map is for one process: several have a GPU each")
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_sharded(self) -> Self:
-        is_sharded = self.distributed is not None and self.distributed.strategy == "fsdp"
-        for step in self.steps if is_sharded else ():
-            kind = step.workload.kind
-            if kind in ("sft", "grpo"):
-                raise ValueError(f"the trainer of a step of kind {kind} wraps its model itself, with ddp only")
-            if step.model is None and kind != "script":
-                why = "a step without a model goes on with a sharded one, which has left its process group"
-                raise ValueError(f"{why}; give it a `model`")
+    def _a_script_may_have_processes(self) -> Self:
+        if self.distributed is not None and not isinstance(self.steps[0].workload, Script):
+            raise ValueError(
+                "several processes run a script: leave out `distributed`, or run the script by `dtypedoctor exec`"
+            )
         return self
 
     def with_changes(self, **changes: Any) -> "Scenario":

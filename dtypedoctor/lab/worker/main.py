@@ -1,11 +1,10 @@
-"""A worker: one process, one scenario, one trace. torchrun starts a rank of a scenario as ``python -m dtypedoctor.lab.worker.main DIRECTORY``."""
+"""A worker: one process, one scenario, one trace."""
 
 import gc
 import os
 import resource
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -19,20 +18,18 @@ from torch import Tensor, nn
 
 from dtypedoctor._torch_private import buffers_of, parameters_of
 from dtypedoctor.errors import UsageError
-from dtypedoctor.foreign_files import append_file
 from dtypedoctor.instrument.budget import budget_of
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.interruptions import contained
 from dtypedoctor.lab.corrections.interventions import Conditions, StageCorrections, record_left_out
 from dtypedoctor.lab.models.build import Built, build, set_seed
 from dtypedoctor.lab.scenarios.model import Autocast, Model, Plugin, Request, Scenario, ScenarioStep, is_limited
-from dtypedoctor.lab.worker.stage import capturing, compiling, parallel, streaming, take_device, will_be_sharded
+from dtypedoctor.lab.worker.stage import capturing, compiling, streaming
 from dtypedoctor.lab.workloads.context import Context, Holder
 from dtypedoctor.plugins import BUILTIN, Workload, known, registered, resolve
 from dtypedoctor.redaction.redact import read_request
 from dtypedoctor.replay.capsule import MODEL, UNLIMITED, read_capsule
 from dtypedoctor.trace.events import Environment, Stage
-from dtypedoctor.trace.ranks import member_of_torchrun, rank_directory
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.worker.call_fixes import is_out_of_memory
 from dtypedoctor.worker.environment import (
@@ -148,15 +145,15 @@ class Stock:
         gc.collect()
         gc.freeze()  # what stays need not be searched for garbage before each run
 
-    def take(self, spec: Model, device: torch.device, seed: int, *, on_host: bool = False) -> Built:
-        """The model that ``spec`` asks for, out of the stock or built now; ``on_host`` as in :func:`dtypedoctor.lab.models.build.build`.
+    def take(self, spec: Model, device: torch.device, seed: int) -> Built:
+        """The model that ``spec`` asks for, out of the stock or built now.
 
         Raises:
             UsageError: it cannot be built.
         """
         key = _key(spec, device, seed)
         if key not in self._built:
-            return build(spec, device, seed, on_host=on_host)
+            return build(spec, device, seed)
         built, _ = self._built[key]
         self.taken_bytes += sum(t.numel() * t.element_size() for t in built.model.state_dict().values())
         return built
@@ -245,10 +242,6 @@ def _difference(before: _Shape, after: _Shape) -> str | None:
         if before.get(name) != after.get(name):
             return f"{name or 'the model'} is not what was built"
     return None
-
-
-_LATE_SECONDS, _LATE_TIMES = 15.0, 5.0
-"""How long the other ranks may take for a forward pass that this one has left by an exception: so many seconds, and so often as long as it took here."""
 
 
 def serve(directory: Path, stock: Stock | None = None) -> int:
@@ -361,7 +354,6 @@ class _Run:
         """
         self._conditions.begin()
         self._device = choose_device(self._scenario.device)
-        take_device(self._device)
         self._writer.write(Environment(values=describe_environment(self._device)))
         prepare_process(self._scenario, self._device)
         model = self._scenario.steps[0].model
@@ -414,8 +406,7 @@ class _Run:
             Stage(n=self._writer.next_n(), index=index, name=stage.name or f"step-{index + 1}", workload=kind)
         )
         if stage.model is not None:
-            sharded = will_be_sharded(self._scenario, stage)
-            self._holder.built = self._stock.take(stage.model, self._device, self._scenario.seed, on_host=sharded)
+            self._holder.built = self._stock.take(stage.model, self._device, self._scenario.seed)
             self._corrections.install(self._holder.built.model)
         context = self._context(stage)
         workload = _workload(stage)
@@ -423,23 +414,11 @@ class _Run:
         self._instruments.start()
         if self._holder.built is not None:
             self._instruments.attach(self._holder.built.model)
-        probed = stage.model is not None and not stage.model.name.startswith(MODEL)  # a capsule has only its one call
-        sharded = will_be_sharded(self._scenario, stage)
-        if probed and not sharded:
+        if stage.model is not None and not stage.model.name.startswith(MODEL):  # a capsule has only its one call
             context.probe_untrained()
         set_seed(self._scenario.seed)
         try:
-            with (
-                capturing(context, self._capture, self._directory),
-                streaming(context),
-                compiling(context),
-                parallel(context) as meeting,
-            ):
-                if probed and sharded and meeting is not None:  # before, the weights were in the host's memory
-                    began = time.monotonic()
-                    raised = context.probe_untrained()
-                    meeting.go_on_together(raised, _LATE_SECONDS + _LATE_TIMES * (time.monotonic() - began))
-                    set_seed(self._scenario.seed)
+            with capturing(context, self._capture, self._directory), streaming(context), compiling(context):
                 workload(context)
         finally:
             self._steps += context.steps_completed
@@ -512,26 +491,6 @@ _FIXED = 4 << 30
 """Bytes for activations, and for what the libraries allocate."""
 _TIMES = 16
 """How often the tensors fit beside that: in two dtypes, with gradients, and once more in float32."""
-
-
-def serve_rank(directory: Path) -> None:
-    """Leaves the trace and the output of this rank in its directory.
-
-    Raises:
-        RuntimeError: the process was not started by torchrun.
-    """
-    here = member_of_torchrun()
-    if here is None:
-        raise RuntimeError("RANK and WORLD_SIZE are not set: this process was not started by torchrun")
-    own = rank_directory(directory, here.rank)
-    for descriptor, name in ((1, "stdout.txt"), (2, "stderr.txt")):
-        with append_file(own / name, mode=0o600) as file:
-            os.dup2(file.fileno(), descriptor)
-    leave(serve(own))
-
-
-if __name__ == "__main__":
-    serve_rank(Path(sys.argv[1]))
 
 
 class MemoryMeter:

@@ -1,33 +1,26 @@
-"""What may be around the workload of a stage: a call that is captured, a CUDA stream of its own, the compiler, a group of processes."""
+"""What may be around the workload of a stage: a call that is captured, a CUDA stream of its own, the compiler."""
 
 import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from importlib import import_module
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from dtypedoctor._torch_private import recompiling, stays_uncompiled
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.capture import Tensors, describe, recipe
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
 from dtypedoctor.instrument.live_call import tensors_of
-from dtypedoctor.instrument.module_tree import named_modules, parameter_not_here
+from dtypedoctor.instrument.module_tree import named_modules
 from dtypedoctor.lab.models.build import repeated_layers
 from dtypedoctor.lab.scenarios.model import Capture as Wanted
-from dtypedoctor.lab.scenarios.model import Compile, Distributed, Generate, Grpo, Scenario, ScenarioStep, Sft, Workload
-from dtypedoctor.plugins import KEEP_FLOAT32
+from dtypedoctor.lab.scenarios.model import Compile, Generate, Grpo, Workload
 from dtypedoctor.trace.events import NotWatched
-from dtypedoctor.trace.ranks import Member, member_of_torchrun
 from dtypedoctor.trace.records.execution import StreamLaunches
 from dtypedoctor.unpatched import to_json
 from dtypedoctor.worker.call_fixes import call_of
@@ -201,122 +194,6 @@ def _without_cache(model: nn.Module, workload: Workload) -> Iterator[None]:
         config.use_cache = True
 
 
-BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
-
-
-def take_device(device: torch.device) -> None:
-    """Gives this process, if it is one of several, a GPU of its own.
-
-    Raises:
-        UsageError: there are not enough of them.
-    """
-    here = member_of_torchrun()
-    if here is None or device.type != "cuda":
-        return
-    count = torch.cuda.device_count()
-    if here.local_rank >= count:
-        raise UsageError(
-            f"{here.world_size} processes need a CUDA device each, and there are {count}", "Add `--device cpu`."
-        )
-    torch.cuda.set_device(here.local_rank)
-
-
-def will_be_sharded(scenario: Scenario, stage: ScenarioStep) -> bool:
-    """Whether no device needs room for the whole model: each unit of FSDP2 is moved to one when it is sharded.
-
-    What bitsandbytes packs on a device is not what it packs on the host.
-    """
-    spec = scenario.distributed
-    is_packed = stage.model is not None and stage.model.quantization is not None
-    return spec is not None and spec.strategy == "fsdp" and member_of_torchrun() is not None and not is_packed
-
-
-class Meeting:
-    """What the ranks tell each other without a collective, in which one that fails would leave the others waiting.
-
-    Args:
-        store: theirs.
-        here: which of them this is.
-    """
-
-    def __init__(self, store: Store, here: Member) -> None:
-        self._store = store
-        self._here = here
-
-    def go_on_together(self, error: BaseException | None, seconds: float) -> None:
-        """Each rank calls this after the same forward pass, with what it has raised there.
-
-        Where a rank raises that others do not, these wait for it in a collective, and its next one would meet theirs: it cannot go on.
-
-        Args:
-            error: what this rank has raised; None if nothing.
-            seconds: how long the others may take to come here as well.
-
-        Raises:
-            BaseException: ``error``, if another rank does not come.
-        """
-        self._store.set(f"passed {self._here.rank}", "")
-        if error is None:
-            return
-        try:
-            self._store.wait([f"passed {rank}" for rank in range(self._here.world_size)], timedelta(seconds=seconds))
-        except RuntimeError:  # torch raises DistStoreError, which is one
-            raise error from None
-
-
-_GROUPS = count(1)
-"""Numbers of the process groups of this process, one for each stage; all ranks count alike."""
-
-
-@contextmanager
-def parallel(context: "Context") -> Iterator[Meeting | None]:
-    """Inside, ``context.model`` is wrapped as the scenario asks, and this process belongs to the group of all ranks, who can meet."""
-    spec = context.scenario.distributed
-    here = member_of_torchrun()
-    if spec is None or here is None:
-        yield None
-        return
-    context.rank = here.rank
-    store = PrefixStore(
-        f"group {next(_GROUPS)}", next(iter(rendezvous("env://", here.rank, here.world_size)))[0]
-    )  # what an earlier stage has written means nothing to this one
-    dist.init_process_group(
-        BACKENDS[context.device.type],
-        store=store,
-        rank=here.rank,
-        world_size=here.world_size,
-    )
-    try:
-        model = context.built.model
-        if spec.strategy == "fsdp":
-            if any(one.id == KEEP_FLOAT32 for one in context.scenario.corrections):
-                raise UsageError(
-                    f"{KEEP_FLOAT32} keeps nothing in a model that FSDP2 shards", "Leave one of the two out."
-                )
-            shard(model, spec)
-        elif isinstance(context.stage.workload, (Sft, Grpo)):
-            pass  # the trainer finds the group, and wraps the model itself
-        elif any(parameter.requires_grad for parameter in model.parameters()):
-            context.wrapped = nn.parallel.DistributedDataParallel(model)
-            context.instruments.name_as(context.wrapped, model)
-        yield Meeting(store, here)
-    finally:
-        context.wrapped = None
-        dist.destroy_process_group()
-
-
-def shard(model: nn.Module, spec: Distributed) -> None:
-    """Makes a unit of FSDP2 for each layer of ``model``, and one for the rest."""
-    from torch.distributed import fsdp
-
-    names = (spec.param_dtype, spec.reduce_dtype, spec.output_dtype)
-    param, reduce, output = (getattr(torch, name) if name is not None else None for name in names)
-    policy = fsdp.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
-    for layer in repeated_layers(model) or model.children():
-        fsdp.fully_shard(layer, mp_policy=policy)
-    fsdp.fully_shard(model, mp_policy=policy)
-
-
 DESCRIPTION, TENSORS = "capture.json", "capture.safetensors"
 
 
@@ -378,8 +255,6 @@ class Capture:
 
     def _described(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         module = self._module
-        if absent := parameter_not_here(module):
-            raise TypeError(f"this rank has only a shard of {absent} while the module runs")
         watched = module.__dict__.pop("forward")
         self._put_back()  # the recipe must not hold this watch's own forward
         try:

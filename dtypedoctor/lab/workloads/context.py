@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtypedoctor._torch_private import leave_forward
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.instrument.statistics import is_spread
 from dtypedoctor.interruptions import contained
 from dtypedoctor.lab.models.build import Built
 from dtypedoctor.lab.scenarios.model import Scenario, ScenarioStep
@@ -77,8 +75,6 @@ class Context:
         scratch: a directory for files that libraries insist on writing.
         pause: what must hold still while the probe runs (correction counters).
         compiled: the model as ``torch.compile`` gave it back, where the stage asks for that.
-        wrapped: the model as it is called in one of several processes, where the scenario asks for that.
-        rank: number of this process, whose batches are its own.
         look_steps: as in :class:`dtypedoctor.lab.scenarios.model.Request`.
         steps_before: training steps that earlier stages have done.
         steps_completed: training steps done in this stage, kept by the workload.
@@ -93,8 +89,6 @@ class Context:
     scratch: Path
     pause: list[Any] = field(default_factory=list)
     compiled: nn.Module | None = None
-    wrapped: nn.Module | None = None
-    rank: int = 0
     look_steps: int | None = None
     steps_before: int = 0
     steps_completed: int = 0
@@ -128,8 +122,8 @@ class Context:
 
     @property
     def model(self) -> nn.Module:
-        """What a workload calls: the model, compiled or wrapped if the scenario asks for that."""
-        return next(model for model in (self.compiled, self.wrapped, self.built.model) if model is not None)
+        """What a workload calls: the model, compiled if the scenario asks for that."""
+        return self.built.model if self.compiled is None else self.compiled
 
     def begin_step(self) -> None:
         """Says that the next step begins, for workloads without an optimizer, whose steps nobody else counts."""
@@ -169,19 +163,17 @@ class Context:
             ProbeLogProbs(n=writer.next_n(), step=self.steps_before + step, values=values, untrained=untrained)
         )
 
-    def probe_untrained(self) -> Exception | None:
-        """The probe before the stage's first step; what it has raised. A model that fails here will fail in its workload, where it is watched."""
+    def probe_untrained(self) -> None:
+        """The probe before the stage's first step. A model that fails here will fail in its workload, where it is watched."""
         if vocabulary_of(self.built.model) is None:
             what = f"log-probabilities of {type(self.built.model).__name__}"
             self.instruments.writer.write(NotWatched(what=what, why="it has no config.vocab_size to draw tokens from"))
-            return None
+            return
         with contained() as refused, self.region():  # the workload will meet it again, watched
             self.probe(0, untrained=True)
-        leave_forward(self.built.model)
         if refused.error is not None:
             why = f"the forward pass raises {type(refused.error).__name__}"
             self.instruments.writer.write(NotWatched(what="outputs before the first step", why=why))
-        return refused.error
 
 
 @contextmanager
@@ -201,12 +193,8 @@ def _layers_uncompiled(stage: ScenarioStep) -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if by_layers else nullcontext()
 
 
-RANK_STRIDE = 1_000_003
-"""Distance of the seeds of two ranks: more than a run has batches."""
-
-
 def training_tokens(context: Context, shape: tuple[int, int], number: int) -> Tensor:
-    """Token ids of ``shape`` (batch, tokens): batch ``number`` (from 1) of the scenario's seed, for each rank another.
+    """Token ids of ``shape`` (batch, tokens): batch ``number`` (from 1) of the scenario's seed.
 
     Raises:
         UsageError: the model does not say how many tokens it knows.
@@ -218,14 +206,7 @@ def training_tokens(context: Context, shape: tuple[int, int], number: int) -> Te
             f"{type(model).__name__} has no config.vocab_size, so there are no tokens to give it",
             "Wrap it in a factory (package.module:factory) with config.vocab_size and a forward of input_ids and labels, or run a script.",
         )
-    seed = context.scenario.seed + number + RANK_STRIDE * context.rank
-    return random_tokens(vocabulary, shape, seed, context.device)
-
-
-def value_of(norm: Tensor) -> float:
-    """A norm over gradients, of which after FSDP each rank holds a part only; every rank has to ask for it."""
-    whole = norm.full_tensor() if is_spread(norm) else norm  # type: ignore[attr-defined]  # that of a DTensor
-    return float(whole.item())
+    return random_tokens(vocabulary, shape, context.scenario.seed + number, context.device)
 
 
 def language_model_loss(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.lab.scenarios.model import Forward, Generate, Train
-from dtypedoctor.lab.workloads.context import Context, language_model_loss, training_tokens, value_of
+from dtypedoctor.lab.workloads.context import Context, language_model_loss, training_tokens
 
 
 def run_forward(context: Context) -> None:
@@ -36,7 +36,7 @@ def run_forward(context: Context) -> None:
                 norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
                 for parameter in parameters:
                     parameter.grad = None
-                values["grad_norm"] = value_of(norm)
+                values["grad_norm"] = float(norm.item())
         values["step_time"] = time.perf_counter() - began
         context.steps_completed = step
         context.metric(step, values)
@@ -81,7 +81,7 @@ class _Loop:
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad()
-        values = {"loss": sum(losses) / len(losses), "grad_norm": value_of(norm)}
+        values = {"loss": sum(losses) / len(losses), "grad_norm": float(norm.item())}
         return values | ({"scale": self._scaler.get_scale()} if self._scaler.is_enabled() else {})
 
     def _batches(self, number: int) -> Iterator[torch.Tensor]:
