@@ -24,7 +24,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from dtypedoctor.lab.parity.gaps import PADDING, SAMPLING, SHIFT, WEIGHTS
+from dtypedoctor.lab.parity.rollouts import PADDING, SAMPLING, SHIFT, WEIGHTS
 
 SIZE = {
     "vocab_size": 128,

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from rollout_corpus import CASES, Case
 
-from dtypedoctor.lab.parity.gaps import Parity
 from dtypedoctor.lab.parity.rescoring import Scorer, split
-from dtypedoctor.lab.parity.rollouts import Sampling, read_rollouts
+from dtypedoctor.lab.parity.rollouts import Parity, Sampling, read_rollouts
 
 
 def measured(case: Case, tmp_path: Path) -> Parity:

@@ -11,7 +11,7 @@ from dtypedoctor.cli.output import TERMINAL, Device, FormatOption, announce, sho
 from dtypedoctor.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from dtypedoctor.lab.parity.gaps import Gap, Parity
+    from dtypedoctor.lab.parity.rollouts import Gap, Parity
     from dtypedoctor.report.document import Document, Section
 
 _DTYPES = ("bfloat16", "float16", "float32", "autocast")
@@ -55,8 +55,7 @@ def parity(
     Exits 0 if the log-probabilities are the same up to the rounding of the trainer's dtype, else 10.
     """
     from dtypedoctor.lab.cli.verify import answer_of
-    from dtypedoctor.lab.parity.gaps import Parity
-    from dtypedoctor.lab.parity.rollouts import Sampling, read_rollouts
+    from dtypedoctor.lab.parity.rollouts import Parity, Sampling, read_rollouts
     from dtypedoctor.redaction.redact import redact
 
     if dtype is not None and dtype not in _DTYPES:
@@ -88,7 +87,7 @@ def parity(
 
 def parity_document(result: "Parity") -> "Document":
     """The document about the gap of a generator and a trainer."""
-    from dtypedoctor.lab.parity.gaps import GAP
+    from dtypedoctor.lab.parity.rollouts import GAP
     from dtypedoctor.report.document import Check, Document, Outcome
 
     headline = _headline(result)
@@ -111,7 +110,7 @@ def parity_document(result: "Parity") -> "Document":
 
 
 def _headline(result: "Parity") -> str:
-    from dtypedoctor.lab.parity.gaps import ROUNDING, SAME
+    from dtypedoctor.lab.parity.rollouts import ROUNDING, SAME
 
     gap, causes = result.gap, result.causes
     size = f"mean difference of log-probabilities {gap.mean_abs:.2g}"
@@ -131,7 +130,7 @@ def _headline(result: "Parity") -> str:
 
 
 def _sections(result: "Parity") -> "Iterator[Section]":
-    from dtypedoctor.lab.parity.gaps import GAP, UNEXPLAINED, WHAT_TO_DO
+    from dtypedoctor.lab.parity.rollouts import GAP, UNEXPLAINED, WHAT_TO_DO
     from dtypedoctor.report.document import Facts, Items, Section, Table
 
     facts = [("trainer", result.baseline)]

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from dtypedoctor.errors import DoctorError, UsageError, require_installed
 from dtypedoctor.foreign_files import write_file
-from dtypedoctor.lab.parity.gaps import DTYPE, PADDING, SAMPLING, SHIFT, WEIGHTS, Change, Gap, Parity
-from dtypedoctor.lab.parity.rollouts import Rollout
+from dtypedoctor.lab.parity.rollouts import DTYPE, PADDING, SAMPLING, SHIFT, WEIGHTS, Change, Gap, Parity, Rollout
 
 LEFT, POSITIONS, RIGHT, ALONE = "left", "positions", "right", "alone"
 """How rows become batches: prompts padded on their left; the same with positions that count from the first token; all padding on the right; none."""
