@@ -292,9 +292,7 @@ def test_a_rank_that_torchrun_does_not_list_beside_one_that_failed_was_ended_by_
     """torchrun ends the others at once, and lists only those whose end it has seen by then."""
     rank_directory(tmp_path, 0).mkdir(parents=True)
     ended = WorkerExit(code=1, timed_out=False, seconds=1.0)
-    run = collect_rank(
-        rank_directory(tmp_path, 0), 0, exit_of_rank(0, ended, {1: {"code": 1, "time": 0.0}}), foreign=True
-    )
+    run = collect_rank(rank_directory(tmp_path, 0), 0, exit_of_rank(0, ended, {1: {"code": 1, "time": 0.0}}))
     assert (run.exit.code, run.exit.ended_by_launcher) == (-signal.SIGTERM, signal.SIGTERM)
 
 
