@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 from checkpoints import write_safetensors
 from report_builders import overflow
+from traces import TraceBuilder
 
 from dtypedoctor.diagnosis import cap_confidence
-from dtypedoctor.diagnosis.checkpoint import read_checkpoint
+from dtypedoctor.diagnosis.checkpoint import Subject, read_checkpoint
 from dtypedoctor.diagnosis.incidents import cannot_settle
 from dtypedoctor.diagnosis.rule import Confidence
+from dtypedoctor.diagnosis.wording import named_in
 from dtypedoctor.errors import UsageError
 from dtypedoctor.examination.examine import rerun_advice
 from dtypedoctor.examination.results import NOT_REQUESTED, Outcome, Trial
@@ -109,6 +111,16 @@ def test_an_adapters_config_says_what_its_files_should_hold(tmp_path: Path) -> N
         index.write_text(wrong)
         with pytest.raises(UsageError, match="weight_map is no mapping"):
             _ = read_checkpoint(tmp_path).gaps
+
+
+@pytest.mark.parametrize(("target", "kept"), [("float16", {"a", "b"}), ("bfloat16", {"b"}), ("float32", set())])
+def test_one_list_of_modules_stays_float32_for_float16_only(target: str, kept: set[str], tmp_path: Path) -> None:
+    """The strict one for bfloat16 as well; loading in float32 keeps nothing apart."""
+    write_safetensors(tmp_path / "model.safetensors", {"a.weight": ("F32", [1], None), "b.weight": ("F32", [1], None)})
+    subject: Subject = read_checkpoint(tmp_path)
+    lists = {"_keep_in_fp32_modules": ("a",), "_keep_in_fp32_modules_strict": ("b",)}
+    subject = replace(subject, keep_in_fp32=lists)
+    assert {one.name[0] for one in subject.tensors if subject.keeps(one, target)} == kept
 
 
 def trial(remedy: str, option: str) -> Trial:

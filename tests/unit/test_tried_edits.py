@@ -177,6 +177,14 @@ def test_an_absurd_loss_of_a_program_without_an_optimizer_does_not_help() -> Non
     ]  # what was never finite tells nothing of how large it should be
 
 
+def test_an_edit_that_was_not_tried_is_told_in_words() -> None:
+    """With the place, and why it was not tried."""
+    one = judged(runs=dict.fromkeys((EDIT.new, OTHER.new), "the disk is full"))
+    assert (one.edits, one.tried) == ((), None)
+    assert one.text == "Use bfloat16. Not tried at train.py:3: the disk is full."
+    assert "the program is not run again from here" in judged().text
+
+
 def test_edits_of_later_findings_wait_for_the_first() -> None:
     """What is left to mend shows when the program runs with the edit that helps."""
     ways = [Advice(finding=FINDING.id, text="Use it.", edits=(edit,)) for edit in (EDIT, OTHER)]
