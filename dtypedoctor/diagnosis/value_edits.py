@@ -508,7 +508,9 @@ def fitting(scene: Scene, makers: tuple[str, ...]) -> tuple[str, ...]:
     """The makers that fit a finding: of a line that updates tensors of its own, the one that changes what makes these."""
     if scene.finding.id != "update-stall":
         return makers
-    if scene.finding.source is None:
+    if (
+        scene.finding.fqn is not None and scene.finding.phase == "optimizer"
+    ):  # weights, which no line of the program updates
         return tuple(name for name in makers if name != OWN)
     at = _updating(scene)
     if at is not None and any(".parameters()" in text for text in (at[2], *map(ast.unparse, _made(at[0], at[2])))):

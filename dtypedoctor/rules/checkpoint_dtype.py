@@ -62,6 +62,7 @@ def detect_loading(trace: Trace) -> Iterator[Finding]:
                 f"State of {cast.what.parameters} parameters.",
             ),
             dtype,
+            source=cast.what.source,
         )
 
 
@@ -84,7 +85,13 @@ def _pretrained(what: Pretrained) -> Iterator[Finding]:
         for census in (what.stored, what.loaded)
     )
     asked = requested or "nothing (the default decides)"
-    yield _finding(summary, cause, ("Stored: {}. Loaded: {}. Requested: {}.".format(*census_in_words, asked),), loaded)
+    yield _finding(
+        summary,
+        cause,
+        ("Stored: {}. Loaded: {}. Requested: {}.".format(*census_in_words, asked),),
+        loaded,
+        source=what.source,
+    )
 
 
 def _state(what: StateLoaded) -> Iterator[Finding]:
@@ -102,6 +109,7 @@ def _state(what: StateLoaded) -> Iterator[Finding]:
             f"Tensors that were cast to a smaller range: {listed(what.names)}.",
         ),
         dtype,
+        source=what.source,
     )
 
 
@@ -120,6 +128,7 @@ def _trained(what: RoundedAndTrained) -> Finding:
             f"In the optimizer: {listed(what.names)}.",
         ),
         dtype,
+        source=what.source,
     )
 
 
@@ -142,6 +151,7 @@ def _moments(what: MomentsStoredInHalf) -> Iterator[Finding]:
             f"State of {what.parameters} parameters, of which {what.compared:,} elements were compared before the first step after loading.",
         ),
         "float16",
+        source=what.source,
         proven_by="a mean of squares is 0 only if the mean of the same gradients is 0 as well",
     )
 
@@ -156,11 +166,11 @@ def _casts(casts: Mapping[str, int]) -> tuple[str, str, str]:
 
 
 def _finding(summary: str, cause: str, evidence: tuple[str, ...], dtype: str, *,
-             severity: Severity = Severity.WARNING, proven_by: str | None = _COMPARED) -> Finding:  # fmt: skip
+             source: str | None = None, severity: Severity = Severity.WARNING, proven_by: str | None = _COMPARED) -> Finding:  # fmt: skip
     statement = Statement(
         id=SPEC.id, severity=severity, proven_by=proven_by, summary=summary, cause=cause, evidence=evidence
     )
-    return make_finding(statement, phase="static", dtype=dtype)
+    return make_finding(statement, phase="static", dtype=dtype, source=source)
 
 
 def check_configured(subject: Subject) -> Iterator[Finding]:

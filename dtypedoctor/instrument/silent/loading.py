@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from dtypedoctor._torch_private import follow_casts, parameters_of
 from dtypedoctor.instrument.float32_program import HALF as NARROW
 from dtypedoctor.instrument.float32_program import SMALL
-from dtypedoctor.instrument.frames import local_of, source_of
+from dtypedoctor.instrument.frames import local_of, own_statement, source_of
 from dtypedoctor.instrument.module_tree import ByModule, named_tensors, owner_of, parameters_in
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.silent.observer import Observer
@@ -64,6 +64,7 @@ class _Rounded:
     elements: int
     rounded: int
     change: float
+    source: str | None
 
     def is_among(self, tensors: set[int]) -> bool:
         """Whether one of ``tensors``, by their identities, is the parameter."""
@@ -177,6 +178,7 @@ class LoadingCheck(Observer):
             became_zero=sum(zero for _, zero in lost),
             elements=sum(a.numel() for _, a, _ in narrowed),
             names=[n for n, _, _ in narrowed[:MOST_NAMED]],
+            source=_own_line(),
         )
         self.session.once(loaded, (type(module), *sorted(casts)))
 
@@ -187,7 +189,7 @@ class LoadingCheck(Observer):
                 if changed:
                     about = f"{dtype_name(stored)}->{dtype_name(own)}"
                     owner, attribute = owner_of(module, name)
-                    rounded = _Rounded(ref(owner), attribute, name, about, stored.numel(), changed, change)
+                    rounded = _Rounded(ref(owner), attribute, name, about, stored.numel(), changed, change, _own_line())
                     self._rounded[id(owner), attribute] = rounded
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -210,6 +212,7 @@ class LoadingCheck(Observer):
             parameters=len(held),
             names=[found.name for found in held[:MOST_NAMED]],
             mean_change=sum(found.change for found in held) / rounded,
+            source=held[0].source,
         )
         self.session.once(told, tuple(sorted(casts)))
 
@@ -223,8 +226,16 @@ class LoadingCheck(Observer):
             return
         requested = kwargs.get("dtype", kwargs.get("torch_dtype"))
         asked = str(requested).removeprefix("torch.") if requested not in (None, "auto") else None
-        found = Pretrained(model=type(model).__name__, stored=stored, loaded=dict(loaded), requested=asked)
+        found = Pretrained(
+            model=type(model).__name__, stored=stored, loaded=dict(loaded), requested=asked, source=_own_line()
+        )
         self.session.once(found, (type(model), *sorted(stored), *sorted(loaded)))
+
+
+def _own_line() -> str | None:
+    """``file:line`` of the program's own code that is at work, a trainer that resumes, say."""
+    statement = own_statement(sys._getframe())
+    return None if statement is None else statement.source
 
 
 _CASTING_METHODS = frozenset({"to", "half", "bfloat16", "float", "double", "type"})
@@ -328,6 +339,7 @@ class _Loaded:
     tensor: Tensor
     given: torch.dtype
     rounded: int
+    source: str | None
 
     @property
     def is_narrower(self) -> bool:
@@ -390,6 +402,7 @@ class ResumeCheck(Observer):
             parameters=len({id(one.parameter) for one in cast}),
             rounded=sum(one.rounded for one in cast),
             compared=sum(len(_some(one.tensor)) for one in cast),
+            source=cast[0].source,
         )
         self.session.once(found, type(optimizer).__name__)
 
@@ -404,6 +417,7 @@ class ResumeCheck(Observer):
             became_zero=sum(zeros for _, (zeros, _) in lost),
             became_inf=sum(infinite for _, (_, infinite) in lost),
             compared=sum(len(_some(one.tensor)) for one, _ in lost),
+            source=lost[0][0].source,
         )
         self.session.once(found, type(optimizer).__name__)
 
@@ -422,13 +436,14 @@ def _loaded(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[_Lo
     """What was loaded for each parameter, in tensors of its shape; a checkpoint numbers parameters by their order."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    line = _own_line()
     for number, parameter in zip(numbers, parameters, strict=False):
         given, own = state_dict["state"].get(number, {}), optimizer.state.get(parameter, {})
         for key, tensor in own.items():
             stored = given.get(key)
             if _is_state_of(parameter, tensor) and _is_state_of(parameter, stored):
                 rounded = _some(stored).to(tensor.device).float() != _some(tensor).float()
-                yield _Loaded(parameter, str(key), tensor, stored.dtype, int(rounded.sum()))
+                yield _Loaded(parameter, str(key), tensor, stored.dtype, int(rounded.sum()), line)
 
 
 def _is_state_of(parameter: Tensor, value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 An operator that takes part in half precision is run a second time on the float64 values of its operands. A value begins as its own float64 value: data,
 parameters, random numbers, what is too large. Where rounding has made the two differ, the float64 values are kept beside the *memory* of the tensor, so that
-views and writes in place need nothing of their own, together with the first operator whose rounding they carry. A difference alone is no error. It is judged
+views and writes in place need nothing of their own, together with the operator whose rounding moves them most. A difference alone is no error. It is judged
 where the value is used:
 
 * a **decision** (argmax, topk, sign, a search; not sort, of which mostly the values are used) that is another one than float64 takes, although the values that it is between are further apart there
@@ -17,8 +17,6 @@ where the value is used:
 * a **comparison**, by which a mask is made or a loop goes on, that has another result;
 * a **schedule** that the program computes from numbers alone, and of which entries coincide;
 * a **loss**, a **number** that Python reads, and what a layer is **given**, where half of the digits that the dtype has are lost.
-
-For the last three the operator is named at which the relative error grows most: a difference of near values, a division by what is nearly 0.
 """
 
 import math
@@ -77,7 +75,9 @@ SUM, FEWEST = 64, 16
 CHOICES, BEFORE_CHOICE = 8, 512
 """Kinds of choices among float32 values, and operators in float32 that are followed after the first of a kind, up to the next."""
 AMPLIFIED = 16
-"""Times that a relative error in float32 has to grow in one operator for this to be its cause: a difference of near values, distances by squares."""
+"""Times that a relative error has to grow in a difference for its numbers to be near each other."""
+BY_FAR = 4
+"""Times that the rounding of an operator has to move its result as far as what its operands are off by, for it to be to blame."""
 RECURRENT, AT_ONE_RECURRENCE = 1 << 10, 1 << 10
 """Elements up to which a value that is computed from itself is followed for longer, and calls at one line then."""
 FEW_CHOSEN = 64
@@ -141,13 +141,12 @@ _SIGNS = frozenset({"sign", "sign_", "sgn", "sgn_"})
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The first operator whose rounding a value carries.
+    """The operator whose rounding makes up most of what a value is off by.
 
     Attributes:
         whole: whether whole numbers went into it.
         sums: whether more numbers went into it than came out: it has counted.
         largest, apart: of what it has rounded the largest magnitude, and the largest difference from the float64 values.
-        terms: of a difference of numbers that are no copies of each other, how much the largest of them is rounded by; 0 of anything else.
     """
 
     op: str
@@ -157,7 +156,6 @@ class Origin:
     largest: float = 0.0
     apart: float = 0.0
     sums: bool = False
-    terms: float = 0.0
 
     @property
     def is_lossy(self) -> bool:
@@ -172,20 +170,22 @@ class Origin:
 
 @dataclass(slots=True)
 class _Memory(Uncollected):
-    """What all elements of a storage would be in float64, what they were when that was computed, and the largest difference."""
+    """What all elements of a storage would be in float64, and what they were when that was computed.
+
+    Attributes:
+        origin: the operator to blame for the difference.
+        overflowed: whether inf or NaN has led to it.
+        is_number: whether it is what Python's numbers were before a tensor was made of them.
+        terms: of what a difference of near numbers has led to, how much the largest of these is rounded by; None of all else.
+    """
 
     held: StorageWeakRef
     exact: Tensor
     now: Tensor
     origin: Origin
-    error: float
-    relative: float
-    """The error beside the values, in the Euclidean norm."""
-    lost_at: Origin
-    """Where that has grown most, and by how much."""
-    factor: float
     overflowed: bool = False
-    """Whether inf or NaN has led to it, of which others tell."""
+    is_number: bool = False
+    terms: float | None = None
 
 
 @dataclass(slots=True)
@@ -208,7 +208,7 @@ class _Series:
     Attributes:
         last: the latest, and what it would be in float64.
         steps: from one to the next; in ``turns`` of them float64 goes the other way than before, in ``equal`` the two are one number, and differ in float64.
-        origin: of the first rounding; ``shown`` the first two that are equal, as their float64 values.
+        origin: of the rounding; ``shown`` the first two that are equal, as their float64 values.
     """
 
     last: tuple[float, float]
@@ -278,20 +278,52 @@ class _Call:
             return True
         return not bool((operand if memory is None else self.values[id(operand)]).isfinite().all())
 
-    def _loses_most(self) -> bool:
-        """Whether float32 values, which all operators round, are relatively much more off after this one than before."""
-        if self.results[0].dtype is not torch.float32 or any(m.origin.is_lossy for m in self.known.values()):
-            return False
-        before = max(
-            _relative_error(copy, self.values[id(copy)]) for copy, _ in self.operands if id(copy) in self.known
-        )
-        return _relative_error(self.results[0], self.exact[0]) > AMPLIFIED * before
-
     @cached_property
     def origin(self) -> Origin:
-        """The origin of the operand that is most off; this operator where all of them are exact, or where it loses far more than float32 had lost before."""
-        if self.known and not self._loses_most():
-            return max(self.known.values(), key=lambda memory: memory.relative).origin
+        """The operator to blame for what the result is off by: the one whose rounding moves it most.
+
+        Each operand is made exact by itself, and so is this operator alone, on the operands as they are. What rounds first stays the origin unless
+        another rounding moves the result several times as far: of a cast and a product with the same spacing the cast is to blame.
+        """
+        known = [(copy, self.known[id(copy)]) for copy, _ in self.operands if id(copy) in self.known]
+        if not known:
+            return self._own_origin()
+        shares = self._shares([copy for copy, _ in known])
+        most = max(range(len(known)), key=lambda number: shares[1 + number])
+        if shares[0] > BY_FAR * shares[1 + most]:
+            return self._own_origin()
+        return known[most][1].origin
+
+    def _shares(self, rounded: list[Tensor]) -> list[float]:
+        """How far the result is moved by what this operator rounds, and by what each of these operands is off by, in the Euclidean norm."""
+        real = self.results[0]
+        if not real.is_floating_point():  # a comparison, a choice: of values in the same unit
+            off = [_distance(copy.double(), self.values[id(copy)]) for copy in rounded]
+            return [0.0, *off]
+        if len(rounded) == 1 and real.dtype not in NARROW and self.known[id(rounded[0])].origin.is_lossy:
+            return [0.0, 1.0]
+        alone = self._in_float64(exact=())
+        off = [_distance(alone, self._in_float64(exact=(copy,))) for copy in rounded]
+        overflows = bool((~real.isfinite() & alone.isfinite()).any())
+        return [math.inf if overflows else _distance(real.double(), alone), *off]
+
+    def _in_float64(self, exact: Sequence[Tensor]) -> Tensor:
+        """The first result in float64, of the operands as they are but for those that are made exact."""
+        made_exact = {id(copy): self.values[id(copy)].clone() for copy in exact}
+        as_they_are = {id(copy): copy.detach().double() for copy, _ in self.operands if copy.is_floating_point()}
+        results = in_wider(self.func, self.arguments, torch.float64, _FLOATS, {**as_they_are, **made_exact})
+        return results[0] if results else self.exact[0]
+
+    @property
+    def terms(self) -> float | None:
+        """Of a difference of near numbers, or what is computed from one, how much the largest of these is rounded by; 0 where they are copies; None of all else."""
+        rounded = [copy for copy, _ in self.operands if id(copy) in self.known]
+        before = max((_relative(copy, self.values[id(copy)]) for copy in rounded), default=0.0)
+        if self.name in _DIFFERENCES and _relative(self.results[0], self.exact[0]) > AMPLIFIED * before > 0:
+            return self._terms_of_difference()
+        return max((m.terms for m in self.known.values() if m.terms is not None), default=None)
+
+    def _own_origin(self) -> Origin:
         tensors, real, exact = [copy for copy, _ in self.operands], self.results[0], self.exact[0]
         whole = all(map(_is_whole, tensors)) if tensors else self.name == "arange"
         sums = any(tensor.numel() > real.numel() for tensor in tensors)
@@ -301,17 +333,6 @@ class _Call:
         off = (real.double() - exact).abs()[real.isfinite()]
         apart, largest = (float(t.max()) if t.numel() else 0.0 for t in (off, real.double().abs()[real.isfinite()]))
         return replace(origin, largest=largest, apart=apart)
-
-    def lost_most(self, relative: float) -> tuple[Origin, float]:
-        """The operator, of this one and those before, at which the relative error has grown most, and by how much."""
-        before = max(self.known.values(), key=lambda memory: memory.relative, default=None)
-        rounding = 2.0 ** -_BITS.get(self.results[0].dtype, 24)
-        factor = relative / max(before.relative if before is not None else 0.0, rounding)
-        if before is not None and before.factor >= factor:
-            return before.lost_at, before.factor
-        return Origin(
-            str(self.func), self.line, self.results[0].dtype, whole=False, terms=self._terms_of_difference()
-        ), factor
 
     def _terms_of_difference(self) -> float:
         """What the terms of a difference are rounded by, where it is more than float32 makes of two copies of the same numbers."""
@@ -338,6 +359,8 @@ class Shadows(Observer):
         self._operators: Counter[bool] = Counter()
         self._at_line: Counter[tuple[Any, Line | None]] = Counter()
         self._uses: dict[tuple[str, str, str], RoundedUse] = {}
+        self._worst: Counter[tuple[str, str, str]] = Counter()
+        """Most results that have differed in one call of a line."""
         self._made: dict[int, StorageWeakRef] = {}
         self._choices: set[tuple[Any, torch.Size]] = set()
         self._left = 0
@@ -510,12 +533,8 @@ class Shadows(Observer):
 
     def _begin(self, tensor: Tensor, exact: Tensor, origin: Origin) -> None:
         """Begins to follow a tensor that is rounded already."""
-        now, storage = tensor.detach().flatten().clone(), tensor.untyped_storage()
-        error = float((now - exact).abs().max())
-        relative = _relative_norm(now, exact) if math.isfinite(error) else error
-        self._memories[_key(tensor)] = _Memory(
-            StorageWeakRef(storage), exact, now, origin, error, relative, origin, 1.0
-        )
+        now, held = tensor.detach().flatten().clone(), StorageWeakRef(tensor.untyped_storage())
+        self._memories[_key(tensor)] = _Memory(held, exact, now, origin, is_number=origin.op == _LIFTED)
         self._elements += exact.numel()
 
     def lifted(self, made: Lifted) -> None:
@@ -576,7 +595,8 @@ class Shadows(Observer):
         """Says that a result is followed which may be read as a whole. What a network computes goes on to be differentiated, unless little of it is right."""
         memory = self._memories.get(_key(result)) if self._memories else None
         if memory is not None and (
-            not result.requires_grad or memory.relative > digits_lost(short_name(memory.origin.dtype))
+            not result.requires_grad
+            or _relative(memory.now, memory.exact) > digits_lost(short_name(memory.origin.dtype))
         ):
             self.noticed()
 
@@ -779,10 +799,11 @@ class Shadows(Observer):
             elif copy.is_floating_point():
                 values[id(copy)] = copy.detach().double()
         wide = tree_map(self._exact_number, kept) if self._numbers else kept
-        exact = in_wider(func, wide, torch.float64, _FLOATS, values)
+        overwritten = {id(tensor) for tensor in written(func, given)}
+        written_to = {number: value.clone() for number, value in values.items()} if overwritten else values
+        exact = in_wider(func, wide, torch.float64, _FLOATS, written_to)
         if len(exact) != len(results) or any(a.shape != b.shape for a, b in zip(exact, results, strict=True)):
             return
-        overwritten = {id(tensor) for tensor in written(func, given)}
         returned = {id(tensor) for tensor in results}
         # running statistics are written to and not returned
         besides = [
@@ -792,7 +813,7 @@ class Shadows(Observer):
         ]
         results, exact = (
             [*results, *(real for real, _ in besides)],
-            [*exact, *(values[id(copy)] for _, copy in besides)],
+            [*exact, *(written_to[id(copy)] for _, copy in besides)],
         )
         exact = [
             self._without_vanished(func, operands, values, pair, line) for pair in zip(results, exact, strict=True)
@@ -819,7 +840,7 @@ class Shadows(Observer):
         rest = torch.rand(now.shape, dtype=torch.float64, generator=self._digits).to(now.device)
         exact = now.double() + rest * 2.0 ** -NARROW[drawn.dtype]
         origin = Origin(_DRAWN, None, drawn.dtype, whole=False)
-        return _Memory(StorageWeakRef(storage), exact, now, origin, 0.0, _relative_norm(now, exact), origin, 1.0)
+        return _Memory(StorageWeakRef(storage), exact, now, origin)
 
     def _exact_number(self, value: Any) -> Any:
         """What a number that Python has read would be in float64."""
@@ -890,23 +911,13 @@ class Shadows(Observer):
         error = float((values - wide).abs().max())
         if not error or (not math.isfinite(error) and bool((wide.isfinite() & ~values.isfinite()).any())):
             return  # nothing is lost; or what float64 makes is no better
-        relative = _relative_norm(wide, values)
-        lost_at, factor = call.lost_most(relative)
         # what float64 makes would fit, had it not been lost before: 1 / 1e-6 where a norm has become 0
         fits = torch.finfo(real.dtype).max
         overflowed = bool((~wide.isfinite() & values.isfinite() & (values.abs() > fits)).any()) or any(
             m.overflowed for m in call.known.values()
         )
         self._memories[key] = _Memory(
-            StorageWeakRef(storage),
-            values,
-            whole.clone(),
-            call.origin,
-            error,
-            relative,
-            lost_at,
-            factor,
-            overflowed,
+            StorageWeakRef(storage), values, whole.clone(), call.origin, overflowed, terms=call.terms
         )
         if self.position.backward_depth:
             self.gradients.add(key)
@@ -1179,13 +1190,11 @@ class Shadows(Observer):
 
     def _lost(self, use: str, memory: _Memory, real: Tensor, exact: Tensor, used_by: str, line: Line | None) -> None:
         """Adds values that are used up to what their line has used so far."""
-        if memory.overflowed:
-            return
         finite = real.isfinite() & exact.isfinite()
         right, now = torch.where(finite, exact, 0.0), torch.where(finite, real.double(), 0.0)
         off = (now - right).abs()
         error, size = float(off.square().sum()), float(right.square().sum())
-        lost, used_at = memory.lost_at, "" if line is None else line.source
+        lost, used_at = memory.origin, "" if line is None else line.source
         key = (use, used_at, lost.source)
         total = self._totals.get(key)
         if total is None:
@@ -1204,7 +1213,9 @@ class Shadows(Observer):
                 of=0,
                 used_by=used_by,
                 used_at=used_at,
-                terms=lost.terms,
+                nonfinite=memory.overflowed,
+                difference=memory.terms is not None,
+                terms=memory.terms or 0.0,
             )
             total = self._totals[key] = _Total(told)
             self._met_first(key)
@@ -1266,6 +1277,8 @@ class Shadows(Observer):
         count = int(changed.sum())
         if known is None or (count and not known.changed):
             self._met_first(key)
+        if known is None or count > self._worst[key]:  # of several calls the one that differs most is shown
+            self._worst[key] = count
             first = int(changed.flatten().nonzero()[0]) if count else 0
             known = RoundedUse(
                 use=use,
@@ -1276,7 +1289,7 @@ class Shadows(Observer):
                 dtype=short_name(origin.dtype),
                 value=_number(real, first),
                 exact=_number(exact, first),
-                changed=0,
+                changed=known.changed if known is not None else 0,
                 of=known.of if known is not None else 0,
                 elements=known.elements if known is not None else 0,
                 nonfinite=nonfinite,
@@ -1321,12 +1334,15 @@ def digits_lost(dtype: str) -> float:
     return math.sqrt(max(DTYPES[dtype].epsilon, DTYPES["float16"].epsilon) / 2)
 
 
-def _relative_norm(real: Tensor, exact: Tensor) -> float:
-    """The error beside the values, in the Euclidean norm over the finite elements."""
-    finite = real.isfinite() & exact.isfinite()
-    right = torch.where(finite, exact, 0.0)
-    size = float(right.norm())
-    return float((torch.where(finite, real, 0.0) - right).norm()) / size if size else 0.0
+def _distance(real: Tensor, exact: Tensor) -> float:
+    """How far the finite elements are from the exact ones, in the Euclidean norm."""
+    return float((real - exact).nan_to_num(0.0, 0.0, 0.0).norm())
+
+
+def _relative(real: Tensor, exact: Tensor) -> float:
+    """The same beside the exact values."""
+    size = float(exact.nan_to_num(0.0, 0.0, 0.0).norm())
+    return _distance(real.double(), exact) / size if size else 0.0
 
 
 def _keep_few(memories: dict[int, StorageWeakRef]) -> None:
@@ -1348,22 +1364,13 @@ def _is_number(tensor: Tensor) -> bool:
 
 def _is_rounded_number(memory: _Memory) -> bool:
     """Whether a number of Python was rounded, and nothing is computed of it yet: a threshold."""
-    return memory.exact.numel() == 1 and memory.lost_at is memory.origin and memory.origin.op == _LIFTED
+    return memory.is_number and memory.exact.numel() == 1
 
 
 def _is_held(memories: dict[int, StorageWeakRef], tensor: Tensor) -> bool:
     """Whether the memory of a tensor is one of these, and none that has taken the address of one that is gone."""
     held = memories.get(_key(tensor))
     return held is not None and not held.expired()
-
-
-def _relative_error(real: Tensor, exact: Tensor) -> float:
-    """The largest error of the finite elements beside the largest of them."""
-    if not real.numel():  # an expert that gets no token
-        return 0.0
-    finite = real.isfinite() & exact.isfinite()
-    off, size = (torch.where(finite, values, 0.0).abs().max() for values in (real.double() - exact, exact))
-    return float(off / size) if float(size) else 0.0
 
 
 def _rounds(call: _Call) -> bool:

@@ -77,6 +77,8 @@ ROUNDS, FEWEST, MOST_ANCESTORS = 3, 16, 4
 """Rounds without a movement from which on state stands still, those from which on it has drifted, and states that a value is known to come from."""
 LOST, MOSTLY, NOISY = 0.95, 0.5, 0.5
 """Shares of the elements which move in float64 that have to stay; in a step of an optimizer, to be told of, and of what state moves by as a whole; and of the energy of a merge that has to be rounding."""
+SHARE = 0.05
+"""Share of what a line changes that has to stand still for it to be told of: gains near 1 beside matrices that move are a part of a training, too."""
 EACH = 4
 """Rounds from one comparison to the next."""
 NOISE, ON_THE_WAY = torch.finfo(torch.float32).eps / 2, 2.0**-8
@@ -688,13 +690,15 @@ class StateCheck(Observer):
         for state, began, adds, _ in value.come_from:
             if state.is_parameter or (state.in_step and state.number == state.in_step.number):
                 continue  # within a step one is ahead of another that keeps what it loses
-            if at in state.ops if began is None else at == began and not state.in_place:
+            # on its way in float32 it is not back, though the same cast at the same line meets it: ``(p.float() - step).to(p.dtype)``
+            is_back = operand.now.dtype is state.dtype and not state.in_place
+            if at in state.ops if began is None else at == began and is_back:
                 if self._goes_on_elsewhere(state, operand, at):
                     return
                 state.becomes(operand.now, operand.exact)
                 self._note_apart(state, value.made)
                 if began is not None:  # it is computed anew each time, and lies elsewhere now
-                    state.home, state.line, state.adds = operand.key, began[1], state.adds and adds
+                    state.home, state.line, state.adds = operand.key, value.line or began[1], state.adds and adds
                     state.is_new = False
                     state.parents |= {id(one.state) for one in value.come_from}
                     value.come_from = (_From(state),)
@@ -780,7 +784,10 @@ class StateCheck(Observer):
                 value.exact = value.now.double()
                 state.overwritten(value.now)
                 return
-            began, adds = source.began[1], source.adds
+            came, adds = operands[1].value, source.adds
+            # where what is written became as narrow as the state: there its change is rounded away
+            is_narrow = operands[1].tensor.dtype in HALF and came is not None and came.line is not None
+            began = came.line if is_narrow and came is not None else call.line
             if call.operands[1].tensor.dtype not in HALF:
                 state.source = StorageWeakRef(call.operands[1].tensor.untyped_storage())
         if state.is_parameter:
@@ -879,7 +886,7 @@ class StateCheck(Observer):
         """Tells of the state that a line changes, where most of it stands still; else withdraws what was told before."""
         of_line = self._changed_at(line)
         still = [state for state in of_line if state.stands_still]
-        if sum(state.elements for state in still) < MOSTLY * sum(state.elements for state in of_line):
+        if sum(state.elements for state in still) < SHARE * sum(state.elements for state in of_line):
             still = []
         if of_line:
             self._emit_lost(line, still, of_line)

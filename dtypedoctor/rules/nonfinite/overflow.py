@@ -33,7 +33,7 @@ from dtypedoctor.dtypes import DTYPES, short_name
 from dtypedoctor.rules import Statement, make_finding, make_finding_at, make_finding_of
 from dtypedoctor.trace.events import Observed, Op
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.silent import Absorbed, Float8Cast
+from dtypedoctor.trace.records.silent import Absorbed, Float8Cast, Overflowed, RoundedUse
 
 
 def judge_overflow(origin: Origin) -> Finding | None:
@@ -421,9 +421,18 @@ def _to_the_first_finite(what: Absorbed) -> Iterator[str]:
     yield f"The result of {what.op} differs from that of the same operations in float32 by {what.relative_error:.2g} times its largest magnitude."
 
 
+def _use_behind(trace: Trace, born: Overflowed) -> RoundedUse | None:
+    """The use of what an overflow has led to, where most of its digits are lost by then: of the one row of a norm that overflows, say, beside others that do not."""
+    uses = (seen.what for seen in trace.observed(RoundedUse))
+    return next(
+        (use for use in uses if use.nonfinite and use.used_at and use.changed and use.made_at == born.source), None
+    )
+
+
 def _swallowed(trace: Trace, seen: Observed[Absorbed]) -> Finding:
     what, born = seen.what, seen.what.born
-    harmful = what.relative_error > HARMLESS
+    used = _use_behind(trace, born)
+    harmful = what.relative_error > HARMLESS or used is not None
     after = {overload_free(name) for name in what.through}
     takes_root = bool(after & ROOTS) or (overload_free(born.op) in LENGTHS and bool(after & DIVISIONS))
     norm = harmful and born.squares and takes_root
@@ -434,6 +443,8 @@ def _swallowed(trace: Trace, seen: Observed[Absorbed]) -> Finding:
         where = f"in {short(born.fqn)} {{}} {born.dtype} in step {seen.step}"
         error = what.relative_error
         off = f"off by {f'{percent(error)} of' if error <= 1 else f'{number(error)} times'} its largest magnitude"
+        if error <= HARMLESS and used is not None:
+            off = f"leads to {used.value} in the place of {used.exact}"
         if norm:
             summary = f"The squares {where.format('overflow')}: what the norm returns is finite, and {off}."
         else:

@@ -1,7 +1,7 @@
 """``float-to-int-cast``, ``router-flip``, ``rounded-rotary-buffer`` and ``rounded-result``: rounding that changes what a program computes."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.checkpoint import Subject
@@ -14,6 +14,7 @@ from dtypedoctor.trace.events import Observed
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import MomentsStoredInHalf, PackedWeight, StateLoaded
 from dtypedoctor.trace.records.silent import (
+    Absorbed,
     FloatToInt,
     LostWrites,
     RotaryTable,
@@ -415,8 +416,6 @@ _LOST = {
     "number": "Python reads it",
 }
 """How a value is used of which half of the digits are lost; told where nothing above is."""
-_COMPARING = frozenset({"to_copy", "copy", "add", "sub", "rsub"})
-"""Operators of which a rounded result is no surprise where Python reads it."""
 _ORDER = (*_CHANGES, *_LOST)
 _WEAK = frozenset({"schedule", "series", "drift", *_LOST})
 """Uses that say no more than what rounded sums, counts and angles are told of by."""
@@ -430,23 +429,33 @@ def detect_rounded_results(trace: Trace) -> Iterator[Finding]:
         settled = [seen for seen in uses if seen.what.use == first.use and _ORDER.index(first.use) < SETTLING]
         for seen in settled or uses[:1]:
             what = seen.what
-            yield make_finding_of(seen, _statement(what), dtype=what.dtype, op=what.op, source=what.source or None)
+            # the line that rounds is the one to change
+            yield make_finding_of(
+                seen, _statement(what), dtype=what.dtype, op=what.op, source=what.made_at or what.source or None
+            )
 
 
 def _by_cause(trace: Trace) -> dict[str, list[Observed[RoundedUse]]]:
-    """The uses that matter, by the line that has rounded first."""
+    """The uses that matter, by the line that is to blame."""
     last = {(s.what.use, s.what.op, s.what.source, s.what.used_at): s for s in trace.observed(RoundedUse)}
     of_cause: dict[str, list[Observed[RoundedUse]]] = {}
-    explained, is_told = _explained(trace), _is_told_where_it_comes_from(trace)
+    explained, elsewhere = _explained(trace), _told_elsewhere(trace)
     for seen in last.values():
         what = seen.what
-        if what.use == "vanished" and is_told:
+        if elsewhere(what):
             continue
-        if what.nonfinite and incidents(trace):
-            continue  # a consequence of what is told of as inf or NaN
         if what.changed and _matters(what) and not (what.use in _WEAK and {what.source, what.made_at} & explained):
             of_cause.setdefault(what.made_at, []).append(seen)
     return of_cause
+
+
+def _told_elsewhere(trace: Trace) -> Callable[[RoundedUse], bool]:
+    """Whether a use is a consequence of what is told of as inf or NaN, as an overflow that is hidden, or where a checkpoint is loaded."""
+    overflows = {seen.what.born.source for seen in trace.observed(Absorbed)}
+    is_loaded, is_nonfinite = _is_told_where_it_comes_from(trace), bool(incidents(trace))
+    return lambda what: (
+        (what.use == "vanished" and is_loaded) or (what.nonfinite and (is_nonfinite or what.made_at in overflows))
+    )
 
 
 def _is_told_where_it_comes_from(trace: Trace) -> bool:
@@ -466,8 +475,8 @@ def _explained(trace: Trace) -> set[str | None]:
 
 def _matters(what: RoundedUse) -> bool:
     if what.use in _LOST:
-        # who reads a difference of two copies, or what a cast leaves, compares them: tests do, and reports of errors
-        meant = short_op(what.op).strip("_") in _COMPARING or float(what.value) == 0
+        # who reads a difference of near numbers compares them: tests do, and reports of errors
+        meant = what.difference or float(what.value) == 0
         # unless rounding hides most of the difference, and does not make it
         meant &= not 0 < abs(float(what.value)) < HIDDEN * abs(float(what.exact))
         # or what is computed from the difference is off by more than that is: a variance by E[x²] - E[x]²
@@ -485,17 +494,16 @@ def _matters(what: RoundedUse) -> bool:
 
 
 def _statement(what: RoundedUse) -> Statement:
-    line = what.source or "A line outside of modules"
-    made = at_line(what.made_at) if what.made_at and what.made_at != what.source else ""
-    rounds = f"{short_op(what.made_by)}{made} rounds to {what.dtype}."
+    maker = f"{short_op(what.made_by)} at {what.made_at or what.source or 'a line outside of modules'}"
     elements = what.elements or what.of
     if what.use in _LOST:
-        used_at = at_line(what.used_at) if what.used_at and what.used_at != what.source else ""
-        summary = f"{line}: {short_op(what.op)} loses most of its digits ({what.value} instead of {what.exact}), and {_LOST[what.use]}{used_at}. {rounds}"
+        used_at = at_line(what.used_at) if what.used_at != what.made_at else ""
+        summary = f"{maker} rounds to {what.dtype}, and what comes of it loses most of its digits ({what.value} instead of {what.exact}): {_LOST[what.use]}{used_at}."
     else:
+        at = at_line(what.source) if what.made_at and what.made_at != what.source else ""
         summary = (
-            f"{line}: {short_op(what.op)} {_CHANGES[what.use]}, for {what.changed:,} of {elements:,} results: {what.value} instead of {what.exact}. "
-            f"{rounds}"
+            f"{maker} rounds to {what.dtype}: {short_op(what.op)}{at} {_CHANGES[what.use]}, for {what.changed:,} of {elements:,} results: "
+            f"{what.value} instead of {what.exact}."
         )
     return Statement(
         id="rounded-result",
@@ -508,7 +516,7 @@ def _statement(what: RoundedUse) -> Statement:
         ),
         evidence=(
             f"{what.changed:,} of {elements:,} results differ ({percent(what.changed / elements)}).",
-            f"First rounded by {what.made_by}{made}.",
+            f"Of the operators before, the rounding of {what.made_by} moves them most.",
         ),
     )
 

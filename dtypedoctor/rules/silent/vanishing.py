@@ -6,7 +6,7 @@ from math import prod, sqrt
 
 from dtypedoctor.diagnosis.incidents import incidents
 from dtypedoctor.diagnosis.rule import OF_ANY_FINDING, SILENT, Finding, FindingSpec, Rule, Severity
-from dtypedoctor.diagnosis.wording import indexed, listed, module_of, percent
+from dtypedoctor.diagnosis.wording import indexed, listed, module_of, percent, shown_line
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.rules import Statement, make_finding_of
 from dtypedoctor.rules.nonfinite.rule import OPTIMIZER_EPSILON_UNDERFLOW
@@ -162,7 +162,14 @@ def _stalls(trace: Trace, *, mostly: bool) -> Iterator[Finding]:
         named = seen.what.parameters.items()
         stalled = {name: one for name, one in named if _is_stalled(one) and not _is_rounding(trace, name, one)}
         if stalled and mostly is (seen.what.lost >= MOSTLY * seen.what.wanted):
-            yield _stall(seen, stalled, None if mostly else _share_of_trained(trace, stalled))
+            finding = _stall(seen, stalled, None if mostly else _share_of_trained(trace, stalled))
+            yield replace(finding, source=_made_narrow_at(trace, stalled, finding.dtype))
+
+
+def _made_narrow_at(trace: Trace, stalled: dict[str, StalledParameter], dtype: str | None) -> str | None:
+    """The line of the program that gave the weights their dtype, which is the one to change; None where it is not known."""
+    notes = [note for note in trace.all(ParameterNote) if note.name in stalled and note.dtype == dtype]
+    return next((shown_line(note.set_at) for note in notes if note.set_at), None)
 
 
 def _is_stalled(one: StalledParameter) -> bool:

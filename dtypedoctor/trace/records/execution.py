@@ -617,6 +617,7 @@ class StateLoaded:
         became_inf, became_zero: elements that were finite, or not zero, before a cast to a smaller range.
         elements: that were cast to a smaller range.
         names: a few of these tensors.
+        source: line of the program that loaded it.
     """
 
     KIND: ClassVar[str] = "state-loaded"
@@ -626,6 +627,7 @@ class StateLoaded:
     became_zero: int
     elements: int
     names: list[str]
+    source: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -639,6 +641,7 @@ class RoundedAndTrained:
         parameters: how many.
         names: a few of them.
         mean_change: mean relative change of the values that were rounded.
+        source: line of the program that loaded it.
     """
 
     KIND: ClassVar[str] = "rounded-and-trained"
@@ -649,6 +652,7 @@ class RoundedAndTrained:
     parameters: int
     names: list[str]
     mean_change: float
+    source: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -662,6 +666,7 @@ class OptimizerStateCast:
         parameters: how many it belongs to.
         rounded: of the elements that were compared, those that the cast changed.
         compared: elements that were compared.
+        source: line of the program that loaded it.
     """
 
     KIND: ClassVar[str] = "optimizer-state-cast"
@@ -672,6 +677,7 @@ class OptimizerStateCast:
     parameters: int
     rounded: int
     compared: int
+    source: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -685,6 +691,7 @@ class MomentsStoredInHalf:
         became_zero: elements that are 0 though another mean of the same gradients is not.
         became_inf: elements that are inf.
         compared: elements that were looked at.
+        source: line of the program that loaded it.
     """
 
     KIND: ClassVar[str] = "moments-stored-in-half"
@@ -695,6 +702,7 @@ class MomentsStoredInHalf:
     became_zero: int
     became_inf: int
     compared: int
+    source: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -705,6 +713,7 @@ class Pretrained:
         model: its class.
         stored, loaded: elements by dtype, in the checkpoint and in the model.
         requested: dtype that was asked for, or None.
+        source: line of the program that loaded it.
     """
 
     KIND: ClassVar[str] = "pretrained"
@@ -713,3 +722,4 @@ class Pretrained:
     stored: Mapping[str, int]
     loaded: Mapping[str, int]
     requested: str | None
+    source: str | None = None

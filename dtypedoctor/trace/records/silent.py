@@ -402,14 +402,15 @@ class RoundedUse:
         use: ``decision``, ``integer`` (a cast to whole numbers), ``state`` (memory that outlives the call is inf), or ``restored`` (what was added is taken away
             again, and what was there does not come back).
         op, source: the operator that uses them and its line.
-        made_by, made_at: the operator that has rounded them first and its line.
+        made_by, made_at: the operator whose rounding moves them most, and its line.
         dtype: that it rounded to.
-        value, exact: the first element that differs, and what float64 makes of it.
+        value, exact: the first element that differs, of the call in which most do, and what float64 makes of it.
         changed, of: elements that differ, and how many that is judged beside: of a mask, those of the fewer of its two values.
         elements: all that were compared.
-        nonfinite: whether the values that are used are inf or NaN.
+        nonfinite: whether the values that are used are inf or NaN, or inf or NaN has led to them.
         used_by, used_at: the operator and the line that use what ``op`` has made, where these are others.
-        terms: where ``op`` is a difference of numbers that are no copies of each other, how much the largest of them is rounded by; else 0.
+        difference: whether a difference of near numbers has led to them.
+        terms: how much the largest number of that difference is rounded by, where they are no copies of each other; else 0.
     """
 
     KIND: ClassVar[str] = "rounded-use"
@@ -428,6 +429,7 @@ class RoundedUse:
     used_by: str = ""
     used_at: str = ""
     elements: int = 0
+    difference: bool = False
     terms: float = 0.0
 
 
