@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from finding_tables import NOT_COVERED, ROOT, TRIED, items, tables
 
 from dtypedoctor.diagnosis import finding_ids
+from dtypedoctor.report.to_json import json_schema
 
 TABLES = [pytest.param(old, new, id=str(path.relative_to(ROOT))) for path, old, new in tables()]
 
@@ -28,7 +29,8 @@ def test_an_item_is_public_once_and_what_covers_it_exists() -> None:
     assert len({item["item"].lower() for item in known}) == len(known)
     assert all(re.fullmatch(r"[\w.-]+#\d+", item["item"]) for item in known)
     assert {item["tried"] for item in known} <= set(TRIED)
-    assert {item["covered by"] for item in known} <= {NOT_COVERED} | VERBS | set(finding_ids())
+    sections = set(json_schema()["properties"])  # of a report
+    assert {item["covered by"] for item in known} <= {NOT_COVERED} | VERBS | sections | set(finding_ids())
 
 
 def test_what_is_right_is_covered_and_each_ticket_of_the_page_is_an_item() -> None:
