@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from dtypedoctor.diagnosis.wording import module_name, with_spoken_operators
-from dtypedoctor.report.document import Bar, Paragraph, Section, Table, Words, named
+from dtypedoctor.report.document import Line, Paragraph, Section, Table, named
 from dtypedoctor.text import number
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import RoundingShare
@@ -68,13 +68,12 @@ def budget_section(rows: Sequence[BudgetRow]) -> Section:
             named(_called(row, names)),
             number(row.loss),
             f"{row.share:.0%}",
-            Bar(row.share),
             number(row.gradients),
-            Words(with_spoken_operators(f"{row.op}, {row.source}" if row.source else row.op)),
+            _spoken(row),
         )
         for row in rows[:_MOST_ROWS]
     )
-    table = Table(("module", "of the loss", "share", "", "of gradients", "mostly"), cells)
+    table = Table(("module", "of the loss", "share", "of gradients", "mostly"), cells)
     return Section(title, (table, Paragraph(_MEANING)), "error-budget", "Rounding error")
 
 
@@ -86,6 +85,13 @@ def budget_sentence(rows: Sequence[BudgetRow]) -> str:
     most = ", ".join(f"{_called(row, names)} {row.share:.0%}" for row in rows[:3])
     size = sum(row.expected**2 for row in rows) ** 0.5
     return f"Rounding changes the loss by about {number(size)} of it. Most of that is made in: {most}."
+
+
+def _spoken(row: BudgetRow) -> Line:
+    """Where most of it is made: ``addmm, model.py:12``."""
+    operator = with_spoken_operators(row.op)
+    name = named(operator.strip("`")) if operator.startswith("`") else operator
+    return (name, f", {row.source}") if row.source else name
 
 
 def _called(row: BudgetRow, names: Collection[str]) -> str:
