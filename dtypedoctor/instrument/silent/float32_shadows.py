@@ -138,7 +138,20 @@ class AbsorbedOverflows(Observer):
         if held:
             self._follow(seen, held)
         elif any(measurable(t) and t.dtype in NARROW for t in seen.results):
-            self._look_for_overflow(seen)
+            results = [t for t in _measurable(seen.results) if t.dtype in NARROW]
+            extents = measure(results)
+            operands = _measurable(seen.operands)
+            if not _all_finite(measure(operands)):
+                return
+            if _all_finite(extents):
+                self._look_for_zeros(seen, operands, results, extents)
+                return
+            wide = self._in_float32(seen, {})
+            floats = _measurable(wide)
+            if not floats or not _all_finite(measure(floats)):
+                return  # float32 cannot hold it either, or it was asked for
+            overflow = _Overflow(self._told(seen, results, extents, floats))
+            self._keep(seen, wide, overflow)
 
     def _held(self, seen: Seen) -> dict[int, _Shadow]:
         """Shadows of the operands, by the identity of the operand."""
@@ -146,22 +159,6 @@ class AbsorbedOverflows(Observer):
             return {}
         found = ((id(t), self._shadows.get(seen.number(t))) for t in seen.operands)
         return {number: shadow for number, shadow in found if shadow is not None}
-
-    def _look_for_overflow(self, seen: Seen) -> None:
-        results = [t for t in _measurable(seen.results) if t.dtype in NARROW]
-        extents = measure(results)
-        operands = _measurable(seen.operands)
-        if not _all_finite(measure(operands)):
-            return
-        if _all_finite(extents):
-            self._look_for_zeros(seen, operands, results, extents)
-            return
-        wide = self._in_float32(seen, {})
-        floats = _measurable(wide)
-        if not floats or not _all_finite(measure(floats)):
-            return  # float32 cannot hold it either, or it was asked for
-        overflow = _Overflow(self._told(seen, results, extents, floats))
-        self._keep(seen, wide, overflow)
 
     def _look_for_zeros(self, seen: Seen, operands: list[Tensor], results: list[Tensor], extents: list[Extent]) -> None:
         """Begins to follow what a few calls at each line round to 0."""
@@ -224,7 +221,17 @@ class AbsorbedOverflows(Observer):
         if not wide:
             return
         if overflow.op.rounded and not overflow.op.made_by:
-            self._follow_zeros(seen, held, overflow, wide)
+            # Follows what was rounded to 0 until it makes inf or NaN of finite operands, where the float32 values do not
+            stand_ins = [held[id(t)].tensor if id(t) in held else t for t in seen.operands]
+            wide = _without_noise(seen, stand_ins, wide)
+            if not _all_finite(measure(_measurable(wide))):
+                return
+            if not _all_finite(measure(_measurable(seen.results))):
+                if not _all_finite(measure(_measurable(seen.operands))):
+                    return  # made by something else
+                made = replace(overflow.op, made_by=seen.name, made_at=self.here()[0])
+                overflow = replace(overflow, op=made)
+            self._keep(seen, wide, overflow)
         else:
             self._follow_overflow(seen, held, overflow, wide)
 
@@ -234,19 +241,6 @@ class AbsorbedOverflows(Observer):
             self._keep(seen, wide, overflow)
         elif _all_finite(measure(_measurable(other for _, other in floats))):
             self._ended(seen, held, overflow, floats)
-
-    def _follow_zeros(self, seen: Seen, held: dict[int, _Shadow], overflow: _Overflow, wide: list[Tensor]) -> None:
-        """Follows what was rounded to 0 until it makes inf or NaN of finite operands, where the float32 values do not."""
-        stand_ins = [held[id(t)].tensor if id(t) in held else t for t in seen.operands]
-        wide = _without_noise(seen, stand_ins, wide)
-        if not _all_finite(measure(_measurable(wide))):
-            return
-        if not _all_finite(measure(_measurable(seen.results))):
-            if not _all_finite(measure(_measurable(seen.operands))):
-                return  # made by something else
-            made = replace(overflow.op, made_by=seen.name, made_at=self.here()[0])
-            overflow = replace(overflow, op=made)
-        self._keep(seen, wide, overflow)
 
     def _keep(self, seen: Seen, wide: Sequence[Tensor], overflow: _Overflow) -> None:
         for real, other in zip(seen.results, wide, strict=False):

@@ -409,7 +409,16 @@ class _Run:
             self._holder.built = self._stock.take(stage.model, self._device, self._scenario.seed)
             self._corrections.install(self._holder.built.model)
         context = self._context(stage)
-        workload = _workload(stage)
+        # The function that does what the stage asks for
+        spec = stage.workload
+        name = spec.name if isinstance(spec, Plugin) else spec.kind
+        found = registered(Workload).get(name)
+        if found is None:
+            raise UsageError(f"there is no workload {name!r}", known(Workload))
+        try:
+            workload: Callable[[Context], None] = resolve(found.run)
+        except ImportError as error:
+            raise UsageError(f"workload {name}: cannot import {found.run}: {error}") from error
         self._instruments.begin_stage(self._steps + 1)
         self._instruments.start()
         if self._holder.built is not None:
@@ -437,24 +446,6 @@ class _Run:
             steps_before=self._steps,
             look_steps=self._look_steps,
         )
-
-
-def _workload(stage: ScenarioStep) -> Callable[[Context], None]:
-    """The function that does what the stage asks for.
-
-    Raises:
-        UsageError: nobody has registered it, or its code cannot be imported.
-    """
-    spec = stage.workload
-    name = spec.name if isinstance(spec, Plugin) else spec.kind
-    found = registered(Workload).get(name)
-    if found is None:
-        raise UsageError(f"there is no workload {name!r}", known(Workload))
-    try:
-        run: Callable[[Context], None] = resolve(found.run)
-    except ImportError as error:
-        raise UsageError(f"workload {name}: cannot import {found.run}: {error}") from error
-    return run
 
 
 def prepare_process(scenario: Scenario, device: torch.device) -> None:
