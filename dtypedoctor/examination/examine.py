@@ -263,7 +263,7 @@ def _rounded_losses(run: Run) -> Iterator[str]:
     """Losses that are finite now, and others than the same operators give in float64."""
     told = {finding.source for finding in analysis_of(run.trace).findings if finding.id == ROUNDED_RESULT}
     for seen in run.trace.observed(RoundedUse):
-        if seen.what.use == "loss" and seen.what.source in told:
+        if seen.what.use == "loss" and (seen.what.made_at or seen.what.source) in told:
             yield f"the loss is {seen.what.value} then, and {seen.what.exact} in float64"
 
 
