@@ -508,14 +508,15 @@ def fitting(scene: Scene, makers: tuple[str, ...]) -> tuple[str, ...]:
     """The makers that fit a finding: of a line that updates tensors of its own, the one that changes what makes these."""
     if scene.finding.id != "update-stall":
         return makers
-    if (
-        scene.finding.fqn is not None and scene.finding.phase == "optimizer"
-    ):  # weights, which no line of the program updates
-        return tuple(name for name in makers if name != OWN)
+    if scene.finding.fqn is not None and scene.finding.phase == "optimizer":
+        return tuple(name for name in makers if name != OWN)  # weights, which no line of the program updates
+    return makers if _steps_by_hand(scene) else tuple(name for name in makers if name == OWN)
+
+
+def _steps_by_hand(scene: Scene) -> bool:
+    """Whether the finding's line updates what comes from ``parameters()``."""
     at = _updating(scene)
-    if at is not None and any(".parameters()" in text for text in (at[2], *map(ast.unparse, _made(at[0], at[2])))):
-        return makers  # a step by hand
-    return tuple(name for name in makers if name == OWN)
+    return at is not None and any(".parameters()" in text for text in (at[2], *map(ast.unparse, _made(at[0], at[2]))))
 
 
 def updated_in_float32(scene: Scene) -> Changes | None:

@@ -6,7 +6,7 @@ operator as the edit would is its trial. An edit that was not tried, or does not
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -242,21 +242,26 @@ def edited_files(edits: Sequence[Edit]) -> dict[str, str]:
 
 def _objections(finding: Finding, before: Run, run: Run) -> Iterator[str]:
     """What speaks against an edit after the run with it, the plainest first."""
-    ending, analysis = ending_of(run), analysis_of(run.trace)
+    ending = ending_of(run)
     if ending.raised is not None or (run.died and not run.exit.timed_out):
         yield ending.words
 
     known = {old.id for old in analysis_of(before.trace).findings}
-    milder = {Severity.INFO} - {finding.severity}
-    for left in analysis.findings:
-        if left.id == finding.id and left.severity not in milder:
-            yield f"{left.id} recurs"
-        elif left.severity is Severity.ERROR and left.id not in known:
-            yield f"{left.id} occurs"
+    yield from _remaining(finding, known, run)
     if ROUNDED_RESULT not in known:
         yield from _rounded_losses(run)
     yield from insane_losses(finding, before, run)
     yield from _steps_left_out(before, run)
+
+
+def _remaining(finding: Finding, known: Collection[str], run: Run) -> Iterator[str]:
+    """The finding again, unless it is a note now, and errors that were not there before."""
+    milder = {Severity.INFO} - {finding.severity}
+    for left in analysis_of(run.trace).findings:
+        if left.id == finding.id and left.severity not in milder:
+            yield f"{left.id} recurs"
+        elif left.severity is Severity.ERROR and left.id not in known:
+            yield f"{left.id} occurs"
 
 
 def _rounded_losses(run: Run) -> Iterator[str]:

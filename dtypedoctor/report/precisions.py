@@ -8,7 +8,7 @@ from typing import Any
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.report.document import Line, Look, Paragraph, Section, Table, Words, named
 from dtypedoctor.text import ABSENT, counted
-from dtypedoctor.trace.events import Flow, ParameterNote
+from dtypedoctor.trace.events import Flow, Observed, ParameterNote
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import AutocastRegion, CollectiveCall, ModelConfig, ParameterEnds, ShardUnit
 
@@ -75,29 +75,37 @@ def precisions_in(trace: Trace) -> tuple[PrecisionRow, ...]:
         row = _row(note, seen, units, list(_asked(note, units, trace)))
         numbers[row] += 1
         examples.setdefault(row, note.name)
-    if all(not row.asked and {getattr(row, name) for name in _HAD} <= {"", "float32"} for row in numbers):
+    if all(map(_is_plain, numbers)):
         return ()
     return tuple(replace(row, parameters=number, example=examples[row]) for row, number in numbers.items())
 
 
+def _is_plain(row: PrecisionRow) -> bool:
+    return not row.asked and {getattr(row, name) for name in _HAD} <= {"", "float32"}
+
+
 def _seen_in(trace: Trace, units: Mapping[str, ShardUnit]) -> _Seen:
     seen = _Seen()
+    _note_collectives(trace, units, seen)
     for flow in trace.all(Flow):
         if flow.phase != "backward":
             seen.computed[flow.root, flow.fqn].update(filter(None, flow.outputs))
     for site in trace.sites.values():
         if site.kind == "grad":
             seen.gradients[site.root, site.fqn].add(site.dtype)
-    for call in trace.observed(CollectiveCall):
-        if call.what.dtype not in DTYPES:
-            continue
-        if call.what.name == "all_gather":
-            seen.gathered[_unit_of(call.fqn or "", units)].add(call.what.dtype)
-        elif call.what.name in _REDUCTIONS and call.phase == "backward":
-            seen.reduced[_unit_of(call.fqn or "", units)].add(call.what.dtype)
     for ends in trace.observed(ParameterEnds):
         seen.states.update(zip(ends.what.names, ends.what.states, strict=False))
     return seen
+
+
+def _note_collectives(trace: Trace, units: Mapping[str, ShardUnit], seen: _Seen) -> None:
+    for call in trace.observed(CollectiveCall):
+        unit, collective = _unit_of(call.fqn or "", units), call.what
+        carries = {collective.dtype} & DTYPES.keys()
+        if collective.name == "all_gather":
+            seen.gathered[unit] |= carries
+        elif collective.name in _REDUCTIONS and call.phase == "backward":
+            seen.reduced[unit] |= carries
 
 
 def _unit_of(name: str, units: Mapping[str, ShardUnit]) -> str:
@@ -110,16 +118,23 @@ Asked = tuple[str, str, str]
 
 
 def _asked(note: ParameterNote, units: Mapping[str, ShardUnit], trace: Trace) -> Iterator[Asked]:
-    policy = units.get(_unit_of(note.name, units))
+    yield from _asked_by_policy(units.get(_unit_of(note.name, units)))
+    if any(_keeps(config, note.name) for config in trace.observed(ModelConfig)):
+        yield "float32", "kept by the model", "stored"
+    for dtype in sorted({region.what.wanted for region in trace.observed(AutocastRegion) if region.what.enabled}):
+        yield dtype, "by autocast", ""
+
+
+def _asked_by_policy(policy: ShardUnit | None) -> Iterator[Asked]:
     if policy is not None and policy.param_dtype:
         yield policy.param_dtype, "to compute", "gathered"
         yield policy.reduce_dtype or policy.param_dtype, "to reduce", "reduced"
-    for config in trace.observed(ModelConfig):
-        is_inside = not config.fqn or note.name.startswith(f"{config.fqn}.")
-        if is_inside and set(config.what.keep_in_fp32) & set(note.name.split(".")):
-            yield "float32", "kept by the model", "stored"
-    for dtype in sorted({region.what.wanted for region in trace.observed(AutocastRegion) if region.what.enabled}):
-        yield dtype, "by autocast", ""
+
+
+def _keeps(config: Observed[ModelConfig], name: str) -> bool:
+    """Whether a model's lists of modules to keep in float32 name one around a parameter."""
+    is_inside = not config.fqn or name.startswith(f"{config.fqn}.")
+    return is_inside and not set(config.what.keep_in_fp32).isdisjoint(name.split("."))
 
 
 def _row(note: ParameterNote, seen: _Seen, units: Mapping[str, ShardUnit], asked: Sequence[Asked]) -> PrecisionRow:
