@@ -75,7 +75,6 @@ def scenarios(
         return int(ExitCode.OK)
     if files:
         # Prints the mistakes of all files, each with its line
-        from dtypedoctor.lab.cli.scenario_files import load_checked
         from dtypedoctor.text import counted, paragraphs
 
         wrong = 0

@@ -48,7 +48,7 @@ class StepReporter(TrainerCallback):
         self._seconds = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Of several processes each calls the model through a wrapper: it goes by the model's name."""
+        """On several GPUs the trainer calls the model through a wrapper: it goes by the model's name."""
         wrapper, model = self.trainer.model_wrapped, self._context.model
         if wrapper is not model:
             self._context.instruments.name_as(wrapper, model)
