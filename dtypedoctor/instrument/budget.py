@@ -36,6 +36,8 @@ IN_A_ROW = 4
 """Steps that are looked at one after the other when the time for a look has come: state has to be seen in several rounds to know that it stands still."""
 AFTER_SIGN, SIGNS = 8, 4
 """Steps that are looked at after a sign of trouble, and how often that is done."""
+OTHERS = 2
+"""How often everything is looked at once more, for as long as at the beginning, because the program begins with something else."""
 
 
 def budget_of(value: str | float | None) -> "Budget | None":
@@ -106,7 +108,7 @@ class Budget:
         """Whether half precision has been seen at work."""
         self.spent = 0.0
         """Seconds that looks have taken since."""
-        self._signs = SIGNS
+        self._signs, self._others = SIGNS, OTHERS
         self.signs: list[tuple[int, str]] = []
         """Steps in which something made the watch look again, and what."""
         self._last: bool | None = None
@@ -172,6 +174,14 @@ class Budget:
         self._signs -= 1
         self.signs.append((step, what))
         self._steps.more = self._calls.more = 1 + AFTER_SIGN
+
+    def begins_anew(self) -> bool:
+        """The program begins with something else than it has done so far: whether all is looked at for a while, as at its beginning."""
+        if self._since is None or not self._others:
+            return False
+        self._others -= 1
+        self._since, self._busy_from = None, self._busy()
+        return True
 
     def left_out(self, calls: int) -> Iterator[NotWatched]:
         """What was not looked at, in words.

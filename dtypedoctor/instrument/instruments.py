@@ -170,7 +170,7 @@ class Instruments:
         phases.compiled_called = self.guard.shield(self._compiled_called, COMPILED_OUTSIDE)
         entered = (*checks.hearing("entered"), self._regions.tell)
         self.session.autocast.entered = [self.guard.shield(listener, "some autocast regions") for listener in entered]
-        phases.step_begins = modules.plan_step
+        phases.step_begins, phases.without_gradients = modules.plan_step, modules.begins_anew
         checks[GradientCheck].on_zeros.append(self.in_place.zeros_seen)
 
     def _hearing(self, moment: str, *more: Callable[..., None]) -> list[Callable[..., None]]:

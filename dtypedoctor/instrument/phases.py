@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Thread
+from types import FrameType
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -42,6 +43,8 @@ from dtypedoctor.interruptions import noticing
 from dtypedoctor.unpatched import unseen_by_warnings
 
 Listener = Callable[[], None]
+MOST_LINES = 256
+"""Lines that leave gradients off which are known."""
 
 
 class OfThread(threading.local):
@@ -92,6 +95,7 @@ class Phases:
         of_thread: has the sentinel of this thread, which is paused around all of these, and around what a gradient scaler does.
         after_scaler: called with the :class:`ScalerStep` that has ended.
         step_begins: called when the number of the step has changed.
+        without_gradients: called where a line leaves gradients off that has not done so before: an evaluation, an export, a sampler.
         on_scaled: called with a tensor that a gradient scaler has multiplied, and the tensor before.
         on_failure: called with an exception that leaves a backward pass, a generation or a scaler, once.
         in_scaler: whether a gradient scaler is stepping an optimizer.
@@ -125,6 +129,8 @@ class Phases:
         self.on_gradients: list[Callable[[Any], None]] = []
         self.of_thread = OfThread()
         self.step_begins: Listener = _nothing
+        self.without_gradients: Listener = _nothing
+        self._without: set[tuple[Any, int]] = set()
         self.compiled_begins: Listener = _nothing
         self.compiled_called: Callable[[EntersCompiled], None] = lambda _: None
         self._ignore_compiled: Callable[[], None] | None = None
@@ -136,6 +142,7 @@ class Phases:
         self._wrap(torch.amp.GradScaler, "scale", self._around_scale)
         self._wrap(torch.amp.GradScaler, "step", self._around_scaler_step)
         self._wrap(torch.amp.GradScaler, "unscale_", self._around_unscale)
+        self._wrap(torch.inference_mode, "__enter__", self._around_entering)
         if hasattr(profiler, BEGINS_PROFILING) and hasattr(profiler, ENDS_PROFILING):
             self._wrap(profiler, BEGINS_PROFILING, self._profiler_begins)
             self._wrap(profiler, ENDS_PROFILING, self._profiler_ends)
@@ -209,6 +216,24 @@ class Phases:
 
         setattr(owner, name, wrapper)
         self._undo.append(lambda: setattr(owner, name, original))
+
+    @unseen_by_warnings
+    def _around_entering(self, original: Callable[..., Any], region: Any) -> Any:
+        """A program that has trained and goes on to something else, in other dtypes maybe, tells nobody, but it needs no gradients for that. ``no_grad`` would say so, too,
+        but optimizers and FSDP enter it in each step."""
+        result = original(region)
+        if not (is_compiling() or self._position.muted or self._position.backward_depth or self._position.overrides):
+            frame: FrameType | None = sys._getframe()
+            while frame is not None and frame.f_globals.get("__name__", "").startswith((__name__, "torch.")):
+                frame = frame.f_back
+            at = (frame.f_code, frame.f_lineno) if frame is not None else None
+            ours = frame is not None and frame.f_globals.get("__name__", "").startswith("dtypedoctor.")
+            if not (at is None or ours or at in self._without or len(self._without) >= MOST_LINES):
+                self._without.add(at)
+                with self._guard.keeping("what follows where gradients are left off"):
+                    self.without_gradients()
+                self._settle()
+        return result
 
     @unseen_by_warnings
     def _around_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

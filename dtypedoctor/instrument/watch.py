@@ -325,8 +325,16 @@ class ModuleWatch:
         if trains and position.step > 1:
             self._position.looks = self._looks_at_step or number <= FIRST
         else:
+            if number == 1 and position.step > 1:
+                budget.begins_anew()
             self._position.looks = budget.call_begins(number, self._skipped) or 1 < position.step <= FIRST
         self._next_kept = perf_counter() + APART
+
+    def begins_anew(self) -> None:
+        """The program begins with something else than it has done so far, between its steps: what follows is looked at, as its first steps are."""
+        position = self._position
+        if self._budget is not None and not (position.looks or position.stack or position.backward_depth):
+            position.looks = self._budget.begins_anew()
 
     def optimizer_steps(self) -> None:
         """An optimizer is about to step: in the first steps that is looked at, also where the calls before it are too many for that."""

@@ -66,7 +66,7 @@ def process_state() -> dict[str, Any]:
     return {
         "functions": [
             torch.autograd.backward, torch.autograd.grad, torch.amp.GradScaler.step, torch.amp.GradScaler.unscale_,
-            torch.amp.GradScaler.scale, torch.autocast.__enter__, torch.autocast.__exit__, nn.Module.load_state_dict,
+            torch.amp.GradScaler.scale, torch.autocast.__enter__, torch.autocast.__exit__, torch.inference_mode.__enter__, nn.Module.load_state_dict,
             nn.Module.__call__, nn.Module.to, torch.Tensor.backward, torch.optim.Optimizer.step,
         ],
         "module hooks": [

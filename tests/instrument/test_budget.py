@@ -418,3 +418,32 @@ def test_only_what_has_moved_on_the_host_is_told_of() -> None:
     np.random.rand(1)
     assert before.host_has_moved()
     assert not RandomState.now(host=False).host_has_moved()
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_program_is_looked_at_again_where_it_first_leaves_gradients_off(tmp_path: Path, is_new: bool) -> None:
+    """Its training is over and the time for looks spent; now it samples, in another dtype, before any module is called. A line that it has come by before says nothing new."""
+    clock = Clock()
+    budget = Budget(share=1e-9, clock=clock, busy=clock)
+
+    def evaluate() -> None:
+        with torch.inference_mode():
+            torch.linspace(1, 0, 800).to(torch.bfloat16).diff().abs().argmin().item()
+
+    def train(instruments: Instruments) -> None:
+        weight = torch.zeros(1, requires_grad=True)
+        optimizer = torch.optim.SGD([weight])
+        for _ in range(20):
+            if not is_new:
+                evaluate()
+            weight.sum().backward()
+            before = budget.looked[True]
+            optimizer.step()
+            clock.now += 1.0 + (budget.looked[True] - before)
+        looks.append(instruments.position.looks)
+        evaluate()
+        looks.append(instruments.position.looks)
+
+    looks: list[bool] = []
+    watched(tmp_path, train, budget=budget)
+    assert looks == [False, is_new]
