@@ -521,10 +521,28 @@ def short_lengths() -> None:
     (torch.arange(1000, dtype=lengths.dtype) < lengths).sum(1).tolist()
 
 
+def spreads() -> None:
+    """A pressure that varies by little, and a temperature: standard deviations by means of squares, in float32."""
+    rows = torch.stack([1013 + 0.02 * torch.randn(512), 290 + 5 * torch.randn(512)], 1)
+    mean, squares = rows.mean(0), (rows**2).mean(0)
+    spread = (squares - mean**2).clamp_min(0).sqrt()
+    nn.Linear(2, 4)((rows - mean) / (spread + 1e-7))
+
+
+def lengths_of_differences() -> None:
+    """A norm of rows with a large mean, by squares that are less the square of it, in half precision; only the largest number is read."""
+    rows = (torch.randn(4, 64) + 100).half()
+    mean = rows.mean(-1, keepdim=True)
+    spread = (rows * rows).mean(-1, keepdim=True) - mean * mean
+    ((rows - mean) * torch.rsqrt(spread.clamp(min=0) + 1e-5)).abs().max().item()
+
+
 @pytest.mark.release(all_but=12)
 @pytest.mark.parametrize(
     ("work", "id", "line", "says"),
     [
+        (spreads, "rounded-result", "squares = rows.mean(0), ", "takes the root"),
+        (lengths_of_differences, "rounded-result", "rows.mean(-1, keepdim=True)", "takes the root"),
         (divergence, "rounded-result", ".log_softmax(-1).gather", "Python reads it"),
         (rows_kept, "rounded-result", "torch.rand_like(rows", "another mask"),
         (stored_moments, "rounded-result", "buffer.copy_(squares)", "to 0 which a scale would keep"),
@@ -603,7 +621,7 @@ READ: tuple[Callable[[Tensor], object], ...] = (
 def test_numbers_that_a_lost_difference_has_spoilt_are_found_however_they_are_read(
     tmp_path: Path, read: Callable[[Tensor], object], inside: bool
 ) -> None:
-    """They are 300 times as large as in float64; the difference itself is off by no more than its terms are rounded by."""
+    """They are 1,000 times as large as in float64; the difference itself is off by no more than its terms are rounded by."""
     (finding,) = told_of(
         tmp_path, lambda: read((Standardized() if inside else standardized)(100 + torch.randn(4, 64).half()))
     )
@@ -612,10 +630,10 @@ def test_numbers_that_a_lost_difference_has_spoilt_are_found_however_they_are_re
 
 
 def standardized(rows: Tensor) -> Tensor:
-    """Divides by a deviation that is computed as E[x²] - E[x]²."""
+    """Divides by a variance that is computed as E[x²] - E[x]²."""
     middle = rows.mean(-1, keepdim=True)
     variance = (rows * rows).mean(-1, keepdim=True) - middle * middle
-    return (rows - middle) * torch.rsqrt(variance.clamp(min=0) + 1e-5)
+    return (rows - middle) / (variance.clamp(min=0) + 1e-3)
 
 
 class Standardized(nn.Module):
@@ -909,10 +927,24 @@ def reported() -> None:
     )
 
 
+def centered_spreads() -> None:
+    """Standard deviations of what has been centered, distances of points that lie near each other, a layer norm of equal numbers; in float32."""
+    rows = torch.stack([1013 + 0.02 * torch.randn(512), 290 + 5 * torch.randn(512)], 1)
+    middle = rows - rows.mean(0)
+    spread = middle.square().mean(0).sqrt()
+    equal = torch.full((4, 64), 0.1)
+    apart = equal - equal.mean(-1, keepdim=True)
+    (apart * torch.rsqrt(apart.square().mean(-1, keepdim=True) + 1e-5)).sum().item()
+    nn.Linear(2, 4)(middle / spread)
+    points = torch.rand(200, 3)
+    (points[:, None] - points[None]).square().sum(-1).sqrt().max().item()
+
+
 @pytest.mark.release(all_but=6)
 @pytest.mark.parametrize(
     "work",
     [
+        centered_spreads,
         drops,
         reported,
         tables,

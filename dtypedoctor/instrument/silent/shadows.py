@@ -1,4 +1,4 @@
-"""Shadows: small half-precision values, those of float32 before a choice that the program makes again, and, beside each, what the same operators make of it in float64, compared where a value is used.
+"""Shadows: small half-precision values, those of float32 where a line begins, and, beside each, what the same operators make of it in float64, compared where a value is used.
 
 An operator that takes part in half precision is run a second time on the float64 values of its operands. A value begins as its own float64 value: data,
 parameters, random numbers, what is too large. Where rounding has made the two differ, the float64 values are kept beside the *memory* of the tensor, so that
@@ -68,12 +68,12 @@ HELD = 4 << 20
 """Elements of all float64 values together, 32 MiB; the oldest make room."""
 AT_ONE_LINE, ALLOWANCE, UNIT = 256, 20_000, 1 << 14
 """Calls of an operator at one line that are run in float64, and of all; each takes about 0.15 ms on a CPU, and as much for so many elements."""
+AT_ONE_LINE_IN_FLOAT32, ALLOWANCE_IN_FLOAT32, SMALL_IN_FLOAT32 = 4, 1_000, 1 << 16
+"""The same in float32, where one operator loses little, and two may lose all: a difference of near numbers; and elements of its results."""
 SLACK = 3
 """Significant bits that are taken from float64 values before two of them count as different to a decision: 8 roundings."""
 SUM, FEWEST = 64, 16
 """Elements up to which a sum is followed also where its line is run often; different numbers that are known again where they come back to torch."""
-CHOICES, BEFORE_CHOICE = 8, 512
-"""Kinds of choices among float32 values, and operators in float32 that are followed after the first of a kind, up to the next."""
 AMPLIFIED = 16
 """Times that a relative error has to grow in a difference for its numbers to be near each other."""
 BY_FAR = 4
@@ -129,6 +129,7 @@ _LOOKUPS = frozenset(
 _OF_WHOLE = frozenset({"_to_copy", "clamp", "clamp_min", "clamp_max"})
 _PERIODIC = frozenset({"remainder", "fmod"})
 _SINES = frozenset({"sin", "cos"})
+_ROOTS = frozenset({"sqrt", "rsqrt"})
 _DRAWN = "aten.rand.default"
 _DRAWS = frozenset({"rand", "rand_like"})
 NOISE, CHANCE = 4 * torch.finfo(torch.float32).eps, 1e-3
@@ -362,8 +363,8 @@ class Shadows(Observer):
         self._worst: Counter[tuple[str, str, str]] = Counter()
         """Most results that have differed in one call of a line."""
         self._made: dict[int, StorageWeakRef] = {}
-        self._choices: set[tuple[Any, torch.Size]] = set()
-        self._left = 0
+        self._first_ones = ALLOWANCE_IN_FLOAT32
+        """Operators in float32 that are still followed."""
         self._generated: dict[int, StorageWeakRef] = {}
         """Memories of what was computed from numbers alone: schedules, grids, tables."""
         self._copied: dict[int, _Memory] = {}
@@ -594,9 +595,14 @@ class Shadows(Observer):
     def _notice(self, result: Tensor) -> None:
         """Says that a result is followed which may be read as a whole. What a network computes goes on to be differentiated, unless little of it is right."""
         memory = self._memories.get(_key(result)) if self._memories else None
-        if memory is not None and (
-            not result.requires_grad
-            or _relative(memory.now, memory.exact) > digits_lost(short_name(memory.origin.dtype))
+        # of float32 alone, which each operator rounds, nothing is followed out of torch
+        if (
+            memory is not None
+            and memory.origin.is_lossy
+            and (
+                not result.requires_grad
+                or _relative(memory.now, memory.exact) > digits_lost(short_name(memory.origin.dtype))
+            )
         ):
             self.noticed()
 
@@ -632,7 +638,6 @@ class Shadows(Observer):
         if _name(func) == "multinomial":
             self._judge_draw(str(func), operands[0], results[0])
             return False
-        self._expect_choice(func, operands)
         if self._floors and results and operands and _name(func) in _OF_WHOLE:
             self._follow_whole(results[0], self._whole_of(operands[0]))
         if self._ids and results:
@@ -646,7 +651,8 @@ class Shadows(Observer):
             if results[0].numel() == 1 and has_wide_form(func):
                 self._note_scalar(operands, results[0])
             self._note_made(func, operands, results)
-        if not (_may_round(func, tensors) or self._precedes_choice(operands)) and self._memories.keys().isdisjoint(
+        is_float32 = self._first_ones > 0 and bool(results) and _are_float32(operands, results)
+        if not (is_float32 or _may_round(func, tensors)) and self._memories.keys().isdisjoint(
             map(_key, operands) if self._memories else ()
         ):
             return False
@@ -721,7 +727,8 @@ class Shadows(Observer):
     def _schedule_in(self, tensor: Tensor) -> _Memory | None:
         """What is known of the schedule that a tensor is, or is a copy of."""
         memory = self._copied.get(_key(tensor)) or self._memories.get(_key(tensor))
-        return memory if memory is not None and _is_grid(memory.exact) else None
+        is_lost = memory is not None and memory.origin.dtype in NARROW
+        return memory if memory is not None and is_lost and _is_grid(memory.exact) else None
 
     def _is_of_numbers(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
         """Whether an operator computes with nothing but numbers, and what was computed from numbers."""
@@ -745,28 +752,13 @@ class Shadows(Observer):
                     exact = _view(memory.exact, tensor)
                     self._lost("input", memory, tensor, exact, str(func), line_of(sys._getframe()))
 
-    def _expect_choice(self, func: Any, operands: Sequence[Tensor]) -> None:
-        """A program that has chosen among float32 values will do so again: what comes before it then is followed, for a while."""
-        if _name(func) not in _CHOICES or operands[0].dtype is not torch.float32:
-            return
-        key = (func, operands[0].shape[1:])
-        if key not in self._choices and len(self._choices) < CHOICES:
-            self._choices.add(key)
-            self._left = BEFORE_CHOICE
-
-    def _precedes_choice(self, operands: Sequence[Tensor]) -> bool:
-        """Whether float32 values are followed now. What is left of them in the end is forgotten."""
-        if not self._left or not any(tensor.dtype is torch.float32 for tensor in operands):
-            return False
-        self._left -= 1
-        if not self._left:
-            origins = {key: known.origin for key, known in self._memories.items()}
-            for key in [key for key, origin in origins.items() if origin.dtype not in NARROW and not origin.whole]:
-                self._forget(key)
-        return self._left > 0
-
     def _is_turn(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor], line: Line | None) -> bool:
-        """Whether an operator is run in float64 once more; a sum has to be followed from its first term to the last."""
+        """Whether an operator is run in float64 once more; a sum has to be followed from its first term to the last. In float32 the first calls at a line are."""
+        if not (any(t.dtype in NARROW for t in (*operands, *results)) or self._is_of_half(operands)):
+            self._at_line[func, line] += 1
+            is_first = self._first_ones > 0 and self._at_line[func, line] <= AT_ONE_LINE_IN_FLOAT32
+            self._first_ones -= is_first
+            return is_first
         is_sum = _name(func) in _ADDS and results[0].numel() <= SUM
         self._at_line[func, line] += 1
         may_run = is_sum or self._at_line[func, line] <= AT_ONE_LINE
@@ -774,6 +766,11 @@ class Shadows(Observer):
             may_run = is_sum = any(_key(t) in self._memories or _is_held(self._scalars, t) for t in operands)
         self._operators[is_sum] += may_run * (1 + results[0].numel() // UNIT)
         return may_run and self._operators[is_sum] <= ALLOWANCE
+
+    def _is_of_half(self, operands: Sequence[Tensor]) -> bool:
+        """Whether something is followed to an operator that is lost in half precision, or in whole numbers."""
+        known = [self._memories[key].origin for key in map(_key, operands) if key in self._memories]
+        return any(origin.dtype in NARROW or origin.whole or origin.is_lossy for origin in known)
 
     def _ran(
         self,
@@ -934,7 +931,8 @@ class Shadows(Observer):
         self._elements -= memory.exact.numel() if memory is not None else 0
 
     def _judge(self, call: _Call) -> None:
-        """Judges an operator that uses values which rounding has changed; in float32 only choices."""
+        """Judges an operator that uses values which rounding has changed; in float32 only choices, and roots."""
+        self._judge_root(call)
         if call.origin.dtype is torch.float32:
             self._judge_choice(call)
             if call.origin.whole:
@@ -987,6 +985,13 @@ class Shadows(Observer):
             ) & picked.isfinite()  # what is inf has lost more than its last bits
             apart = values.gather(dim, at) != values.gather(dim, other)
             self._used("tie", call, is_tie & apart, at, other)
+
+    def _judge_root(self, call: _Call) -> None:
+        """Roots of differences of near numbers that are mostly rounding: of a variance as a mean of squares less the square of a mean."""
+        copy = call.operands[0][0]
+        if call.name.rstrip("_") in _ROOTS and id(copy) in call.known and call.known[id(copy)].terms is not None:
+            exact = call.values[id(copy)]
+            self._used("root", call, (copy.double() - exact).abs() > exact.abs() / 2, copy, exact)
 
     def _judge_angles(self, call: _Call) -> None:
         """Sines of angles that are off, because of whole numbers (timesteps, positions) that were rounded, or of a rounding of their own."""
@@ -1413,6 +1418,10 @@ def _may_round(func: Any, tensors: Sequence[Tensor]) -> bool:
     if _name(func) != "_to_copy" or not measurable(tensors[-1]):
         return False
     return tensors[0].is_complex() or (tensors[-1].dtype is torch.float32 and _has_more_bits(tensors[0]))
+
+
+def _are_float32(operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+    return results[0].dtype is torch.float32 and results[0].numel() <= SMALL_IN_FLOAT32 and bool(operands)
 
 
 def _has_more_bits(tensor: Tensor) -> bool:

@@ -377,6 +377,8 @@ FEWEST = 0.05
 """Share of the results of a line that have to differ. Below it they may be scores that are nearly equal, or fractions close to a whole number."""
 SETTLING = 8
 """Uses, the first of those below, of which each line is told."""
+ROOTS = 1 / 4
+"""Share of roots of which more than half is rounding; a few numbers may be near each other by chance."""
 MANY = 1 / 3
 """Share of choices from which on they do not only differ where values are nearly equal."""
 CONDITIONS = 3
@@ -396,6 +398,7 @@ _CHANGES = {
     "tie": "chooses by their order between values that are equal only after rounding",
     "step": "makes a step of 0 between two entries of a grid, which are apart in float64",
     "fraction": "takes the fraction of numbers that are off by a quarter of what it is a fraction of",
+    "root": "takes the root of a difference of near numbers, which is off by half of itself or more",
     "compared": "compares whole numbers that are others in float64",
     "state": "leaves inf in memory that outlives the call, where the same operators in float64 leave finite values",
     "mask": "makes another mask than the same operators do in float64",
@@ -482,6 +485,8 @@ def _matters(what: RoundedUse) -> bool:
         # or what is computed from the difference is off by more than that is: a variance by E[x²] - E[x]²
         meant &= not 0 < what.terms < abs(float(what.value) - float(what.exact))
         return what.use != "number" or not meant
+    if what.use == "root":
+        return what.changed >= ROOTS * what.of
     if what.use == "choice":
         return what.changed >= max(TIES, MANY * what.of)
     if what.use == "tie":
