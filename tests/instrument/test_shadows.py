@@ -508,6 +508,14 @@ def logged() -> None:
         scheduler.step(batch.detach())
 
 
+def averaged_unevenly() -> None:
+    """An average of which a few elements go far, and most never move."""
+    average, weight = torch.full((64,), 0.3, dtype=HALF), torch.full((64,), 0.3)
+    for _ in range(200):
+        weight += 6e-4 * torch.where(torch.arange(64) < 8, 100.0, 1.0)
+        average.mul_(0.999).add_(weight.to(HALF), alpha=0.001)
+
+
 def falling() -> None:
     """A loss that falls to nothing, without a difference of near values."""
     for step in range(60):
@@ -577,6 +585,7 @@ def lengths_of_differences() -> None:
         (joined, "rounded-indices", "ids[:, None].float()", "450 of 600 have changed"),
         (average_inside, "update-stall", "self.mean.lerp_", "rounds"),
         (averaged, "update-stall", "average.update_parameters(model)", "rounds"),
+        (averaged_unevenly, "update-stall", "average.mul_(0.999).add_(", "rounds 88% of that away"),
         (diffusion, "rounded-result", "torch.cumprod(1 - torch.linspace(", "neighboring entries are equal"),
         (returns, "rounded-result", "value = 0.999 * value", "drifts away"),
         (variance, "rounded-result", "mean = rows.mean(", "a layer takes it at"),

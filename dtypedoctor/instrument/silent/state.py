@@ -234,7 +234,8 @@ class _State(Uncollected):
         """Compares where a round has led to with where it should have.
 
         It stands still where at least such a share of what should move does; or where half of the way is lost, by more than roundings of as many elements
-        to both sides would make, and it is further off than as many of each element would leave it.
+        to both sides would make, and it is further off than as many of each element would leave it; or where most elements have gone away from where they
+        began, by two roundings and more, and most of these have never moved.
         """
         (now, exact), (before, start) = self.last, self.start
         self.base = exact if self.base is None else self.base
@@ -265,6 +266,8 @@ class _State(Uncollected):
             (moves & is_off).sum(),
             is_off.sum(),
             ((exact == exact.round()) & (start == start.round()) & (moved.abs() <= rounds * 2 / info.eps)).all(),
+            (gone := left > 2 * spacing).sum(),
+            (gone & (now == self.first[0])).sum(),
         )
         (
             wanted,
@@ -282,6 +285,8 @@ class _State(Uncollected):
             wrong,
             apart_once,
             whole,
+            gone_far,
+            stuck,
         ) = torch.stack([number.double() for number in numbers]).tolist()
         self.peak, self.went, self.is_rest = max(self.peak, peak), max(self.went, went), peak <= NOISE * self.peak
         self.counts = self.counts and bool(whole)
@@ -296,6 +301,12 @@ class _State(Uncollected):
             self.still, self.wanted, self.lost = self.still + rounds, self.wanted + int(wanted), self.lost + int(lost)
             self.absmax, self.change = max(self.absmax, absmax), max(self.change, change)
             self.is_off |= wrong >= MOSTLY * wanted  # also where what follows was not seen, and begins anew
+        # A few elements may move in each round while the others never have
+        is_stuck = self.turns >= FEWEST and stuck >= MOSTLY * gone_far and gone_far >= MOSTLY * len(now)
+        if is_stuck and not self.in_step:
+            self.since = self.since if self.still else self.began
+            self.still, self.wanted, self.lost, self.is_off = self.turns, int(gone_far), int(stuck), True
+            self.absmax, self.change = absmax, left_over
         if left_over < BACK * far and self.sums > 1 and self.off < self.peak:
             self.returns, self.not_restored = self.returns + rounds, (int(others), most)
 

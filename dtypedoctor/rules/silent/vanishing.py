@@ -318,7 +318,7 @@ def _lost_writes(what: LostWrites) -> Statement:
         ),
         evidence=(
             (
-                f"{what.tensors} of {what.compared} {what.dtype} tensors that this line updates stay as they are (magnitudes up to {what.absmax:.3g})."
+                f"{what.tensors} of {what.compared} {what.dtype} tensors that this line updates stay as they are{' in most elements' if what.lost < what.wanted else ''} (magnitudes up to {what.absmax:.3g})."
             ),
             "The same operators change them in float64, and no other tensor keeps what is lost, as in Kahan summation.",
             (
