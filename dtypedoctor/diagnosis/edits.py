@@ -58,7 +58,7 @@ def advise(
 def _advice(scene: Scene, *, own_files: bool) -> Advice:
     """What may mend it, each way with its edits; one without any where none is seen."""
     finding, spec = scene.finding, spec_of(scene.finding.id)
-    if spec.partly_frozen is not None and _is_partly_frozen(scene):
+    if spec.partly_frozen is not None and _is_partly_frozen(scene) and _trained_by(scene)[0]:
         text, code = (_filled(part, scene) for part in spec.partly_frozen)
         return Advice(finding=finding.id, text=text, code=code)
     if spec.instead is not None and (text := spec.instead(finding)):
@@ -171,8 +171,8 @@ def _filled(text: str, scene: Scene) -> str:
         values["wider"] = value_edits.wider(scene)
     if "{cost}" in text:
         values["cost"] = _cost_of_float32(scene)
-    if "{model}" in text or "{before_optimizer}" in text:
-        values["model"], values["before_optimizer"] = _optimizer_of(scene)
+    if "{trained}" in text or "{before_optimizer}" in text:
+        values["trained"], values["before_optimizer"] = _trained_by(scene)
     if "{scores}" in text:
         values["scores"] = _other_attention(scene)
     filled = text.format(**values)
@@ -230,18 +230,26 @@ def _cost_of_float32(scene: Scene) -> str:
     return f" (costs {memory(2 * tensors * elements)} more for {counted(elements, 'trained weight')}: weight, gradient{kept} take 4 bytes each, not 2)"
 
 
-def _optimizer_of(scene: Scene) -> tuple[str, str]:
-    """What the program calls the model in ``AdamW(model.parameters())``, and where; a general name where that cannot be seen."""
+def _trained_by(scene: Scene) -> tuple[str, str]:
+    """What the program gives its optimizer, ``model.parameters()`` or a list, as an expression, and where; empty where that is not known.
+
+    Where a library makes the optimizer, it is what the program calls its model.
+    """
     optimizer = next((seen.what.optimizer for seen in scene.trace.observed(Updates)), "")
     source = scene.failing_file()
-    for made in source.every(ast.Call) if source is not None and optimizer else ():
-        if source is None or ast.unparse(made.func).rpartition(".")[2] != optimizer:
+    if source is None:
+        return "", ""
+    for made in source.every(ast.Call) if optimizer else ():
+        if ast.unparse(made.func).rpartition(".")[2] != optimizer:
             continue
+        where = f"Before {optimizer} is made ({scene.shown(source.path)}:{made.lineno}),"
         for node in ast.walk(made):
             if isinstance(node, ast.Attribute) and node.attr in ("parameters", "named_parameters"):
-                where = f"{scene.shown(source.path)}:{made.lineno}"
-                return ast.unparse(node.value), f"Before {optimizer} is made ({where}),"
-    return "model", "Before the optimizer is made,"
+                return f"{ast.unparse(node.value)}.parameters()", where
+        if made.args and isinstance(made.args[0], ast.List | ast.Tuple):
+            return ast.unparse(made.args[0]), where
+    is_named = any(node.id == "model" and isinstance(node.ctx, ast.Store) for node in source.every(ast.Name))
+    return ("model.parameters()", "Before the optimizer is made,") if is_named else ("", "")
 
 
 def _all_alike(scene: Scene) -> str:

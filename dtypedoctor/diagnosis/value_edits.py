@@ -600,9 +600,10 @@ def _in_float32(source: Source, value: ast.expr) -> list[Change]:
     made = value
     while isinstance(made, ast.DictComp | ast.ListComp):
         made = made.value if isinstance(made, ast.DictComp) else made.elt
-    # An empty list, say, is no tensor
-    called = ast.unparse(made.func).rpartition(".")[2] if isinstance(made, ast.Call) else ""
-    return named or (list(source.after(made, ".float()")) if called in ("clone", "deepcopy", "zeros_like") else [])
+    # An empty list, say, is no tensor; what torch makes without a dtype is in that of another tensor, or in the default one
+    module, _, called = ast.unparse(made.func).rpartition(".") if isinstance(made, ast.Call) else ("", "", "")
+    makes = module == "torch" or called in ("clone", "deepcopy")
+    return named or (list(source.after(made, ".float()")) if makes else [])
 
 
 def _in_place_of_half(source: Source, statement: ast.stmt) -> list[Change]:

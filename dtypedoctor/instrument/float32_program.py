@@ -405,6 +405,8 @@ class Programs:
         for tensor in filter(_is_plain, results):
             alike = next((operand for operand in operands if operand.dtype is tensor.dtype), None)
             by_which, at = (by, source) if alike is None else self.dtype_by(alike)
+            if not at and any(o.is_floating_point() and o.dtype is not tensor.dtype for o in operands):
+                by_which, at = by, source  # where a tensor that came from elsewhere has promoted others
             if at and len(self._dtypes) <= 2 * MAX_STEPS:
                 storage = tensor.untyped_storage()
                 self._dtypes[memory_key(storage)] = StorageWeakRef(storage), tensor.dtype, by_which, at

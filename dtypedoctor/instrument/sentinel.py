@@ -133,6 +133,8 @@ class _Plan(NamedTuple):
     """It writes to operands."""
     fresh: bool = False
     """It takes no more than the form of its operands."""
+    begins: bool = False
+    """It has none."""
     followed: Sequence[Callable[[Any, Arguments, Any], None]] = ()
     """Who is called with each call of it."""
 
@@ -501,6 +503,10 @@ class Sentinel(OperatorMode):
         if plan.lifts:
             with self._looking:
                 self._made_of_numbers(args[0])
+        if plan.begins:  # what the optimizer keeps, in a dtype of its own
+            with self._looking:
+                line = line_of(sys._getframe())
+                self.programs.made(tensors_of(result), (), str(func), None if line is None else line.source)
         return result
 
     def _moving(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -775,7 +781,8 @@ def _plan_of(func: Any) -> _Plan:
     schema = schema_of(func)
     name = schema.name.removeprefix("aten::")
     fresh = name.endswith("_like") or name.startswith("new_")
-    return _Plan(writes=bool(names_written(func)), fresh=fresh)
+    begins = not any("Tensor" in str(argument.type) for argument in schema.arguments)
+    return _Plan(writes=bool(names_written(func)), fresh=fresh, begins=begins)
 
 
 def _passes(func: Any) -> bool:

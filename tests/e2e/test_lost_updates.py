@@ -34,9 +34,14 @@ def examined(folder: Path, text: str) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.release
-def test_where_a_part_is_frozen_only_what_trains_is_widened(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "given",
+    ["[p for p in net.parameters() if p.requires_grad]", "[net[1].weight, net[1].bias, net[3].weight, net[3].bias]"],
+)
+def test_where_a_part_is_frozen_only_what_trains_is_widened(given: str, tmp_path: Path) -> None:
     """The line to add and the region around the forward pass remove the finding; the frozen part stays as it is."""
     text = SCRIPT.format(frozen="net[0].requires_grad_(False)", forward="out = net(ids)")
+    text = text.replace("[p for p in net.parameters() if p.requires_grad]", given)
     report, _ = examined(tmp_path / "stalls", text)
     (advice,) = report["do_this"]
     assert advice["edits"] == []

@@ -1,7 +1,7 @@
 """What ends the program outside of module calls is run again in its frame: the operands of what raised are known then, and the program cannot tell."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -123,8 +123,21 @@ def _calls_a_layer_with_what_was_made_before() -> None:
     layer(grid.reshape(2, 3) * 2)
 
 
+def _calls_a_layer_with_what_numpy_has_promoted() -> None:
+    layer = nn.Linear(3, 2).half()  # sets float16: half()
+    mean = torch.from_numpy(np.ones(3))
+    centered = torch.ones(2, 3).half() - mean  # sets float64: sub
+    layer(centered / 2)
+
+
 @pytest.mark.parametrize(
-    "work", [_writes_what_a_layer_returns, _adds_what_was_made_elsewhere, _calls_a_layer_with_what_was_made_before]
+    "work",
+    [
+        _writes_what_a_layer_returns,
+        _adds_what_was_made_elsewhere,
+        _calls_a_layer_with_what_was_made_before,
+        _calls_a_layer_with_what_numpy_has_promoted,
+    ],
 )
 def test_the_lines_that_set_two_dtypes_outside_of_modules_are_named(work: Callable[[], None], tmp_path: Path) -> None:
     """The operator that made or cast each, or the module that returned it; what is computed from it in the same dtype hands it on."""
@@ -138,6 +151,34 @@ def test_the_lines_that_set_two_dtypes_outside_of_modules_are_named(work: Callab
         assert lines[int(number) - 1].rpartition(": ")[2] in link.op
     assert len(ends) == 2
     assert found.confidence == "proven"
+
+
+class Averaging(torch.optim.Optimizer):
+    """Keeps an average of the gradients, in a dtype of its own."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        (parameter,) = self.param_groups[0]["params"]
+        average = self.state.setdefault(parameter, {"average": torch.zeros(4, 1)})["average"]  # sets float32
+        average.lerp_(parameter.grad, 0.1)
+
+
+def test_the_line_that_makes_what_an_optimizer_keeps_is_named(tmp_path: Path) -> None:
+    """Of its steps only state is followed, and what begins in them."""
+
+    def work() -> None:
+        layer = nn.Linear(1, 4, bias=False).bfloat16()
+        layer(torch.ones(2, 1, dtype=torch.bfloat16)).sum().backward()
+        Averaging(layer.parameters()).step()
+
+    finding = diagnose(ended(tmp_path, work))[0]
+    ends = [chain[-1] for chain in (finding.provenance, finding.met)]
+    (source,) = [link.source for link in ends if link.dtype_out == "float32"]
+    line = Path(__file__).read_text(encoding="utf-8").splitlines()[int((source or ":0").rpartition(":")[2]) - 1]
+    assert "# sets float32" in line
 
 
 def test_the_regions_that_an_exception_has_left_are_open_again(tmp_path: Path) -> None:

@@ -150,6 +150,7 @@ def _stalled(tmp_path: Path, text: str) -> Any:
         ("shadow = [p.bfloat16() for p in model.parameters()]", "shadow = [p.float().clone() for p in model.parameters()]",
          "torch._foreach_lerp_(shadow, [p.float() for p in model.parameters()], 0.01)"),
         ("shadow = torch.zeros(2, dtype=torch.bfloat16)", "shadow = torch.zeros(2, dtype=torch.float32)", "shadow = 0.99 * shadow + 0.01 * x"),
+        ("shadow = torch.tensor(0.0)", "shadow = torch.tensor(0.0).float()", "shadow += 0.01"),
     ],
 )  # fmt: skip
 def test_what_a_line_updates_is_found(made: str, after: str, update: str, tmp_path: Path) -> None:

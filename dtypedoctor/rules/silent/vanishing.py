@@ -122,7 +122,7 @@ UPDATE_STALL = FindingSpec(
     partly_frozen=(
         "Keep only what trains in float32{cost}; frozen weights stay as they are. {before_optimizer} add the line below, and wrap the "
         + "forward pass: `with torch.autocast({device!r}, dtype=torch.bfloat16):`",
-        "for p in {model}.parameters(): p.data = p.data.float() if p.requires_grad else p.data",
+        "for p in {trained}: p.data = p.data.float() if p.requires_grad else p.data",
     ),
     edits=("updated-in-float32", "set-float32", "bfloat16-to-float32"),
 )
