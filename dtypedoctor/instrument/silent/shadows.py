@@ -341,7 +341,8 @@ class _Call:
         if self.name not in _DIFFERENCES or len(terms) != 2 or not self.exact[0].numel():
             return 0.0
         size, left = (float(t.abs().max()) for t in (torch.stack([term.abs().max() for term in terms]), self.exact[0]))
-        rounding = size * 2.0 ** -_BITS.get(self.results[0].dtype, 24)
+        dtypes = [self.results[0].dtype, *(memory.origin.dtype for memory in self.known.values())]
+        rounding = size * 2.0 ** -min(_BITS.get(dtype, 24) for dtype in dtypes)
         return rounding if math.isfinite(rounding) and left > size * 2.0**-_OF_COPIES else 0.0
 
 
@@ -991,7 +992,8 @@ class Shadows(Observer):
         copy = call.operands[0][0]
         if call.name.rstrip("_") in _ROOTS and id(copy) in call.known and call.known[id(copy)].terms is not None:
             exact = call.values[id(copy)]
-            self._used("root", call, (copy.double() - exact).abs() > exact.abs() / 2, copy, exact)
+            off = ((copy.double() - exact).abs() > exact / 2) & (exact > 0)  # what is negative is no square
+            self._used("root", call, off, copy, exact)
 
     def _judge_angles(self, call: _Call) -> None:
         """Sines of angles that are off, because of whole numbers (timesteps, positions) that were rounded, or of a rounding of their own."""
