@@ -239,17 +239,22 @@ def _trained_by(scene: Scene) -> tuple[str, str]:
     source = scene.failing_file()
     if source is None:
         return "", ""
-    for made in source.every(ast.Call) if optimizer else ():
-        if ast.unparse(made.func).rpartition(".")[2] != optimizer:
-            continue
-        where = f"Before {optimizer} is made ({scene.shown(source.path)}:{made.lineno}),"
-        for node in ast.walk(made):
-            if isinstance(node, ast.Attribute) and node.attr in ("parameters", "named_parameters"):
-                return f"{ast.unparse(node.value)}.parameters()", where
-        if made.args and isinstance(made.args[0], ast.List | ast.Tuple):
-            return ast.unparse(made.args[0]), where
+    for call in source.every(ast.Call):
+        if given := _given_to(optimizer, call):
+            return given, f"Before {optimizer} is made ({scene.shown(source.path)}:{call.lineno}),"
     is_named = any(node.id == "model" and isinstance(node.ctx, ast.Store) for node in source.every(ast.Name))
     return ("model.parameters()", "Before the optimizer is made,") if is_named else ("", "")
+
+
+def _given_to(optimizer: str, call: ast.Call) -> str:
+    """What a call gives an optimizer, as an expression; empty where it makes another thing, or gives neither a list nor ``parameters()``."""
+    if not optimizer or ast.unparse(call.func).rpartition(".")[2] != optimizer:
+        return ""
+    for node in ast.walk(call):
+        if isinstance(node, ast.Attribute) and node.attr in ("parameters", "named_parameters"):
+            return f"{ast.unparse(node.value)}.parameters()"
+    is_list = call.args and isinstance(call.args[0], ast.List | ast.Tuple)
+    return ast.unparse(call.args[0]) if is_list else ""
 
 
 def _all_alike(scene: Scene) -> str:

@@ -403,13 +403,17 @@ class Programs:
         if len(self._dtypes) > 2 * MAX_STEPS:
             self._dtypes = {number: made for number, made in self._dtypes.items() if not made[0].expired()}
         for tensor in filter(_is_plain, results):
-            alike = next((operand for operand in operands if operand.dtype is tensor.dtype), None)
-            by_which, at = (by, source) if alike is None else self.dtype_by(alike)
-            if not at and any(o.is_floating_point() and o.dtype is not tensor.dtype for o in operands):
-                by_which, at = by, source  # where a tensor that came from elsewhere has promoted others
+            by_which, at = self._made_by(tensor, operands) or (by, source)
             if at and len(self._dtypes) <= 2 * MAX_STEPS:
                 storage = tensor.untyped_storage()
                 self._dtypes[memory_key(storage)] = StorageWeakRef(storage), tensor.dtype, by_which, at
+
+    def _made_by(self, tensor: Tensor, operands: Sequence[Tensor]) -> tuple[str, str] | None:
+        """What gave an operand the dtype of a result; None where none has it, or one that came from elsewhere has promoted others."""
+        alike = next((operand for operand in operands if operand.dtype is tensor.dtype), None)
+        made_by = self.dtype_by(alike) if alike is not None else None
+        is_promoted = any(o.is_floating_point() and o.dtype is not tensor.dtype for o in operands)
+        return None if made_by is not None and not made_by[1] and is_promoted else made_by
 
     def dtype_by(self, tensor: Tensor) -> tuple[str, str]:
         """The operator or module that gave a tensor its dtype, and its line; empty texts where they are not known."""

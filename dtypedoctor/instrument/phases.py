@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Thread
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -80,6 +80,17 @@ class ScalerStep:
     step: int
     called: bool
     found_inf: Sequence[Tensor]
+
+
+def _line_outside_of_torch(frame: FrameType | None) -> tuple[CodeType, int] | None:
+    """Where torch was called from; None where it was by this package."""
+    while frame is not None and _module_of(frame).startswith((__name__, "torch.")):
+        frame = frame.f_back
+    return None if frame is None or _module_of(frame).startswith("dtypedoctor.") else (frame.f_code, frame.f_lineno)
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 class Phases:
@@ -223,12 +234,8 @@ class Phases:
         but optimizers and FSDP enter it in each step."""
         result = original(region)
         if not (is_compiling() or self._position.muted or self._position.backward_depth or self._position.overrides):
-            frame: FrameType | None = sys._getframe()
-            while frame is not None and frame.f_globals.get("__name__", "").startswith((__name__, "torch.")):
-                frame = frame.f_back
-            at = (frame.f_code, frame.f_lineno) if frame is not None else None
-            ours = frame is not None and frame.f_globals.get("__name__", "").startswith("dtypedoctor.")
-            if not (at is None or ours or at in self._without or len(self._without) >= MOST_LINES):
+            at = _line_outside_of_torch(sys._getframe())
+            if at is not None and at not in self._without and len(self._without) < MOST_LINES:
                 self._without.add(at)
                 with self._guard.keeping("what follows where gradients are left off"):
                     self.without_gradients()
@@ -572,7 +579,10 @@ class Exports:
         own = name in vars(Tensor)
 
         def wrapper(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            self._left(way, tensor)
+            if (
+                not sys._getframe(1).f_globals.get("__name__", "").startswith("dtypedoctor.")
+            ):  # it reads what it has measured
+                self._left(way, tensor)
             return original(tensor, *args, **kwargs)
 
         wrapper.__name__, wrapper.__doc__ = name, original.__doc__

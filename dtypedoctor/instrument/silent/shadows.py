@@ -340,10 +340,14 @@ class _Call:
         terms = [self.values[id(copy)] for copy, _ in self.operands if id(copy) in self.values]
         if self.name not in _DIFFERENCES or len(terms) != 2 or not self.exact[0].numel():
             return 0.0
-        size, left = (float(t.abs().max()) for t in (torch.stack([term.abs().max() for term in terms]), self.exact[0]))
-        dtypes = [self.results[0].dtype, *(memory.origin.dtype for memory in self.known.values())]
-        rounding = size * 2.0 ** -min(_BITS.get(dtype, 24) for dtype in dtypes)
+        size, left = float(torch.stack([term.abs().max() for term in terms]).max()), float(self.exact[0].abs().max())
+        rounding = size * 2.0 ** -self._fewest_bits()
         return rounding if math.isfinite(rounding) and left > size * 2.0**-_OF_COPIES else 0.0
+
+    def _fewest_bits(self) -> int:
+        """Significant bits of the narrowest dtype that the result and its operands have been rounded to."""
+        dtypes = {self.results[0].dtype} | {memory.origin.dtype for memory in self.known.values()}
+        return min(_BITS.get(dtype, 24) for dtype in dtypes)
 
 
 class Shadows(Observer):
@@ -755,21 +759,25 @@ class Shadows(Observer):
 
     def _is_turn(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor], line: Line | None) -> bool:
         """Whether an operator is run in float64 once more; a sum has to be followed from its first term to the last. In float32 the first calls at a line are."""
-        if not (any(t.dtype in NARROW for t in (*operands, *results)) or self._is_of_half(operands)):
-            self._at_line[func, line] += 1
-            is_first = self._first_ones > 0 and self._at_line[func, line] <= AT_ONE_LINE_IN_FLOAT32
-            self._first_ones -= is_first
-            return is_first
-        is_sum = _name(func) in _ADDS and results[0].numel() <= SUM
         self._at_line[func, line] += 1
+        if not self._is_of_half(operands, results):
+            return self._is_among_first(self._at_line[func, line])
+        is_sum = _name(func) in _ADDS and results[0].numel() <= SUM
         may_run = is_sum or self._at_line[func, line] <= AT_ONE_LINE
         if not may_run and self._at_line[func, line] <= AT_ONE_RECURRENCE and results[0].numel() <= RECURRENT:
             may_run = is_sum = any(_key(t) in self._memories or _is_held(self._scalars, t) for t in operands)
         self._operators[is_sum] += may_run * (1 + results[0].numel() // UNIT)
         return may_run and self._operators[is_sum] <= ALLOWANCE
 
-    def _is_of_half(self, operands: Sequence[Tensor]) -> bool:
-        """Whether something is followed to an operator that is lost in half precision, or in whole numbers."""
+    def _is_among_first(self, calls: int) -> bool:
+        is_first = self._first_ones > 0 and calls <= AT_ONE_LINE_IN_FLOAT32
+        self._first_ones -= is_first
+        return is_first
+
+    def _is_of_half(self, operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+        """Whether an operator takes part in half precision, or something is followed to it that is lost there, or in whole numbers."""
+        if any(t.dtype in NARROW for t in (*operands, *results)):
+            return True
         known = [self._memories[key].origin for key in map(_key, operands) if key in self._memories]
         return any(origin.dtype in NARROW or origin.whole or origin.is_lossy for origin in known)
 
@@ -1261,6 +1269,7 @@ class Shadows(Observer):
         """Adds a use to those of its line; ``of`` how many, all where that is not said."""
         origin = call.origin if use != "state" else Origin(str(call.func), call.line, real.dtype, whole=False)
         nonfinite = any(map(call.is_beyond, (copy for copy, _ in call.operands if copy.is_floating_point())))
+        nonfinite |= any(bool(result.isnan().any()) for result in call.results if result.is_floating_point())
         self._add(use, str(call.func), call.line, origin, changed, real, exact, of, nonfinite=nonfinite)
 
     def _add(

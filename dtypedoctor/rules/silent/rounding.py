@@ -478,24 +478,32 @@ def _explained(trace: Trace) -> set[str | None]:
 
 def _matters(what: RoundedUse) -> bool:
     if what.use in _LOST:
-        # who reads a difference of near numbers compares them: tests do, and reports of errors
-        meant = what.difference or float(what.value) == 0
-        # unless rounding hides most of the difference, and does not make it
-        meant &= not 0 < abs(float(what.value)) < HIDDEN * abs(float(what.exact))
-        # or what is computed from the difference is off by more than that is: a variance by E[x²] - E[x]²
-        meant &= not 0 < what.terms < abs(float(what.value) - float(what.exact))
-        return what.use != "number" or not meant
-    if what.use == "root":
-        return what.changed >= ROOTS * what.of
-    if what.use == "choice":
-        return what.changed >= max(TIES, MANY * what.of)
-    if what.use == "tie":
-        return what.changed >= max(TIES, TIED * what.of)
-    if what.use == "distinct":
-        return what.changed >= max(TIES, FEWEST * what.of)
-    if what.use in ("mask", "condition"):
-        return what.changed >= max(TIES if what.use == "mask" else CONDITIONS, FEWEST * what.of)
-    return what.use in ("whole", "draw", "factor", "compared") or what.changed >= FEWEST * what.of
+        return what.use != "number" or not _is_meant(what)
+    fewest, share = _ENOUGH.get(what.use, (0, FEWEST))
+    return what.changed >= max(fewest, share * what.of)
+
+
+_ENOUGH = {
+    "root": (0, ROOTS),
+    "choice": (TIES, MANY),
+    "tie": (TIES, TIED),
+    "distinct": (TIES, FEWEST),
+    "mask": (TIES, FEWEST),
+    "condition": (CONDITIONS, FEWEST),
+    "whole": (0, 0.0),
+    "draw": (0, 0.0),
+    "factor": (0, 0.0),
+    "compared": (0, 0.0),
+}
+"""How many changed results of a use count, and which share of all; of other uses :data:`FEWEST`."""
+
+
+def _is_meant(what: RoundedUse) -> bool:
+    """Whether a program may read such a number as it is: who reads a difference of near numbers compares them, tests do, and reports of errors."""
+    value, exact = float(what.value), float(what.exact)
+    is_hidden = 0 < abs(value) < HIDDEN * abs(exact)  # rounding hides most of the difference, and does not make it
+    is_off = 0 < what.terms < abs(value - exact)  # by more than the terms are rounded by: a variance by E[x²] - E[x]²
+    return (what.difference or value == 0) and not is_hidden and not is_off
 
 
 def _statement(what: RoundedUse) -> Statement:
