@@ -135,10 +135,6 @@ WRITTEN_IN: dict[str, Callable[[], Any]] = {
     "_module_fqn": sharded("_fsdp_param_group"),
     "_mp_policy": sharded("_fsdp_state"),
     "_cast_forward_inputs": sharded("_fsdp_state"),
-    "_training_state": sharded("_fsdp_state"),
-    "_state_ctx": sharded("_fsdp_state"),
-    "_fsdp_param_group": sharded("_fsdp_state"),
-    "_fsdp_param_groups": sharded("_fsdp_state"),
     "_is_fsdp_managed_module": of_module("torch.distributed.fsdp._dynamo_utils"),
     "_fsdp_use_orig_params": of_module("torch.distributed.fsdp._dynamo_utils"),
 }
@@ -234,8 +230,6 @@ def test_torch_gives_its_objects_the_private_attribute(name: str) -> None:
     """The code that makes such objects gives them the attribute."""
     if name == "_cast_forward_inputs" and torch.__version__ < "2.12":
         pytest.skip("this torch casts inside of another function; cast_for_unit does it itself (2.9.1, 2.11.0)")
-    if name == "_fsdp_param_groups" and "_fsdp_param_groups" not in inspect.getsource(WRITTEN_IN[name]()):
-        pytest.skip("a unit of this torch has one group of parameters (2.9.1)")
     assert name in inspect.getsource(WRITTEN_IN[name]())
 
 

@@ -341,10 +341,6 @@ def main(request: dict[str, str]) -> None:
     write_file(Path(request["result"]), json.dumps(answer))
 
 
-if __name__ == "__main__":
-    main(json.load(sys.stdin))
-
-
 _CHUNK = 1 << 22
 """Elements that are compared at a time, in float64."""
 _STEP = 1 + 2**-4
@@ -523,3 +519,7 @@ def _short(dtype: torch.dtype) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2g}%" if share < 10 else f"{share:.3g} times"
+
+
+if __name__ == "__main__":
+    main(json.load(sys.stdin))
