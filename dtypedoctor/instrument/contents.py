@@ -286,11 +286,8 @@ def _missed(kind: type, own: list[tuple[str, Any]]) -> Missed | None:
     slots = sum(type(one) is MemberDescriptorType for _, one in own)
     # Whether C code keeps something in objects of a class that no attribute shows; what Python's own library keeps is no result
     plain = max(base.__basicsize__ for base in kind.__mro__ if _is_of_python(base))
-    return (
-        Missed(kind.__name__, _OBJECT)
-        if (kind.__basicsize__ > max(plain, _Empty.__basicsize__) + (slots + 2) * POINTER)
-        else None
-    )
+    hides = kind.__basicsize__ > max(plain, _Empty.__basicsize__) + (slots + 2) * POINTER
+    return Missed(kind.__name__, _OBJECT) if hides else None
 
 
 def _is_of_python(kind: type) -> bool:

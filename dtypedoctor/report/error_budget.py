@@ -12,7 +12,7 @@ from dtypedoctor.trace.records.silent import RoundingShare
 _MOST_ROWS = 30
 _MEANING = (
     "Of the loss: by how much rounding in the module's own operators has changed it, to first order, over the loss. Share: of the error that such roundings are expected to make. "
-    "Of gradients: the error of those that its operators hand on, over their norm. Keep in float32 what is on top."
+    "Of gradients: the error of those that its operators pass on, over their norm. Keep in float32 what is on top."
 )
 
 
@@ -25,7 +25,7 @@ class BudgetRow:
         loss: change of the loss over the loss, of either sign.
         expected: size of that change if each element were rounded at random.
         share: of the squares of what is expected of all modules.
-        gradients: norm of the error of the gradients that its operators hand on, over the norm of these; None where not measured.
+        gradients: norm of the error of the gradients that its operators pass on, over the norm of these; None where not measured.
         op, source: the operator and line that have changed the loss most.
     """
 

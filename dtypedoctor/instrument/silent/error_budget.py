@@ -135,7 +135,7 @@ class ErrorBudget(Observer):
     def _came_to(
         self, rounded: _Rounded, loss: float, made: Sequence[Tensor | None], got: Sequence[Tensor | None]
     ) -> None:
-        """The backward pass has computed what an operator hands on."""
+        """The backward pass has computed the gradients of an operator's operands."""
         share = self._pass[rounded.module]
         with self.position.aside():
             for error, gradient in zip(rounded.errors, got, strict=False):

@@ -441,7 +441,7 @@ class RoundingShare:
         passes: how many these are.
         loss: by how much it has changed the loss, over the loss.
         expected: how much that would be if the elements were rounded at random: the root of the sum of their squares.
-        gradients: norm of the error of the gradients that its operators hand on, over the norm of these; None where none could be computed again.
+        gradients: norm of the error of the gradients that its operators pass on, over the norm of these; None where none could be computed again.
         op, source: the operator and line that have changed the loss most.
     """
 
