@@ -212,7 +212,7 @@ class Budget:
 
 
 FIRST_STEPS = 8
-"""Training steps in which a GPU is read from, besides those whose number is a power of 2. A program without an optimizer is in its first."""
+"""Training steps in which a GPU is read from, besides those whose number is a power of 2, where all steps are looked at. A program without an optimizer is in its first."""
 FIRST_CHECKS = 4
 """Rounds, and steps, that are compared: 1 to 4, and then each power of two."""
 WINDOW, FROM = 4, 16
@@ -236,11 +236,6 @@ def is_in_window(number: int) -> bool:
     return is_checked(number) or any(map(is_checked, before))
 
 
-def is_read_in(step: int) -> bool:
-    """Whether a GPU is read from in a training step."""
-    return step <= FIRST_STEPS or step.bit_count() == 1
-
-
 class Readings:
     """Says of each tensor whether it may be read now.
 
@@ -249,10 +244,12 @@ class Readings:
 
     Attributes:
         made: readings of a GPU so far.
+        is_paid: says whether what is looked at now is paid for by a share of the time, waits included.
     """
 
     def __init__(self, step: Callable[[], int]) -> None:
         self._now = step
+        self.is_paid: Callable[[], bool] = bool
         self._step = 0
         self._in_step = 0
         self.made = 0
@@ -262,10 +259,14 @@ class Readings:
         """Whether nobody waits where it is read."""
         return tensor.device.type in AT_HAND
 
+    def waits(self) -> bool:
+        """Whether this is a step in which the host waits for a device: each look within a budget; of steps that are all looked at ever fewer."""
+        step = self._now()
+        return step <= FIRST_STEPS or step.bit_count() == 1 or self.is_paid()
+
     def may_read(self, tensor: Tensor) -> bool:
         """Whether this is a step in which tensors on its device are read."""
-        waited_for = tensor.device.type in WAITED_FOR and is_read_in(self._now())
-        return self.at_hand(tensor) or (waited_for and self._may_wait())
+        return self.at_hand(tensor) or (tensor.device.type in WAITED_FOR and self.waits() and self._may_wait())
 
     def reads(self, tensor: Tensor) -> bool:
         """Whether a tensor is read that is one of many: in all steps on a CPU, in some on a GPU."""

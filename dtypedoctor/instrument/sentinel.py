@@ -42,7 +42,7 @@ from dtypedoctor._torch_private import (
     sequence_number,
 )
 from dtypedoctor.instrument.bad_values import FINITE, BadValues, Ends, Ran, ends_of
-from dtypedoctor.instrument.budget import FIRST_STEPS, is_read_in
+from dtypedoctor.instrument.budget import FIRST_STEPS
 from dtypedoctor.instrument.float32_program import Programs, Step
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.lifted import LIFT, Lifted, lifted_from
@@ -116,7 +116,7 @@ AT_ONE_LINE = 16
 """Results of an operator at one line that are read from a GPU in a step."""
 _NOT_FOLLOWED = (
     "sums, indices and overflows that become finite again, outside of modules on a GPU, in most steps",
-    f"followed from operator to operator in the steps 1 to {FIRST_STEPS} and those whose number is a power of 2, of programs of one process; on a CPU in all",
+    f"followed from operator to operator in the steps 1 to {FIRST_STEPS} and those whose number is a power of 2, of programs of one process; on a CPU, and with --overhead-budget, in all that are looked at",
 )
 
 
@@ -303,7 +303,7 @@ class Sentinel(OperatorMode):
             return
         if len(self._hooked) > MAX_LINES:
             self._hooked.clear()
-        self._inside = functions_of_programs() if is_read_in(self._position.step) else ()
+        self._inside = functions_of_programs() if self._readings.waits() else ()
         self._hook_behind([tensor.grad_fn for tensor in tensors if self._is_in_a_graph(tensor)])
 
     def _hook_behind(self, waiting: list[Any]) -> None:

@@ -95,6 +95,8 @@ class ModuleWatch:
         """Outermost calls that were not looked at."""
         self._writer, self._position, self._names = session.writer, session.position, session.names
         self._guard, self._coverage = session.guard, session.coverage
+        if budget is not None:
+            session.readings.is_paid = lambda: self._position.looks
         self.sites = Sites(session.writer)
         self._places = Places(session.names)
         self.recorders = Recorders(session, self.sites)

@@ -14,7 +14,7 @@ from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument import budget, sentinel
-from dtypedoctor.instrument.budget import AT_HAND, FIRST_STEPS, Readings
+from dtypedoctor.instrument.budget import AT_HAND, FIRST_STEPS, Budget, Readings
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.trace.events import NotWatched, Op
 
@@ -88,6 +88,20 @@ def test_a_device_is_read_in_the_first_steps_and_then_in_ever_fewer(device: torc
     read = [step for step in made if made[step] > made.get(step - 1, 0)]
     assert read == [*range(1, FIRST_STEPS + 1), 16, 32]
     assert [note.what for note in trace.all(NotWatched)] == [sentinel._NOT_FOLLOWED[0]]
+
+
+def test_within_a_budget_each_look_reads(device: torch.device, tmp_path: Path) -> None:
+    """What reading costs is a part of what a look costs, so the budget bounds it; a square that overflows from step 18 on and becomes finite again is seen."""
+
+    def rescued(step: int) -> None:
+        width = torch.full((4,), 300.0 if step > 17 else 3.0, dtype=torch.float16, device=device)
+        (1 / (width * width)).sum()
+
+    def work(instruments: Instruments) -> None:
+        trains(device, 31, rescued)
+
+    findings = diagnose(watched(tmp_path, work, budget=Budget(credit=60)))
+    assert [finding.id for finding in findings] == ["float16-overflow"]
 
 
 def test_in_one_step_and_in_a_whole_run_so_much_is_read_and_no_more(
