@@ -444,7 +444,6 @@ class RepeatedCall:
                 session, first, step=kept.step, call=kept.call, overrides=kept.overrides, depth=kept.depth
             )
             with position, unit_set_aside(live.module) as self._given:
-                memory.keep_buffers(live.module)
                 yield
 
         def call() -> None:
@@ -631,7 +630,7 @@ class InnerCalls:
                 self._fail()
             call = self._open.pop()
             if self._kind == "backward":
-                call.keep_gradients(output)
+                call.keep_gradients(enumerate(tensors_of(output)))
                 self._returned.append(call)
 
     def _shows_it(self, output: Any) -> bool:

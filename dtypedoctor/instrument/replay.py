@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -24,6 +23,7 @@ from dtypedoctor.instrument.operators import (
     fits,
     flat,
     for_wider,
+    in_wider,
     is_unfinished,
     tensors_of,
     tree_map,
@@ -429,24 +429,11 @@ def _until_softmax(scores: _Scores, softmax: Ran, start: Tensor) -> Tensor:
     """What the softmax would have been given for these float32 scores."""
     values = {scores.product.outputs[0].id: start}
     for ran in scores.before_softmax:
-        # The arguments of an op, float32 stand-ins in place of what was made of the scores; what it writes to is a copy
-        real = tensors_of(ran.arguments)
-        stand_ins = {
-            id(t): values[note.id].clone() for t, note in zip(real, ran.inputs, strict=True) if note.id in values
-        }
-        changed: Arguments = tree_map(partial(_stand_in, stand_ins), ran.arguments)
-        args, kwargs = changed
-        results = tensors_of(ran.func(*args, **kwargs))
+        pairs = zip(tensors_of(ran.arguments), ran.inputs, strict=True)
+        stand_ins = {id(t): values[note.id].clone() for t, note in pairs if note.id in values}
+        results = in_wider(ran.func, ran.arguments, torch.float32, HALF, stand_ins)
         values.update({note.id: result for note, result in zip(ran.outputs, results, strict=True)})
     return values[softmax.inputs[0].id]
-
-
-def _stand_in(stand_ins: dict[int, Tensor], value: Any) -> Any:
-    if isinstance(value, Tensor) and id(value) in stand_ins:
-        return stand_ins[id(value)]
-    if measurable(value):
-        return value.float()
-    return torch.float32 if isinstance(value, torch.dtype) and value in HALF else value
 
 
 def _slope(zero: Tensor, one: Tensor, far: Tensor) -> float | None:

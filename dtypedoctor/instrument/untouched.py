@@ -572,7 +572,7 @@ def make_again(
     session: "Session",
     run: Callable[[], object],
     *,
-    roots: Iterable[Any],
+    roots: Sequence[Any],
     at: AbstractContextManager[None],
     ops: "OpTrace | None" = None,
     memory: "KeptMemory | None" = None,
@@ -619,16 +619,18 @@ def make_again(
 @contextmanager
 def undone(
     session: "Session",
-    roots: Iterable[Any],
+    roots: Sequence[Any],
     moment: AbstractContextManager[None],
     memory: "KeptMemory",
     runs_program: Callable[[], bool],
 ) -> Iterator[None]:
     """Inside, code of the program may run once more at an earlier moment; afterwards the program is as it was.
 
+    Autocast keeps no copies of weights inside: the program's own calls would find them.
+
     Args:
         session: of the process.
-        roots: objects that the code may change.
+        roots: objects that the code may change; of modules among them the buffers are copied.
         moment: of :func:`at_moment`.
         memory: a mode that the caller enters around the code itself.
         runs_program: says whether the program's code runs although the instruments are muted: it must not reach anything outside of the process.
@@ -636,8 +638,13 @@ def undone(
     with ExitStack() as stack:
         stack.callback(memory.restore)
         stack.enter_context(as_before(roots, get_ident(), lambda: session.position.muted and not runs_program()))
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
         stack.enter_context(moment)
         stack.enter_context(session.autocast.unheard())
+        for root in roots:
+            if isinstance(root, nn.Module):
+                memory.keep_buffers(root)
         yield
 
 

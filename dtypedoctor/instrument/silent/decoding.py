@@ -17,7 +17,6 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from dtypedoctor._torch_private import as_the_program
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.instrument.budget import is_checked
 from dtypedoctor.instrument.contents import tensors_in
@@ -184,11 +183,7 @@ class _Texts:
 
     def _said(self, scores: Callable[[], Tensor], autocast: str | None) -> Tensor | None:
         given: tuple[Any, dict[str, Any]] = ((self.tokens,), {})
-        with (
-            contained(),
-            as_the_program(),
-            beside(self.check.session, self.module, given, self.tokens.device.type, autocast),
-        ):
+        with contained(), beside(self.check.session, self.module, given, self.tokens.device.type, autocast):
             wanted = self.tokens[:, self.begin + 1 :, None]
             return scores().float().log_softmax(-1).gather(-1, wanted)[..., 0]
         return None

@@ -2,9 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -22,7 +20,7 @@ from dtypedoctor.instrument.silent.look import may_look
 from dtypedoctor.instrument.silent.observer import Observer
 from dtypedoctor.instrument.silent.shadows import Shadows
 from dtypedoctor.instrument.statistics import measurable
-from dtypedoctor.instrument.untouched import KeptMemory, as_before
+from dtypedoctor.instrument.untouched import KeptMemory, undone
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.records.silent import StaleCopy
 
@@ -196,15 +194,9 @@ class CompiledCalls(Observer):
         device = next((t.device for t in tensors_of((args, kwargs)) if t.is_cuda), None)
         allowed = 0 if device is None else int(SHARE_OF_FREE * torch.cuda.mem_get_info(device)[0])
         memory = KeptMemory(device, allowed, MAX_SECONDS)
-        with contained(), ExitStack() as stack:  # what it raises here, it raises again
-            stack.callback(memory.restore)
-            stack.enter_context(as_before((function, args, kwargs), get_ident(), lambda: False))
-            stack.enter_context(position.mute())
-            stack.enter_context(self.session.autocast.unheard())
-            for module in [m for m in (function, getattr(function, "__self__", None)) if isinstance(m, nn.Module)]:
-                memory.keep_buffers(module)
-            stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-            torch.set_autocast_cache_enabled(False)
+        roots = (function, getattr(function, "__self__", None), args, kwargs)
+        # what it raises here, it raises again
+        with contained(), undone(self.session, roots, position.mute(), memory, lambda: True):
             with memory, look.at_call_made_again():
                 result = function(*args, **kwargs)
             losses = [tensor for tensor in tensors_of(result) if tensor.requires_grad and tensor.dim() == 0]

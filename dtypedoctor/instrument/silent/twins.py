@@ -8,7 +8,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
@@ -18,7 +18,8 @@ from torch.nn.parameter import is_lazy
 
 from dtypedoctor._torch_private import version_of
 from dtypedoctor.instrument.contents import tensors_in
-from dtypedoctor.instrument.module_tree import ByModule, modules_in, named_tensors, parameters_in
+from dtypedoctor.instrument.live_call import AutocastState, LiveCall
+from dtypedoctor.instrument.module_tree import ByModule, named_tensors, parameters_in
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import fits
 from dtypedoctor.instrument.session import Session
@@ -379,29 +380,19 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def beside(session: Session, model: nn.Module, given: Any, device: str, autocast: str | None) -> Iterator[None]:
     """Inside, calls of ``model`` on what is ``given`` leave the program as it was.
 
-    They are made without gradients and dropout, in another region of autocast, which keeps no copies of weights.
+    They are made without gradients and dropout, in another region of autocast.
 
     Raises:
         CannotReplayError: they would change the program.
     """
     if not all(map(_is_plain, (*given[0], *given[1].values()))):
         raise CannotReplayError("a cache or an iterator is among the arguments")
-    memory, training = KeptMemory(), [(module, module.training) for module in modules_in(model)]
-    keeps = torch.is_autocast_cache_enabled()
+    regions = () if autocast is None else (AutocastState(device=device, dtype=getattr(torch, autocast)),)
+    call = replace(LiveCall.entered(model, "", *given), grad=False, training=False, autocast=regions)
+    memory = KeptMemory()
     # muted, but the program's own code: it may reach nothing outside of the process
-    with undone(session, (model, given), session.position.mute(), memory, lambda: True):
-        memory.keep_buffers(model)
-        torch.set_autocast_cache_enabled(False)
-        try:
-            for module, _ in training:
-                module.training = False
-            region = torch.autocast(device, dtype=getattr(torch, autocast or "bfloat16"), enabled=autocast is not None)
-            with memory, region:
-                yield
-        finally:
-            torch.set_autocast_cache_enabled(keeps)
-            for module, was_training in training:
-                module.training = was_training
+    with undone(session, (model, given), session.position.mute(), memory, lambda: True), call.modes(), memory:
+        yield
     if memory.why_not:
         raise CannotReplayError(memory.why_not)
 
