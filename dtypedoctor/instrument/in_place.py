@@ -32,7 +32,7 @@ from dtypedoctor._torch_private import (
 )
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.frames import line_of, source_of
-from dtypedoctor.instrument.live_call import LiveCall, as_leaf, inputs_in, tensors_of
+from dtypedoctor.instrument.live_call import GradientHook, LiveCall, as_leaf, inputs_in, tensors_of
 from dtypedoctor.instrument.module_tree import (
     ByModule,
     calls_alone,
@@ -45,7 +45,6 @@ from dtypedoctor.instrument.module_tree import (
     parameter_not_here,
     parameters_in,
 )
-from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import bytes_of, why_opaque
 from dtypedoctor.instrument.optimizer_replay import OptimizerReplays, show_operands
 from dtypedoctor.instrument.optrace import OpTrace
@@ -69,7 +68,7 @@ from dtypedoctor.instrument.statistics import is_finite, out_of_their_sight
 from dtypedoctor.instrument.untouched import CannotReplayError, at_moment
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES
-from dtypedoctor.trace.records.execution import EAGER, HeldInput, ReplayedCall
+from dtypedoctor.trace.records.execution import EAGER, ReplayedCall
 from dtypedoctor.trace.records.silent import (
     Absorbed,
     FloatToInt,
@@ -115,10 +114,6 @@ RESULTS = frozenset({"output", "input"})
 
 USUAL = frozenset({"float16", "bfloat16"})
 """Dtypes of quantization states that every dequantizer has a kernel for."""
-HELD_CALLS = 4
-HELD_BYTES = 1 << 20
-"""Calls of which small integer inputs are copied to the host, and bytes for each."""
-HELD_FILE = "held-inputs.safetensors"
 
 ZEROS = "zeros"
 """Why a call is replayed whose gradients are zero for the most part."""
@@ -134,6 +129,8 @@ NONE_ALONE = (
     "FullyShardedDataParallel (FSDP1) and DeepSpeed's ZeRO-3 gather parameters in ways that one rank cannot repeat; "
     "with fully_shard (FSDP2), or --rerun, the call can be replayed"
 )
+_DEAD = ("CUDA error", "device-side assert")
+"""What an exception says after which the device answers no more."""
 _NOT_FAILURES = (torch.OutOfMemoryError, StopIteration, StopAsyncIteration, MemoryError, RecursionError)
 
 
@@ -192,7 +189,6 @@ class InPlaceReplays:
         self._spent = 0.0
         self._trace: OpTrace | None = None
         self._packed: dict[int, set[str]] = {}
-        self._held = HeldInputs(session)
         self.written: dict[str, bool] = {}
         self.count = 0
         self.begun = False
@@ -287,8 +283,6 @@ class InPlaceReplays:
         if not self._session.position.backward_depth and (kept := self._entered(module)) is not None:
             self._current = kept
             self._keep(kept)
-            if torch.cuda.is_initialized():
-                self._held.keep(kept.call, kept.live)
 
     def _entered(self, module: nn.Module) -> KeptCall | None:
         """A call that begins, by reference; None where it cannot be made again, or holds too much."""
@@ -326,7 +320,7 @@ class InPlaceReplays:
         if self._some_parameters(kept.live.module):
             kept.live.let_go(self._a_module_is_gone)
 
-    def _a_graph_is_gone(self, call: "ref[KeptCall]", _: "ref[_KeepsGradient]") -> None:
+    def _a_graph_is_gone(self, call: "ref[KeptCall]", _: "ref[GradientHook]") -> None:
         kept = call()
         if kept is not None and not any(hook() for hook in kept.hooks):
             kept.hooks.clear()
@@ -361,7 +355,6 @@ class InPlaceReplays:
 
     def _raised(self, module: nn.Module, args: Any, error: BaseException) -> None:
         """The innermost module call has raised, and the exception is on its way out."""
-        self.noticed(error)
         if self._current is not None:
             self._current.error = type_and_message(error) if _is_failure(error) else None
 
@@ -373,7 +366,7 @@ class InPlaceReplays:
         self._returned(module, args, kwargs, output)
         if self._sharded:
             for tensor in filter(_comes_back, tensors_of(output)):
-                hook_gradient(tensor, _GradientHook(self._ask_for_end))
+                hook_gradient(tensor, GradientHook(self._ask_for_end))
 
     def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """A call that may be replayed has returned."""
@@ -387,19 +380,14 @@ class InPlaceReplays:
         tensors = tensors_of(output)
         with out_of_their_sight():
             kept.made = list(map(Made, tensors))
-        comes_back = False
-        for index, tensor in enumerate(tensors):
-            if _comes_back(tensor):
-                comes_back = True
-                if tensor.numel() * tensor.element_size() <= MAX_HELD:
-                    hook = _KeepsGradient(kept.live.gradients, index)
-                    kept.hooks.append(ref(hook, partial(self._a_graph_is_gone, ref(kept))))
-                    hook_gradient(tensor, hook)
-        if not comes_back:
+        coming = [(index, tensor) for index, tensor in enumerate(tensors) if _comes_back(tensor)]
+        hooks = kept.live.keep_gradients((index, tensor) for index, tensor in coming if tensor.nbytes <= MAX_HELD)
+        kept.hooks += [ref(hook, partial(self._a_graph_is_gone, ref(kept))) for hook in hooks]
+        if not coming:
             self._let_go(kept)
         for tensor in filter(_comes_back, tensors_of((args, kwargs)) if self._sharded else ()):
             # a tensor that holds what holds it would stay until Python's collector comes
-            hook_gradient(tensor, _GradientHook(partial(self._went_back, ref(kept))))
+            hook_gradient(tensor, GradientHook(partial(self._went_back, ref(kept))))
 
     def _left(self, module: nn.Module) -> None:
         """A call that may be replayed is over, and its module's name is off the stack; the parameters of a unit are there."""
@@ -430,14 +418,8 @@ class InPlaceReplays:
             # What a router chooses is used in the module around it.
             self._silent.append(fqn.rpartition(".")[0] if isinstance(record, RouterChoice) else fqn)
 
-    def noticed(self, error: BaseException) -> None:
-        """An exception is on its way out."""
-        if _is_dead(error):
-            self._held.write()
-
     def ends(self, error: BaseException, *, outside: bool) -> None:
         """The program ends with ``error``; ``outside``: it was raised outside of all modules and of backward passes."""
-        self.noticed(error)
         if self.begun and outside and _is_failure(error):
             with self._aside(), self._phases.standing_aside():
                 show_operands(error, self._session, self._new_trace())
@@ -488,7 +470,6 @@ class InPlaceReplays:
             self._through([kept], "gradient", None)
 
     def _backward_raised(self, error: BaseException) -> None:
-        self.noticed(error)
         if self._session.position.backward_depth and _is_failure(error):
             self._failed = type_and_message(error)
 
@@ -813,115 +794,6 @@ class InPlaceReplays:
             self._session.writer.write_beside(f"{name}.json", to_json(description).encode("utf-8"))
 
 
-class HeldInputs:
-    """Copies small integer inputs (token ids) of the last outermost calls to the host, behind the stream: a device-side assert ends every access to
-    the device.
-
-    Args:
-        session: of the process.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._rooms: list[_Room] = []
-        self._calls: list[tuple[int, ref[nn.Module], dict[str, Tensor]]] = []
-
-    def keep(self, call: int, live: LiveCall) -> None:
-        """Queues the copies for a call; does not wait."""
-        ids = [(n, t) for n, t in live.inputs() if t.is_cuda and t.dtype in (torch.int64, torch.int32)]
-        # units of FSDP2 get positions, and would push out the token ids
-        is_unit = bool(self._calls) and self._calls[-1][0] == call
-        if ids and not is_unit and bytes_of([tensor for _, tensor in ids]) <= HELD_BYTES:
-            self._queue(call, live.module, ids)
-
-    def _queue(self, call: int, module: nn.Module, ids: list[tuple[str, Tensor]]) -> None:
-        with out_of_their_sight():
-            # Memory for one more call: that of the oldest one where there are enough.
-            self._rooms.append(_Room() if len(self._rooms) < HELD_CALLS else self._rooms.pop(0))
-            places = self._rooms[-1].places([(tensor.dtype, tensor.shape) for _, tensor in ids])
-            copies = {name: place.copy_(t, non_blocking=True) for (name, t), place in zip(ids, places, strict=True)}
-        self._calls = [*self._calls[1 - HELD_CALLS :], (call, ref(module), copies)]
-
-    def write(self) -> None:
-        """The device has stopped: writes what has come to the host, once."""
-        calls, self._calls = self._calls, []
-        tensors: dict[str, Tensor] = {}
-        with self._session.position.mute():
-            for call, called, copies in calls:
-                parts = modules_in(module) if (module := called()) is not None else ()
-                rows = [part.num_embeddings for part in parts if isinstance(part, nn.Embedding)]
-                for name, copy in copies.items():
-                    if copy.numel():
-                        values = tensors[f"call-{call}.{name}"] = copy.clone()
-                        self._tell(call, name, values, min(rows, default=None))
-            if tensors:
-                from safetensors.torch import save  # which a run that does not fail never needs
-
-                self._session.writer.write_beside(HELD_FILE, save(tensors))
-
-    def _tell(self, call: int, name: str, values: Tensor, rows: int | None) -> None:
-        record = HeldInput(
-            of=call,
-            name=name,
-            dtype=dtype_name(values),
-            shape=list(values.shape),
-            least=int(values.min()),
-            most=int(values.max()),
-            rows=rows,
-            file=HELD_FILE,
-        )
-        self._session.emit(record)
-
-
-class _Room:
-    """Page-locked memory of the host for the inputs of one call."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(HELD_BYTES, dtype=torch.uint8, pin_memory=True)
-        self._looks: list[tuple[torch.dtype, torch.Size]] = []
-        self._places: list[Tensor] = []
-
-    def places(self, looks: list[tuple[torch.dtype, torch.Size]]) -> list[Tensor]:
-        """Tensors of these dtypes and shapes in the memory, one behind the other. Batches of one size get the same ones again."""
-        if looks != self._looks:
-            self._looks, self._places, begin = looks, [], 0
-            for dtype, shape in looks:
-                end = begin + dtype.itemsize * shape.numel()
-                self._places.append(self._memory[begin:end].view(dtype).view(shape))
-                begin = end
-        return self._places
-
-
-class _GradientHook:
-    """Tells of the gradient of a tensor; None where only its siblings were used."""
-
-    __slots__ = ("_told",)
-    __torch_unserializable__ = True
-    """torch warns of other hooks when it pickles a tensor."""
-
-    def __init__(self, told: Callable[[Tensor | None], object]) -> None:
-        self._told = told
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        """It has come back."""
-        self._told(gradient)
-
-
-class _KeepsGradient:
-    """Keeps the first gradient of an output, by reference."""
-
-    __slots__ = ("__weakref__", "_gradients", "_index")
-    __torch_unserializable__ = True
-
-    def __init__(self, gradients: dict[int, Tensor], index: int) -> None:
-        self._gradients, self._index = gradients, index
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        """It has come back."""
-        if gradient is not None:
-            self._gradients.setdefault(self._index, gradient)
-
-
 def _are_nested(fqn: str, other: str) -> bool:
     return is_inside(fqn, other) or is_inside(other, fqn)
 
@@ -967,9 +839,5 @@ def _is_failure(error: BaseException) -> bool:
     """Whether an exception may be about dtypes or values, and the device still answers."""
     if not isinstance(error, Exception) or isinstance(error, (*_NOT_FAILURES, CannotReplayError)):
         return False
-    return not (is_refusal_of_compiler(error) or _is_dead(error))  # a replay is made in eager mode
-
-
-def _is_dead(error: BaseException) -> bool:
-    """Whether an exception says that the device answers no more."""
-    return isinstance(error, RuntimeError) and ("CUDA error" in str(error) or "device-side assert" in str(error))
+    is_of_dead_device = isinstance(error, RuntimeError) and any(words in str(error) for words in _DEAD)
+    return not (is_refusal_of_compiler(error) or is_of_dead_device)  # a replay is made in eager mode

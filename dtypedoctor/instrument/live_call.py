@@ -9,7 +9,7 @@ What a call depends on beside its module and its arguments are :class:`Settings`
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,12 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from dtypedoctor._torch_private import as_the_program, buffers_of, default_device, parameters_of, register_own
+from dtypedoctor._torch_private import as_the_program, buffers_of, default_device, hook_gradient, parameters_of
 from dtypedoctor.instrument.module_tree import DEEPEST, held_in, mapped, modules_in, named_modules
 from dtypedoctor.interruptions import contained
 
 __all__ = [
     "AutocastState",
+    "GradientHook",
     "LiveCall",
     "RandomState",
     "Repeat",
@@ -327,18 +328,14 @@ class LiveCall:
                 if buffer is not None:
                     yield f"weight.{prefix}.{name}" if prefix else f"weight.{name}", buffer
 
-    def keep_gradients(self, output: Any) -> None:
-        """Keeps the gradients that come back for the tensors of ``output``, which the call has just returned, by reference."""
-        for index, tensor in enumerate(tensors_of(output)):
+    def keep_gradients(self, outputs: Iterable[tuple[int, Tensor]]) -> "list[GradientHook]":
+        """Keeps the first gradients that come back for ``outputs``, which the call has just returned, by index and reference; hooks of them."""
+        hooks = []
+        for index, tensor in outputs:
             if tensor.requires_grad:
-                register_own(tensor.register_hook, self._keep(index))
-
-    def _keep(self, index: int) -> Callable[[Tensor | None], None]:
-        def hook(gradient: Tensor | None) -> None:
-            if gradient is not None:
-                self.gradients.setdefault(index, gradient)
-
-        return hook
+                hooks.append(GradientHook(partial(self.gradients.setdefault, index)))
+                hook_gradient(tensor, hooks[-1])
+        return hooks
 
     @contextmanager
     def modes(self) -> Iterator[None]:
@@ -429,6 +426,22 @@ class LiveCall:
             return {}
         results = torch.autograd.grad(ends, list(wanted.values()), gradients, allow_unused=True)
         return {name: result for name, result in zip(wanted, results, strict=True) if result is not None}
+
+
+class GradientHook:
+    """Tells of the gradient of a tensor; nothing where only its siblings were used."""
+
+    __slots__ = ("__weakref__", "_told")
+    __torch_unserializable__ = True
+    """torch warns of other hooks when it pickles a tensor."""
+
+    def __init__(self, told: Callable[[Tensor], object]) -> None:
+        self._told = told
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        """It has come back."""
+        if gradient is not None:
+            self._told(gradient)
 
 
 Forward = Callable[[LiveCall], AbstractContextManager[tuple[Sequence[Any], Mapping[str, Any]]]]

@@ -40,7 +40,7 @@ from dtypedoctor.trace.events import (
     Site,
 )
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.execution import HeldInput, NonfiniteReached
+from dtypedoctor.trace.records.execution import NonfiniteReached
 
 REPORT_JSON = "report.json"
 REPORT_MD = "report.md"
@@ -163,23 +163,10 @@ def _coverage(treatment: Treatment) -> Iterator[str]:
         yield missing_end(treatment.before)
     if trace.folded is not None:
         yield trace.folded.describe()
-    yield from _held_inputs(treatment)
     if treatment.replayed:
         yield treatment.replayed
     elif treatment.findings:
         yield f"op trace: {treatment.no_op_trace}"
-
-
-def _held_inputs(treatment: Treatment) -> Iterator[str]:
-    """What the last calls before a device-side assert were given."""
-    held = [seen.what for seen in treatment.before.trace.observed(HeldInput)]
-    outside = [what for what in held if what.rows is not None and not 0 <= what.least <= what.most < what.rows]
-    for what in outside or held[-1:]:
-        table = f"; the smallest embedding has {what.rows:,} rows" if what.rows is not None else ""
-        yield (
-            f"{what.name} of call {what.of}, before the device stopped: {what.dtype} {what.shape}, {what.least:,} to {what.most:,}{table} "
-            f"(its values are data, and lie in {treatment.before.directory.name}/{what.file})"
-        )
 
 
 BEFORE, AFTER = 6, 4

@@ -125,21 +125,6 @@ for dtype in (torch.float16, torch.bfloat16):
         print(net(ids).float().abs().mean().item())
 """
 
-ASSERTED = """
-import time
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-model = nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 4)).to("cuda", torch.bfloat16)
-for step in range(6):
-    ids = torch.randint(0, 100, (2, 8))
-    if step == 4:
-        ids[1, 3] = 123
-    time.sleep(0.02)  # of calls in quick succession not each is kept
-    model(ids.cuda()).float().sum().item()
-"""
-
 
 def once(tmp_path: Path, script: str) -> dict[str, Any]:
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
@@ -179,14 +164,3 @@ def test_one_run_of_a_script_on_a_gpu_names_the_operator(
         replayed = dtypedoctor("replay", tmp_path / "run" / name, "--allow-code", "--device", "cpu", cwd=tmp_path)
         print(replayed.out)
         assert f"Same verdict as in the run: {finding}, {op}" in replayed.said, replayed.out
-
-
-def test_the_token_ids_before_a_device_side_assert_are_kept(tmp_path: Path) -> None:
-    """They were copied behind the stream; the device answers no more."""
-    if not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
-    report = once(tmp_path, ASSERTED)
-    (kept,) = [line for line in report["coverage"] if line.startswith("input.0 of call")]
-    assert "call 5" in kept
-    assert "to 123; the smallest embedding has 100 rows" in kept
-    assert (tmp_path / "run" / "before" / "held-inputs.safetensors").stat().st_mode & 0o77 == 0

@@ -240,31 +240,6 @@ class ReplayedCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldInput:
-    """An integer tensor that an outermost call was given shortly before the device stopped; its values lie in a file beside the trace.
-
-    Attributes:
-        of: number of the call.
-        name: path among the arguments.
-        dtype, shape: as everywhere.
-        least, most: extremes of its values.
-        rows: of the smallest ``nn.Embedding`` in the module that was called; None where there is none.
-        file: name of the file (safetensors).
-    """
-
-    KIND: ClassVar[str] = "held-input"
-
-    of: int
-    name: str
-    dtype: str
-    shape: list[int]
-    least: int
-    most: int
-    file: str
-    rows: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CustomFunction:
     """A custom ``autograd.Function`` whose backward begins; the observation's ``fqn`` is the module that its forward ran in.
 
