@@ -397,7 +397,9 @@ def bytes_of(tensors: Iterable[Tensor], itemsize: int = 0) -> int:
 def _held(device: torch.device) -> int:
     """Bytes that the program holds on ``device``; 0 where that is not known."""
     if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+        # what it says is a part of a dictionary of hundreds of numbers, which `memory_allocated` sorts anew each time
+        stats = torch.cuda.memory_stats_as_nested_dict(device)
+        return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
     try:
         return int(_STATM.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):

@@ -20,7 +20,7 @@ their step to the other, all else from where an operator at a line meets the sam
 import math
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -852,16 +852,30 @@ class StateCheck(Observer):
             if not is_buffer and measurable(tensor)
         )
 
-    def _is_kept(self, state: _State) -> bool:
+    def _relatives(self) -> Mapping[int, Sequence[tuple[_Value, _State]]]:
+        """By the identity of state, values that come from it and from other state, or from such as was computed from it; with that other state."""
+        found: defaultdict[int, list[tuple[_Value, _State]]] = defaultdict(list)
+        for value in self._values.values():
+            if not value.come_from:
+                continue
+            first, *others = (one.state for one in value.come_from)
+            of = dict.fromkeys((*first.parents, *map(id, others)), first)
+            of.pop(id(first), None)
+            if others:
+                of[id(first)] = others[0]
+            for state, other in of.items():
+                found[state].append((value, other))
+        return found
+
+    @staticmethod
+    def _is_kept(state: _State, relatives: Mapping[int, Sequence[tuple[_Value, _State]]]) -> bool:
         """Whether other state that is computed from it has the same error, but for the sign: what is lost in the larger one is added later."""
         error = (state.last[0].double() - state.last[1]).nan_to_num(0.0, 0.0, 0.0)
-        others: list[Tensor] = []
-        for value in self._values.values():
-            other = next((one.state for one in value.come_from if one.state is not state), None)
-            if other is None or value.exact.shape != error.shape:
-                continue
-            if id(state) in other.parents or any(one.state is state for one in value.come_from):
-                others.append(torch.stack([value.now.double(), value.exact - other.shift]))
+        others = [
+            torch.stack([value.now.double(), value.exact - other.shift])
+            for value, other in relatives.get(id(state), ())
+            if value.exact.shape == error.shape
+        ]
         if not others:
             return False
         values = torch.stack(others, 1).nan_to_num(0.0, 0.0, 0.0)
@@ -878,7 +892,7 @@ class StateCheck(Observer):
         line, stands = state.line, state.stands_still
         has_drifted = state.has_drifted()
         returns = state.returns >= RETURNS
-        if (stands or has_drifted or returns) and self._is_kept(state):
+        if (stands or has_drifted or returns) and self._is_kept(state, self._relatives()):
             state.still, state.returns = 0, 0
             stands = has_drifted = returns = False
         is_sum = state.is_sum or (state.adds and has_drifted)  # of an optimizer, too: its steps
@@ -1164,12 +1178,13 @@ class StateCheck(Observer):
         counted = [one.counts(*pair) for (_, one), pair in zip(stepped, pairs, strict=True)]
         rows = torch.stack([row.to(counted[0].device) for row in counted]).tolist()  # a device is waited for once
         overshot: dict[str, OvershotParameter] = {}
+        relatives = self._relatives()
         for (tensor, parameter), pair, (*counts, far, moved, update) in zip(stepped, pairs, rows, strict=True):
             parameter.add(counts)
             if counts[1] >= MOSTLY * counts[0] > 0:
                 state = self._values[_key(tensor)].come_from[0].state
                 state.becomes(*pair)
-                parameter.is_kept = self._is_kept(state)
+                parameter.is_kept = self._is_kept(state, relatives)
             if far >= max(ENOUGH_TOO_FAR, MANY_TOO_FAR * len(pair[0])):
                 overshot[parameter.name] = OvershotParameter(
                     elements=len(pair[0]),
