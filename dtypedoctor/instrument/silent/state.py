@@ -20,7 +20,7 @@ their step to the other, all else from where an operator at a line meets the sam
 import math
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -97,6 +97,8 @@ RECURRENT = 1 << 10
 """Elements up to which values are followed that gradients are computed of."""
 BACKWARDS, GRADIENTS = 3, 4
 """Optimizer steps in which gradients of many backward passes are followed, and how many of them."""
+AT_ONCE = 1 << 20
+"""Elements that are compared together: a dozen of copies in float64 are made of them."""
 MOST_TOLD = 40
 _READING = frozenset({"index", "gather", "index_select"})
 _FILLING = frozenset({"fill_", "zero_"})
@@ -230,64 +232,11 @@ class _State(Uncollected):
         self.shift = torch.zeros_like(self.last[1])
         self.begin_round(at)
 
-    def compare(self, least: float = LOST) -> None:
-        """Compares where a round has led to with where it should have.
-
-        It stands still where at least such a share of what should move does; or where half of the way is lost, by more than roundings of as many elements
-        to both sides would make, and it is further off than as many of each element would leave it; or where most elements have gone away from where they
-        began, by two roundings and more, and most of these have never moved.
-        """
-        (now, exact), (before, start) = self.last, self.start
-        self.base = exact if self.base is None else self.base
-        size, moved, off = before.double().abs(), exact - start, (now.double() - exact).abs()
-        way = moved.abs() if self.way is None else torch.maximum(moved.abs(), self.way)
-        moves = (moved.abs() > NOISE * size + ON_THE_WAY * way) & exact.isfinite()
-        moved = torch.where(moves, moved, 0.0)
-        short = moved * (moved - (now.double() - before.double())).nan_to_num(0.0, 0.0, 0.0)
-        info = torch.finfo(self.dtype)
-        spacing = info.eps * exact.abs().clamp(min=info.tiny)
-        is_off, rounds = off > spacing / 2, self.turns - self.compared_at
-        far_off = torch.where(moves, (off / spacing).square() - self.turns / 4, 0.0)
-        left, apart = (exact - self.first[1]).abs(), (now.double() - self.first[0].double()).abs()
-        numbers = (
-            moves.sum(),
-            (moves & (now == before)).sum(),
-            size.max(),
-            moved.abs().max(),
-            off.nan_to_num(0.0, 0.0).max(),
-            exact.abs().max(),
-            (exact - self.base).abs().max(),
-            left.max(),
-            way.max(),
-            (apart > FURTHER * left).sum(),
-            apart.max(),
-            (short.sum() > torch.maximum(MOSTLY * moved.square().sum(), DEVIATIONS * short.norm()))
-            & (far_off.sum() > 0),
-            (moves & is_off).sum(),
-            is_off.sum(),
-            ((exact == exact.round()) & (start == start.round()) & (moved.abs() <= rounds * 2 / info.eps)).all(),
-            (gone := left > 2 * spacing).sum(),
-            (gone & (now == self.first[0])).sum(),
-        )
-        (
-            wanted,
-            lost,
-            absmax,
-            change,
-            self.off,
-            peak,
-            went,
-            left_over,
-            far,
-            others,
-            most,
-            is_short,
-            wrong,
-            apart_once,
-            whole,
-            gone_far,
-            stuck,
-        ) = torch.stack([number.double() for number in numbers]).tolist()
+    def compared(self, numbers: Sequence[float], least: float) -> None:
+        """Takes note of what :func:`_differences` says of a round."""
+        (wanted, lost, absmax, change, self.off, peak, went, left_over, far, others, most) = numbers[:11]
+        is_short, wrong, apart_once, whole, gone_far, stuck = numbers[11:]
+        rounds, elements = self.turns - self.compared_at, self.last[0].numel()
         self.peak, self.went, self.is_rest = max(self.peak, peak), max(self.went, went), peak <= NOISE * self.peak
         self.counts = self.counts and bool(whole)
         self.judged += rounds if wanted else 0
@@ -302,7 +251,7 @@ class _State(Uncollected):
             self.absmax, self.change = max(self.absmax, absmax), max(self.change, change)
             self.is_off |= wrong >= MOSTLY * wanted  # also where what follows was not seen, and begins anew
         # A few elements may move in each round while the others never have
-        is_stuck = self.turns >= FEWEST and stuck >= MOSTLY * gone_far and gone_far >= MOSTLY * len(now)
+        is_stuck = self.turns >= FEWEST and stuck >= MOSTLY * gone_far and gone_far >= MOSTLY * elements
         if is_stuck and not self.in_step:
             self.since = self.since if self.still else self.began
             self.still, self.wanted, self.lost, self.is_off = self.turns, int(gone_far), int(stuck), True
@@ -333,6 +282,71 @@ class _State(Uncollected):
         least = 0.0 if self.counts and self.adds else max(lost, random)
         is_enough = self.turns >= FEWEST or least == 0.0
         return least < self.off <= self.peak < math.inf and is_enough and not self.is_rest
+
+
+def _compare(states: Iterable[_State], least: float = LOST) -> None:
+    """Compares where a round has led to with where it should have, of many at once: a device takes as long for one as for hundreds.
+
+    State stands still where at least such a share of what should move does; or where half of the way is lost, by more than roundings of as many elements
+    to both sides would make, and it is further off than as many of each element would leave it; or where most elements have gone away from where they
+    began, by two roundings and more, and most of these have never moved.
+    """
+    alike: defaultdict[Any, list[_State]] = defaultdict(list)
+    for state in states:
+        state.base = state.last[1] if state.base is None else state.base
+        form = [(one.dtype, one.device, one.shape) for one in (*state.last, *state.start, *state.first, state.base)]
+        alike[tuple(form)].append(state)
+    for same in alike.values():
+        at_once = max(1, AT_ONCE // max(1, same[0].last[0].numel()))
+        for some in (same[k : k + at_once] for k in range(0, len(same), at_once)):
+            for state, numbers in zip(some, _differences(some).tolist(), strict=True):
+                state.compared(numbers, least)
+
+
+def _differences(states: Sequence[_State]) -> Tensor:
+    """What :meth:`_State.compared` takes note of: a row of numbers for each of some states of one form."""
+
+    def each(of: Callable[[_State], Any]) -> Tensor:
+        return torch.stack([of(state).reshape(-1) for state in states])
+
+    now, exact, base = each(lambda one: one.last[0]), each(lambda one: one.last[1]), each(lambda one: one.base)
+    before, start = each(lambda one: one.start[0]), each(lambda one: one.start[1])
+    first, began = each(lambda one: one.first[0]), each(lambda one: one.first[1])
+    turns = exact.new_tensor([[one.turns, one.turns - one.compared_at] for one in states])[:, None]
+    size, moved, off = before.double().abs(), exact - start, (now.double() - exact).abs()
+    ways = [torch.zeros_like(one.last[1]) if one.way is None else one.way for one in states]
+    way = torch.maximum(moved.abs(), torch.stack([one.reshape(-1) for one in ways]))
+    moves = (moved.abs() > NOISE * size + ON_THE_WAY * way) & exact.isfinite()
+    moved = torch.where(moves, moved, 0.0)
+    short = moved * (moved - (now.double() - before.double())).nan_to_num(0.0, 0.0, 0.0)
+    info = torch.finfo(now.dtype)
+    spacing = info.eps * exact.abs().clamp(min=info.tiny)
+    is_off = off > spacing / 2
+    far_off = torch.where(moves, (off / spacing).square() - turns[..., 0] / 4, 0.0)
+    left, apart = (exact - began).abs(), (now.double() - first.double()).abs()
+    gone = left > 2 * spacing
+    is_whole = (exact == exact.round()) & (start == start.round()) & (moved.abs() <= turns[..., 1] * 2 / info.eps)
+    numbers = (
+        moves.sum(1),
+        (moves & (now == before)).sum(1),
+        size.amax(1),
+        moved.abs().amax(1),
+        off.nan_to_num(0.0, 0.0, 0.0).amax(1),
+        exact.abs().amax(1),
+        (exact - base).abs().amax(1),
+        left.amax(1),
+        way.amax(1),
+        (apart > FURTHER * left).sum(1),
+        apart.amax(1),
+        (short.sum(1) > torch.maximum(MOSTLY * moved.square().sum(1), DEVIATIONS * short.norm(dim=1)))
+        & (far_off.sum(1) > 0),
+        (moves & is_off).sum(1),
+        is_off.sum(1),
+        is_whole.all(1),
+        gone.sum(1),
+        (gone & (now == first)).sum(1),
+    )
+    return torch.stack([number.double() for number in numbers], 1)
 
 
 class _From(NamedTuple):
@@ -629,9 +643,8 @@ class StateCheck(Observer):
         """What an operator makes in float64, which it meets state by."""
         by_element = _is_by_element(func)
         operands = [self._operand(*pair) for pair in (_broadcast if by_element else _as_they_are)(*arguments)]
-        for operand in operands:
-            if operand.value is not None and operand.is_whole:
-                self._meet(operand, operand.value, (func, line))
+        met = [self._meet(one, one.value, (func, line)) for one in operands if one.value is not None and one.is_whole]
+        self._rounds_are_over(list(dict.fromkeys(filter(None, met))), (func, line))
         if by_element:
             stand_ins = {id(one.tensor): one.exact.clone() for one in operands}
             exact = in_wider(func, arguments, torch.float64, (*HALF, torch.float32), stand_ins)
@@ -688,8 +701,8 @@ class StateCheck(Observer):
                 self._values.popitem(last=False)
         self._values[key] = value
 
-    def _meet(self, operand: _Operand, value: _Value, at: _At) -> None:
-        """An operator reads state or writes to it: by one that has done so before a round is over."""
+    def _meet(self, operand: _Operand, value: _Value, at: _At) -> _State | None:
+        """An operator reads state or writes to it: by one that has done so before a round is over. Returns what is to be compared then."""
         is_first = not value.come_from and operand.tensor.dtype in HALF
         # what is met again is no step on the way of other state, but state by itself: a copy, weights in float32
         if is_first or (
@@ -705,7 +718,7 @@ class StateCheck(Observer):
             is_back = operand.now.dtype is state.dtype and not state.in_place
             if at in state.ops if began is None else at == began and is_back:
                 if self._goes_on_elsewhere(state, operand, at):
-                    return
+                    return None
                 state.becomes(operand.now, operand.exact)
                 self._note_apart(state, value.made)
                 if began is not None:  # it is computed anew each time, and lies elsewhere now
@@ -714,14 +727,14 @@ class StateCheck(Observer):
                     state.parents |= {id(one.state) for one in value.come_from}
                     value.come_from = (_From(state),)
                     self._look_at_each_call()
-                self._round_is_over(state, operand, at)
-                return
+                return state if self._round_is_over(state, operand, at) else None
             if began is None:
                 if not state.ops:
                     state.met = self.position.moment
                     state.becomes(operand.now, operand.exact)
                     state.begin_round()
                 state.ops.add(at)
+        return None
 
     def _goes_on_elsewhere(self, state: _State, operand: _Operand, at: _At) -> bool:
         """Whether state has changed in steps, or between calls, that were not seen; then what was seen of it before is compared."""
@@ -738,14 +751,18 @@ class StateCheck(Observer):
         state.unseen(operand.now, at)
         return True
 
-    def _round_is_over(self, state: _State, operand: _Operand, at: _At) -> None:
+    def _round_is_over(self, state: _State, operand: _Operand, at: _At) -> bool:
+        """Whether state is to be compared at the end of this round."""
         state.turns += 1
         state.ops = {at}
         if state.turns >= ROUNDS - 1 and len(self._followed) < MOST and state.dtype in HALF:
             self._followed[id(state)] = state
         is_turn = state.turns <= EACH or state.turns >= state.compared_at + EACH
-        if is_turn and state.dtype in HALF and self.session.readings.affords(operand.tensor):
-            state.compare()
+        return is_turn and state.dtype in HALF and self.session.readings.affords(operand.tensor)
+
+    def _rounds_are_over(self, states: Sequence[_State], at: _At) -> None:
+        _compare(states)
+        for state in states:
             self._judge(state)
             state.begin_round(at)
 
@@ -1017,7 +1034,7 @@ class StateCheck(Observer):
         """Compares state that nothing will change any more."""
         # Of what is computed anew the last result was not met again, and is not in what it has come to
         state.turns += state.in_place
-        state.compare()
+        _compare([state])
         self._judge(state)
         state.begin_round()
 
@@ -1026,7 +1043,7 @@ class StateCheck(Observer):
         for state in merges:
             state.turns = state.compared_at + 1
             state.start = state.first
-            state.compare(least=0.0)
+        _compare(merges, least=0.0)
         asked = [state for state in merges if state.judged]
         noise = [
             state
