@@ -61,11 +61,7 @@ def record_script(
             from dtypedoctor.examination.examine import checkpoints_among, stand_out
 
             static = stand_out(checkpoints_among(checkpoints))
-        try:
-            run = first_run(program, program.request(capsule_limit), folder, guardian)
-        except OSError as error:
-            why = f"it cannot be run here: {error.strerror or error}"
-            raise UsageError(why, "Free some space, or give another --out.") from error
+        run = first_run(program, program.request(capsule_limit), folder, guardian)
         from dtypedoctor.examination.examine import examine
         from dtypedoctor.examination.processes import Leading
 
@@ -126,16 +122,24 @@ def guarded(folder: RecordFolder) -> Iterator[Guardian]:
 
 
 def first_run(program: Program, request: Mapping[str, Any], folder: RecordFolder, guardian: Guardian) -> "Run":
-    """Runs a program with this process's streams, terminal and signals."""
-    run = run_script(
-        program.words,
-        request,
-        folder.private / "before",
-        live=True,
-        time_limit=program.time_limit,
-        meanwhile=_import_the_rest,
-        guardian=guardian,
-    )
+    """Runs a program with this process's streams, terminal and signals.
+
+    Raises:
+        UsageError: it cannot be started, or did nothing but to reject how it was typed.
+    """
+    try:
+        run = run_script(
+            program.words,
+            request,
+            folder.private / "before",
+            live=True,
+            time_limit=program.time_limit,
+            meanwhile=_import_the_rest,
+            guardian=guardian,
+        )
+    except OSError as error:
+        hint = "Give a script of Python, or a program: a file without `#!` in its first line is run by `sh FILE`."
+        raise UsageError(f"{program.words[0]} cannot be run here: {error.strerror or error}", hint) from error
     # One that raises KeyboardInterrupt by itself has failed.
     if run.exit.asked_to_end == signal.SIGINT and not any(one.trace.samples for one in (run, *run.ranks)):
         raise KeyboardInterrupt

@@ -143,6 +143,8 @@ def program_of(script: str, arguments: list[str], *, module: bool, text: bool) -
     if not os.path.exists(script):
         hint = "Give a file, -m and the name of a module, or a command such as torchrun."
         raise UsageError(f"{script}: no such script{_meant_beside(script)}", hint)
+    if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+        raise UsageError(f"{script}: a directory without a __main__.py", "Give the script in it that is to be run.")
     if script.endswith(".ipynb"):
         hint = f"Put `%%doctor` on top of its cells, or run what `jupyter nbconvert --to script {script}` makes of it."
         raise UsageError(f"{script}: a notebook is no script of Python", hint)

@@ -45,10 +45,15 @@ def test_the_command_line_takes_every_form_and_runs_it_again(form: str, tmp_path
 def test_what_is_no_program_is_refused(tmp_path: Path) -> None:
     """Exit 2 and one message, and no directory is left."""
     (tmp_path / "book.ipynb").write_text('{"cells": []}')
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty").touch(0o755)
     for arguments, message in (
         (["-c", "-m", "x"], "give either -m or -c"),
         (["none.py"], "none.py: no such script"),
         (["book.ipynb"], "jupyter nbconvert --to script book.ipynb"),
+        (["./folder"], "./folder: a directory without a __main__.py"),
+        (["./empty"], "./empty cannot be run here: Exec format error"),
+        (["--fix", "./empty"], "a file without `#!` in its first line is run by `sh FILE`"),
     ):
         finished = dtypedoctor("exec", "--out", tmp_path / "run", *arguments, cwd=tmp_path)
         assert finished.code == 2
@@ -67,6 +72,7 @@ def test_a_command_is_what_a_shell_would_start(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "run.sh").write_text("#!/bin/sh")
     (tmp_path / "run.sh").chmod(0o755)
     (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__main__.py").touch()
     python = [sys.executable]
     for words, command in (
         (["train.py", "-x"], None),
