@@ -1,6 +1,7 @@
 """Edits that give operands, weights and regions another dtype: on the line that failed, on the line that set a dtype, or in a whole file."""
 
 import ast
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 from dtypedoctor.diagnosis.ops import graph_of, overload_free
@@ -484,14 +485,110 @@ _GIVES = (ast.Call, ast.keyword, ast.Assign, ast.AnnAssign, ast.arguments, ast.S
 """What a constant is given by: an argument, a default, an assignment, an index; not a list of choices, nor a comparison."""
 
 
-def uncast_line(scene: Scene) -> Changes | None:
-    """Half precision becomes float32 in the statement that the finding names."""
+def uncast_line(scene: Scene) -> list[Changes]:
+    """Computes what the finding's line computes in a wider dtype: a change for each way, the trial tells which helps.
+
+    That is by the dtypes that the line names, then with its operands as well; where it names none, by its operands, all or one of them: one of a wider dtype
+    makes the result of most operators wider. With a cast back where the function returns, or here. Which operands are tensors is not known: the cast of a number
+    raises in the trial.
+    """
     at = scene.failing_line()
-    if at is None:
-        return None
-    source, line = at
+    if at is None or scene.finding.dtype is None:
+        return []
+    source, line, narrow = *at, cast(scene.finding.dtype)
+    wide = "float64" if scene.finding.dtype == "float32" else "float32"
     nodes = [node for node in ast.walk(source.tree) if getattr(node, "lineno", 0) == line]
-    return some(source, [change for node in nodes for change in half_in_float32(source, node)])
+    expressions = [node for node in nodes if isinstance(node, ast.expr)]
+    named = [change for node in nodes for change in _in_place_of_dtype(source, node, wide)]
+    operands: dict[str, list[Change]] = {}
+    for node in expressions:
+        if _is_operand(source, node):
+            operands.setdefault(source.text(node), []).extend(source.after(node, cast(wide)))
+    inside = [(start, end) for start, end, _ in named]
+    everything = [
+        change
+        for changes in operands.values()
+        for change in changes
+        if not any(start <= change[0] <= end for start, end in inside)
+    ]
+    ways = [named, [*named, *everything]] if named else [everything]
+    function = function_around(source, expressions[0]) if expressions else None
+    if isinstance(function, ast.FunctionDef) and ways[0]:
+        ways.insert(1, [*ways[0], *returned(source, function, narrow)])
+    if not named:
+        whole = next(filter(None, map(source.value_around, expressions)), None)
+        alone = list(operands.values())
+        ways += alone if 1 < len(alone) <= MOST_OPERANDS else []
+        ways.append([*everything, *source.after(whole, narrow)] if whole is not None and everything else [])
+    return [(source, list(dict.fromkeys(changes))) for changes in ways if changes]
+
+
+MOST_OPERANDS = 3
+"""Operands of a line that are cast one by one."""
+
+
+def returned(source: Source, function: ast.FunctionDef, narrow: str) -> list[Change]:
+    """What a function returns, cast."""
+    values = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
+    own = [value for value in values if function_around(source, value) is function]
+    return [change for value in own for change in source.after(value, narrow)]
+
+
+def _is_operand(source: Source, node: ast.expr) -> bool:
+    """Whether an expression is computed with, and may be a tensor that is only read: no function, namespace, dtype or index, and not cast as it is.
+
+    What is written to, or goes to a function of the program that may write to it, is none: the write would go to the copy, and be lost.
+    """
+    if not isinstance(node, ast.Name | ast.Attribute | ast.Subscript) or not isinstance(node.ctx, ast.Load):
+        return False
+    if names_a_module(node) or _NO_TENSOR.search(ast.unparse(node)):
+        return False
+    match parent := source.parents.get(node):
+        case ast.Attribute():
+            return _is_read_by_methods(source, node)
+        case ast.Call():
+            is_function = names_a_module(parent.func) and not source.text(parent.func).endswith("_")
+            return is_function and node in parent.args
+    return isinstance(parent, ast.BinOp | ast.UnaryOp | ast.Return | ast.Assign | ast.AugAssign | ast.Tuple | ast.List)
+
+
+_NO_TENSOR = re.compile(r"^(self|cls|math|np)$|dtype[^.]*$|\.shape\b")
+
+
+def _is_read_by_methods(source: Source, node: ast.AST) -> bool:
+    """Whether the methods that are called on an expression, one behind the other, neither write in place nor cast: not for ``x`` of ``x.view(2).half()``."""
+    while isinstance(method := source.parents.get(node), ast.Attribute):
+        call = source.parents.get(method)
+        writes = method.attr.endswith("_") and not method.attr.endswith("__")
+        if not isinstance(call, ast.Call) or writes or _in_place_of_dtype(source, call, "float32"):
+            return False
+        node = call
+    return True
+
+
+def _in_place_of_dtype(source: Source, node: ast.AST, wide: str) -> list[Change]:
+    """A wider dtype in the place of one that a node names, or takes from a variable or from another tensor."""
+    named = half_in_float32(source, node) if wide == "float32" else []
+    if named or not isinstance(node, ast.Call):
+        return named
+    method = source.text(node.func).rpartition(".")[2]
+    if method == "type_as" or (method, wide) == ("float", "float64"):
+        return [other_method(source, node, method, f"to(torch.{wide})")]
+    given = _dtypes_given(node, method)
+    return [source.instead(value, f"torch.{wide}") for value in given if _may_be_narrow(ast.unparse(value), wide)]
+
+
+def _dtypes_given(call: ast.Call, method: str) -> list[ast.expr]:
+    """The arguments of a call that are a dtype."""
+    named = [keyword.value for keyword in call.keywords if keyword.arg == "dtype"]
+    given = call.args if method in ("to", "type") else []
+    return [*named, *(value for value in given if re.search(r"^torch\.|dtype[^.]*$", ast.unparse(value)))]
+
+
+def _may_be_narrow(dtype: str, wide: str) -> bool:
+    """Whether an expression that gives a dtype may give a narrower one: none that names a wide dtype, or one of integers."""
+    module, _, name = dtype.rpartition(".")
+    return dtype != f"torch.{wide}" and (module != "torch" or name in DTYPES)
 
 
 def half_to_float32(scene: Scene) -> Changes | None:

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 
-from dtypedoctor.diagnosis.dtype_edits import half_in_float32
+from dtypedoctor.diagnosis.dtype_edits import half_in_float32, returned
 from dtypedoctor.diagnosis.ops import MASKING, graph_of, has_inf, mask_before, overload_free
 from dtypedoctor.diagnosis.scene import (
     Change,
@@ -12,7 +12,6 @@ from dtypedoctor.diagnosis.scene import (
     Scene,
     Source,
     cast,
-    function_around,
     has_torch,
     in_calls,
     names_a_module,
@@ -128,7 +127,7 @@ def in_wider_dtype(scene: Scene) -> list[Changes]:
         narrow = f".to({source.text(operand)}.dtype)" if is_own else cast(dtype)
         made.append([*widened, *source.after(whole, narrow)])
         # What follows in a script may be of any dtype
-        made.append([*widened, *(_returned(source, function, narrow) if function is not None else [])])
+        made.append([*widened, *(returned(source, function, narrow) if function is not None else [])])
     if function is not None:
         made.append(_computed_in(source, function, wide, "" if is_alike else cast(dtype)))
     return [(source, changes) for changes in made if changes]
@@ -146,13 +145,6 @@ def _is_beyond_float32(scene: Scene) -> bool:
     return any(graph.is_beyond_float32(op) for op in graph.ops if (op.op, op.source) == (finding.op, finding.source))
 
 
-def _returned(source: Source, function: ast.FunctionDef, narrow: str) -> list[Change]:
-    """What a function returns, cast."""
-    values = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
-    own = [value for value in values if function_around(source, value) is function]
-    return [change for value in own for change in source.after(value, narrow)]
-
-
 def _computed_in(source: Source, function: ast.FunctionDef, wide: str, narrow: str) -> list[Change]:
     """Casts the arguments of a function that have no default where it begins, and what it returns back: to that of the first where ``narrow`` is empty."""
     arguments = [*function.args.posonlyargs, *function.args.args]
@@ -162,7 +154,7 @@ def _computed_in(source: Source, function: ast.FunctionDef, wide: str, narrow: s
     if given and not narrow:
         casts.insert(0, f"dtype_before = {given[0]}.dtype")
         narrow = ".to(dtype_before)"
-    body, back = function.body[ast.get_docstring(function) is not None :], _returned(source, function, narrow)
+    body, back = function.body[ast.get_docstring(function) is not None :], returned(source, function, narrow)
     return [*source.before(body[0], *casts), *back] if casts and body and back else []
 
 
@@ -583,15 +575,24 @@ def _pairs(loop: ast.For) -> Iterator[tuple[str, ast.expr]]:
 
 def _made(source: Source, holder: str) -> Iterator[ast.expr]:
     """The values that the holder, or an element of it, is given; not those that are computed from itself."""
-    for node in source.every(ast.Assign):
-        target = node.targets[0]
+    for target, value in _assigned(source):
         while isinstance(target, ast.Subscript):
             target = target.value
-        if ast.unparse(target) == holder and holder not in {ast.unparse(one) for one in ast.walk(node.value)}:
-            yield node.value
+        if ast.unparse(target) == holder and holder not in {ast.unparse(one) for one in ast.walk(value)}:
+            yield value
     for call in source.every(ast.Call):
         if ast.unparse(call.func) == f"{holder}.append" and call.args:
             yield call.args[0]
+
+
+def _assigned(source: Source) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """What a file assigns to, and what: of ``a, b = x, y`` each by itself."""
+    for node in source.every(ast.Assign):
+        target, value = node.targets[0], node.value
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            yield from zip(target.elts, value.elts, strict=False)
+        else:
+            yield target, value
 
 
 def _in_float32(source: Source, value: ast.expr) -> list[Change]:

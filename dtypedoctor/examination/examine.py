@@ -38,7 +38,7 @@ from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import EAGER, ReplayedCall
 from dtypedoctor.trace.records.silent import RoundedUse
 
-MOST_TRIALS = 6
+MOST_TRIALS = 8
 """Runs with an edit, at most."""
 PARTS = 4
 """Lines of an edit that are tried one by one, once all of them together help."""

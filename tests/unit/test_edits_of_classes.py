@@ -616,16 +616,61 @@ def test_a_counter_of_another_class_stays_as_it_is(tmp_path: Path) -> None:
 def test_a_sum_and_indices_are_mended_where_they_get_half_precision(tmp_path: Path) -> None:
     """The tensor that is added to, and the cast of what looks something up."""
     text = """
-        hits = torch.zeros((), dtype=torch.bfloat16)
+        hits, n = torch.zeros((), dtype=torch.bfloat16), 0
         hits += same.sum().to(torch.bfloat16)
     """
     read = program(tmp_path, text, id="rounded-sum", dtype="bfloat16", source="train.py:3")
-    ((edits, _),) = edits_for(read, spec_of("rounded-sum").edits)
+    (edits, _), *_ = edits_for(read, spec_of("rounded-sum").edits)
     assert [edit.new for edit in edits] == [
-        "hits = torch.zeros((), dtype=torch.float32)",
+        "hits, n = torch.zeros((), dtype=torch.float32), 0",
         "hits += same.sum().to(torch.float32)",
     ]
     text = "batch = {name: values.to(torch.float16) for name, values in batch.items()}"
     read = program(tmp_path, text, id="rounded-indices", dtype="float16", source="train.py:2")
-    ((edits, _),) = edits_for(read, spec_of("rounded-indices").edits)
+    (edits, _), *_ = edits_for(read, spec_of("rounded-indices").edits)
     assert [edit.new for edit in edits] == [text.replace("float16", "float32")]
+
+
+@pytest.mark.parametrize(
+    ("line", "dtype", "ways"),
+    [
+        ("times = values.view(2).to(net.dtype)", "float16", ["times = values.view(2).to(torch.float32)"]),
+        ("times = torch.linspace(0, 1, n, dtype=kind)", "float16", ["times = torch.linspace(0, 1, n, dtype=torch.float32)"]),
+        ("rows = torch.zeros(2, dtype=torch.long)", "float16", []),
+        ("average.mul_(decay)", "float16", []),
+        ("update(average, weights)", "float16", []),
+        ("torch._foreach_mul_(averages, decay)", "float16", []),
+        ("near = far - origin", "float32", ["near = far.to(torch.float64) - origin.to(torch.float64)", "near = far.to(torch.float64) - origin"]),
+        (
+            "rows = (torch.cumsum(mask, 1).type_as(mask) * mask).long()",
+            "bfloat16",
+            [
+                "rows = (torch.cumsum(mask, 1).to(torch.float32) * mask).long()",
+                "rows = (torch.cumsum(mask.to(torch.float32), 1).to(torch.float32) * mask.to(torch.float32)).long()",
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_a_line_that_rounds_is_computed_wider_by_the_dtype_that_it_takes_or_by_its_operands(
+    line: str, dtype: str, ways: list[str], tmp_path: Path
+) -> None:
+    """Whatever names the dtype: an attribute of something, a variable, another tensor; without any, the cast of what is computed with."""
+    read = program(tmp_path, line, id="rounded-result", dtype=dtype, source="train.py:2")
+    made = [edits[0].new for edits, _ in edits_for(read, ("uncast-line",)) if edits]
+    assert made[: len(ways)] == ways
+    assert ways or not made
+
+
+def test_what_a_function_computes_wider_it_returns_as_before(tmp_path: Path) -> None:
+    """What calls the function goes on in the dtype that it has got until now."""
+    text = """
+        def noised(x, noise, t):
+            table = alphas.to(x.dtype)
+            return table[t] * x + noise
+    """
+    read = program(tmp_path, text, id="rounded-result", dtype="bfloat16", source="train.py:3")
+    _, (edits, _), *_ = edits_for(read, ("uncast-line",))
+    assert [edit.new.strip() for edit in edits] == [
+        "table = alphas.to(torch.float32)",
+        "return (table[t] * x + noise).to(torch.bfloat16)",
+    ]
