@@ -19,7 +19,7 @@ from dtypedoctor.diagnosis.edits import advise
 from dtypedoctor.diagnosis.incidents import incidents
 from dtypedoctor.diagnosis.nonfinite_origin import is_unsettled
 from dtypedoctor.diagnosis.rule import Confidence, Finding
-from dtypedoctor.trace.events import Raised, Replay
+from dtypedoctor.trace.events import Observation, Raised, Replay
 
 
 def only(trace: TraceBuilder) -> Finding:
@@ -171,6 +171,21 @@ def test_a_bad_value_matters_where_it_gets_to_a_loss_a_gradient_a_result_or_a_sa
     assert incidents(trained.build()) == ()
     lost = TraceBuilder().sample("mlp", 1.0, inf=4).sample("", 2.0, kind="loss", nan=1)
     assert len(incidents(lost.build())) == 1
+
+
+@pytest.mark.parametrize(("tests", "then", "matter"), [(True, 0, 0), (False, 0, 1), (True, 1, 2)])
+def test_gradients_that_the_program_tests_and_leaves_out_matter_where_they_stay_bad(
+    tests: bool, then: int, matter: int
+) -> None:
+    """Its own loss scaler looks for a scale; weights that had got an inf would make the next gradients bad. It steps no optimizer of torch's."""
+    trace = TraceBuilder().sample("w", 0.0, kind="accumulated", phase="backward", inf=3)
+    trace.op("aten.abs.default", "", [tensor(1, inf=3, origin="gradient")], [tensor(2, inf=3)], root=-1)
+    values = {"what": "guard" if tests else "item", "id": 2, "source": "train.py:3", "value": "inf", "sample": None}
+    trace.add(
+        Observation(n=trace.n(), step=1, call=1, phase="forward", kind="nonfinite-reached", fqn=None, values=values)
+    )
+    trace.sample("", 2.0, kind="loss", call=2).sample("w", 3.0, kind="accumulated", phase="backward", call=2, inf=then)
+    assert len([one for one in incidents(trace.build()) if one.site.phase == "backward"]) == matter
 
 
 def test_a_parameter_that_was_fine_in_an_earlier_call_was_written_in_between() -> None:
