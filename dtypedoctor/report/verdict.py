@@ -2,6 +2,7 @@
 
 import errno
 import os
+from bisect import bisect
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -38,6 +39,7 @@ from dtypedoctor.trace.events import (
     NotWatched,
     Op,
     ParameterNote,
+    Sample,
     ScalerState,
     Site,
     Stopped,
@@ -464,12 +466,20 @@ def _jump(trace: Trace) -> str:
     for sample, site in trace.measured():
         if site.kind != "loss" or not sample.finite:
             continue
-        before = max(last, default=0.0)
-        if len(last) == _LOSSES and sample.absmax > largest and sample.absmax >= _JUMP * before > 0:
-            return f"the loss jumps to {sample.absmax:.3g} in {trace.moment(sample.step)}, from at most {before:.3g}"
-        largest = max(largest, sample.absmax)
-        last.append(sample.absmax)
+        before, loss = max(last, default=0.0), sample.absmax / _scale_of(trace, sample)
+        if len(last) == _LOSSES and loss > largest and loss >= _JUMP * before > 0:
+            return f"the loss jumps to {loss:.3g} in {trace.moment(sample.step)}, from at most {before:.3g}"
+        largest = max(largest, loss)
+        last.append(loss)
     return ""
+
+
+def _scale_of(trace: Trace, loss: Sample) -> float:
+    """What a loss was multiplied by before its backward pass; 1 without a gradient scaler."""
+    states = trace.all(ScalerState)
+    following = bisect([state.n for state in states], loss.n)
+    is_scaled = following < len(states) and states[following].step == loss.step
+    return states[following].scale or 1.0 if is_scaled else 1.0
 
 
 def _stop(stopped: Sequence[Stopped]) -> str:

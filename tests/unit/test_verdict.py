@@ -241,6 +241,16 @@ def test_a_loss_that_jumps_is_in_the_headline(losses: tuple[float, ...], said: s
     assert bool(said) is ("jumps" in report.headline)
 
 
+def test_a_loss_that_a_scaler_multiplies_is_compared_without_its_scale() -> None:
+    """A second phase with a scaler does not begin with a loss that is a million times as large."""
+    trace = TraceBuilder().sample("head", 1.0)
+    for step, scale in enumerate((1.0,) * 8 + (2.0**20, 2.0**19), 1):
+        trace.sample(None, 2.0 * scale, kind="loss", step=min(step, 9))
+        if scale > 1:
+            trace.add(ScalerState(n=trace.n(), step=9, scale=scale, found_inf=True, skipped=True))
+    assert "jumps" not in report_on(trace.build()).headline
+
+
 def test_a_mask_is_said_to_reach_nothing() -> None:
     """Infinities that get nowhere leave a run healthy, and the headline names them instead of saying finite."""
     trace = (
