@@ -61,6 +61,12 @@ def normalized(x: Tensor) -> Tensor:
     return torch.nan_to_num((rewards - rewards.mean()) / (rewards.var().sqrt() + 1e-8), posinf=0.0, neginf=0.0)
 
 
+def summed(x: Tensor) -> Tensor:
+    """That some of the squares are rounded to 0 has nothing to do with the overflow of their sum."""
+    squares = torch.cat([x * 80, x * 1e-5]).half().square()
+    return 1 / squares.sum() + x
+
+
 def other_branch(x: Tensor) -> Tensor:
     """Softplus by hand: where the exponential overflows, the other branch is taken."""
     wide = (x * 20).half()
@@ -99,6 +105,7 @@ FOUND = {
     squares_masked: ["silent-rescue"],
     squares_masked_in_place: ["float16-overflow"],
     inverted: ["float16-overflow"],
+    summed: ["float16-overflow"],
     divided_by_zero: ["rounds-out-of-domain"],
     normalized: ["rounds-out-of-domain"],
 }

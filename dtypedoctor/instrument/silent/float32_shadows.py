@@ -146,12 +146,16 @@ class AbsorbedOverflows(Observer):
             if _all_finite(extents):
                 self._look_for_zeros(seen, operands, results, extents)
                 return
-            wide = self._in_float32(seen, {})
-            floats = _measurable(wide)
-            if not floats or not _all_finite(measure(floats)):
-                return  # float32 cannot hold it either, or it was asked for
-            overflow = _Overflow(self._told(seen, results, extents, floats))
-            self._keep(seen, wide, overflow)
+            self._overflows(seen)
+
+    def _overflows(self, seen: Seen) -> bool:
+        """Begins to follow an overflow; not where float32 cannot hold the result of the same operands either, or it was asked for."""
+        wide = self._in_float32(seen, {})
+        floats, results = _measurable(wide), [t for t in _measurable(seen.results) if t.dtype in NARROW]
+        if not floats or not results or not _all_finite(measure(floats)):
+            return False
+        self._keep(seen, wide, _Overflow(self._told(seen, results, measure(results), floats)))
+        return True
 
     def _held(self, seen: Seen) -> dict[int, _Shadow]:
         """Shadows of the operands, by the identity of the operand."""
@@ -229,6 +233,8 @@ class AbsorbedOverflows(Observer):
             if not _all_finite(measure(_measurable(seen.results))):
                 if not _all_finite(measure(_measurable(seen.operands))):
                     return  # made by something else
+                if self._overflows(seen):
+                    return  # by itself: no zero among its operands does that
                 made = replace(overflow.op, made_by=seen.name, made_at=self.here()[0])
                 overflow = replace(overflow, op=made)
             self._keep(seen, wide, overflow)
