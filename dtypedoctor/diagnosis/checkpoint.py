@@ -99,7 +99,7 @@ class Subject:
         keep_in_fp32: parts of module names that the model's class keeps in float32, by the attribute that lists them.
         loaded: whether the dtypes are those in memory; False for those in files.
         gaps: what could not be looked at, and why.
-        partial: whether weights are missing: no file has any, or one that the index names is not there. Headers alone say what the dtypes are.
+        partial: whether weights are missing: no file has any, one that the index names is not there, or ends before they do. Headers alone say what the dtypes are.
         outside_float16: by tensor, where the weights are to be loaded in float16, how many of its elements become inf, and how many 0;
             tensors of which none does are left out.
     """
@@ -286,7 +286,7 @@ def read_checkpoint(path: Path, intent: Intent | None = None) -> Subject:
         keep_in_fp32=kept_in_float32(config),
         intent=intent or Intent(),
         gaps=(*_gaps(folder, files, missing), *_cut(entries), *(unread if read and len(read) < len(wide) else [])),
-        partial=not entries or bool(missing),
+        partial=not entries or bool(missing) or any(entry.cut for entry in entries),
         outside_float16={name: count for name, count in counts.items() if any(count)},
     )
 

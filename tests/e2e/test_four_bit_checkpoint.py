@@ -81,10 +81,10 @@ def test_the_states_are_named_where_no_weight_can_be_read(without_weights: Path,
 
 
 def test_states_that_agree_with_the_dtype_are_not_named(without_weights: Path) -> None:
-    """Loaded as float16 the same files are in order."""
+    """Loaded as float16 the same files are in order, as far as they are there."""
     finished = in_this_process("inspect", "--json", without_weights, "--dtype", "float16")
     assert "quant-state-dtype" not in [one["id"] for one in json.loads(finished.out)["findings"]]
-    assert finished.code == 0
+    assert finished.code == 10
 
 
 @pytest.mark.release

@@ -1,6 +1,7 @@
 """What checkpoints' headers say before anything is loaded. Each check has a checkpoint that fires and one that is silent."""
 
 import json
+import os
 import struct
 import tracemalloc
 from pathlib import Path
@@ -217,11 +218,16 @@ def test_what_cannot_be_looked_at_is_listed(tmp_path: Path) -> None:
     assert "config.json: not there" in gaps
 
 
-@pytest.mark.parametrize("index", [None, {"weight_map": {"a": "model-00001.safetensors"}}], ids=["none", "named"])
+@pytest.mark.parametrize(
+    "index", [None, {"weight_map": {"a": "model-00001.safetensors"}}, "cut"], ids=["none", "named", "cut"]
+)
 def test_weights_that_are_not_there_are_unknown(tmp_path: Path, index: object) -> None:
     """A gate that asks for the exit code must not pass what nobody has looked at."""
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    if index is not None:
+    if index == "cut":
+        write_safetensors(tmp_path / "model.safetensors", {"a": ("F16", [64], None)})
+        os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 8)
+    elif index is not None:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     assert Inspection(subject=read_checkpoint(tmp_path), findings=()).status == "unknown"
 
