@@ -122,7 +122,7 @@ class EditTrials:
         if self.attempt is None:
             return None, self.why_not
         if self.before.exit.seconds > SECONDS:
-            return None, f"a run of the program takes {self.before.exit.seconds:.0f} s, and edits get {SECONDS:.0f} s"
+            return None, f"an instrumented run takes {self.before.exit.seconds:.0f} s, and edits get {SECONDS:.0f} s"
         if self.made >= MOST_TRIALS or self.spent >= SECONDS:
             return None, f"{self.made} others were tried before it"
         try:
@@ -228,16 +228,15 @@ def edited_files(edits: Sequence[Edit]) -> dict[str, str]:
     for edit in edits:
         path = str(Path(edit.file).resolve())
         if path not in files:
-            files[path] = [line.decode() for line in read_file(Path(path), _LARGEST_FILE).splitlines()]
-        if files[path][edit.line - 1 : edit.line] != [edit.old]:
+            data = read_file(Path(path), _LARGEST_FILE)
+            files[path] = [line.decode() for line in data.splitlines(keepends=True)]
+        if [line.rstrip("\r\n") for line in files[path][edit.line - 1 : edit.line]] != [edit.old]:
             raise ValueError(f"{edit.file}:{edit.line} has changed")
-    gone = {(str(Path(edit.file).resolve()), edit.line) for edit in edits if not edit.new}
     for edit in edits:
-        files[str(Path(edit.file).resolve())][edit.line - 1] = edit.new
-    return {
-        path: "".join(f"{line}\n" for number, line in enumerate(lines, 1) if (path, number) not in gone)
-        for path, lines in files.items()
-    }
+        lines = files[str(Path(edit.file).resolve())]
+        end = lines[edit.line - 1][len(edit.old) :] or "\n"
+        lines[edit.line - 1] = edit.new.replace("\n", end) + end if edit.new else ""
+    return {path: "".join(lines) for path, lines in files.items()}
 
 
 def _objections(finding: Finding, before: Run, run: Run) -> Iterator[str]:
@@ -255,13 +254,17 @@ def _objections(finding: Finding, before: Run, run: Run) -> Iterator[str]:
 
 
 def _remaining(finding: Finding, known: Collection[str], run: Run) -> Iterator[str]:
-    """The finding again, unless it is a note now, and errors that were not there before."""
+    """The finding again, unless it is a note now, and what was not there before: errors, and dtypes or a scaler that do not fit each other, which an edit of a part leaves."""
     milder = {Severity.INFO} - {finding.severity}
     for left in analysis_of(run.trace).findings:
         if left.id == finding.id and left.severity not in milder:
             yield f"{left.id} recurs"
-        elif left.severity is Severity.ERROR and left.id not in known:
+        elif left.id not in known and (left.severity is Severity.ERROR or _is_left_half_done(left)):
             yield f"{left.id} occurs"
+
+
+def _is_left_half_done(finding: Finding) -> bool:
+    return finding.severity is Severity.WARNING and spec_of(finding.id).family is not SILENT
 
 
 def _rounded_losses(run: Run) -> Iterator[str]:

@@ -9,14 +9,15 @@ from dtypedoctor.analysis import analysis_of, ending_of, noted
 from dtypedoctor.diagnosis import spec_of
 from dtypedoctor.diagnosis.distributed import coverage_of
 from dtypedoctor.diagnosis.incidents import same_call
-from dtypedoctor.diagnosis.rule import Confidence, Finding
+from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding
+from dtypedoctor.diagnosis.scene import LARGEST_SOURCE
 from dtypedoctor.diagnosis.wording import class_of, named_in, own_frame, shown_line, with_spoken_operators
 from dtypedoctor.dtypes import headroom
 from dtypedoctor.errors import UsageError
 from dtypedoctor.examination.capsules import is_replay, same_verdict
 from dtypedoctor.examination.processes import ranks_of
 from dtypedoctor.examination.results import Treatment
-from dtypedoctor.foreign_files import working_directory, write_file
+from dtypedoctor.foreign_files import read_file, working_directory, write_file
 from dtypedoctor.plugins import left_out
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.replay.capsule import MODEL, Capsule, NoCapsule, read_capsule
@@ -260,7 +261,22 @@ def write_report(directory: Path, report: Report) -> None:
     edits = report.do_this[0].edits if report.do_this else ()
     # Not a cell of a notebook, nor what lies there already; what may be a secret is in no edit
     if edits and "patch" not in report.files and Path(edits[0].file).is_file():
-        write_file(directory / PATCH, f"{diff_of(edits)}\n")
+        write_file(directory / PATCH, patch_of(edits))
+
+
+def patch_of(edits: tuple[Edit, ...]) -> str:
+    """What ``patch -p0`` takes: the lines end as those of the file that they change, else it finds none of them."""
+    ends_in_cr = {}
+    for file in {edit.file for edit in edits}:
+        data = read_file(Path(file), LARGEST_SOURCE) if Path(file).is_file() else b""
+        ends_in_cr[file] = data.count(b"\n") == data.count(b"\r\n") > 0
+    ended = (
+        replace(edit, old=f"{edit.old}\r", new=edit.new and edit.new.replace("\n", "\r\n") + "\r")
+        if ends_in_cr[edit.file]
+        else edit
+        for edit in edits
+    )
+    return f"{diff_of(tuple(ended))}\n" if edits else ""
 
 
 _SPELLED = {"nan": "NaN"}

@@ -383,7 +383,8 @@ def diff_of(edits: tuple[Edit, ...]) -> str:
     lines, moved, file = [], 0, ""
     for edit in edits:
         if edit.file != file:
-            lines += [f"--- {edit.file}", f"+++ {edit.file}"]
+            end = "\t" if " " in edit.file else ""  # a name with spaces ends where a tab stands, for patch as for git
+            lines += [f"--- {edit.file}{end}", f"+++ {edit.file}{end}"]
             moved, file = 0, edit.file
         new = edit.new.split("\n") if edit.new else []
         begin = edit.line + moved if new else edit.line + moved - 1

@@ -17,7 +17,8 @@ from dtypedoctor.diagnosis.dtype_edits import changes_most_weights
 from dtypedoctor.diagnosis.edits import edits_for
 from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Link, Severity
 from dtypedoctor.diagnosis.scene import Scene
-from dtypedoctor.report.run_facts import diff_of
+from dtypedoctor.examination.examine import edited_files
+from dtypedoctor.report.build import patch_of
 from dtypedoctor.trace.events import Observed, ParameterNote, Raised
 from dtypedoctor.trace.records.execution import Unscaled
 
@@ -424,20 +425,24 @@ def test_a_region_gets_the_dtype_of_the_weights_and_accelerate_what_a_cpu_can_do
     assert after == text.replace("net.half()", "net.to(torch.float32)")
 
 
-def test_a_diff_with_lines_more_and_lines_less_applies(tmp_path: Path) -> None:
-    """`patch -p0` makes of the file what the edits say, wherever lines were added before."""
+@pytest.mark.parametrize(("end", "file"), [("\n", "train.py"), ("\r\n", "train.py"), ("\n", "my pkg/a net.py")])
+def test_a_diff_with_lines_more_and_lines_less_applies(
+    end: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`patch -p0` makes of the file what the edits say, wherever lines were added before, and so does a trial; lines end as they did."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / file).parent.mkdir(exist_ok=True)
     before = [f"a{number} = {number}" for number in range(1, 8)]
-    (tmp_path / "train.py").write_text("\n".join(before) + "\n")
+    (tmp_path / file).write_bytes(f"{end.join(before)}{end}".encode())
     edits = (
-        Edit(file="train.py", line=2, old=before[1], new="x = 1\ny = 2\na2 = 2"),
-        Edit(file="train.py", line=4, old=before[3], new=""),
-        Edit(file="train.py", line=6, old=before[5], new="a6 = 66"),
+        Edit(file=file, line=2, old=before[1], new="x = 1\ny = 2\na2 = 2"),
+        Edit(file=file, line=4, old=before[3], new=""),
+        Edit(file=file, line=6, old=before[5], new="a6 = 66"),
     )
-    subprocess.run(
-        ["patch", "-p0"], input=diff_of(edits) + "\n", text=True, cwd=tmp_path, check=True, capture_output=True
-    )
-    after = (tmp_path / "train.py").read_text().splitlines()
-    assert after == [before[0], "x = 1", "y = 2", "a2 = 2", before[2], before[4], "a6 = 66", before[6]]
+    (tried,) = edited_files(edits).values()
+    subprocess.run(["patch", "-p0"], input=patch_of(edits).encode(), cwd=tmp_path, check=True, capture_output=True)
+    after = [before[0], "x = 1", "y = 2", "a2 = 2", before[2], before[4], "a6 = 66", before[6]]
+    assert (tmp_path / file).read_bytes().decode() == tried == "".join(line + end for line in after)
 
 
 def test_a_call_of_several_lines_is_replaced_in_its_first(tmp_path: Path) -> None:

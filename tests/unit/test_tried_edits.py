@@ -16,7 +16,8 @@ from dtypedoctor.examination.examine import SECONDS, EditTrials, edited_files, i
 from dtypedoctor.examination.results import Outcome, Trial
 from dtypedoctor.replay.capsule import Capsule
 from dtypedoctor.runner.run import Run
-from dtypedoctor.trace.events import Coverage, Metric, Observation
+from dtypedoctor.trace.events import Coverage, Metric, Observation, Observed
+from dtypedoctor.trace.records.execution import Unscaled
 
 EDIT = Edit(file="train.py", line=3, old="m = m.half()", new="m = m.bfloat16()")
 OTHER = replace(EDIT, new="m = m.float()")
@@ -117,7 +118,7 @@ def test_a_run_as_long_as_edits_may_take_is_tried_and_a_longer_one_is_not() -> N
         return judge_edits([FINDING], [advice], made)[0].text
 
     assert "the disk is full" in text_after(SECONDS)
-    assert "a run of the program takes 61 s, and edits get 60 s" in text_after(SECONDS + 1)
+    assert "an instrumented run takes 61 s, and edits get 60 s" in text_after(SECONDS + 1)
 
 
 def test_an_edit_that_changes_a_right_loss_does_not_help() -> None:
@@ -269,6 +270,17 @@ def test_an_edit_after_which_the_loss_is_not_that_of_float64_does_not_help() -> 
         "the loss is 13.06 then, and 11.26 in float64"
         in judged(runs=dict.fromkeys((EDIT.new, OTHER.new), rounded)).text
     )
+
+
+def test_an_edit_that_leaves_a_scaler_with_what_it_is_not_for_does_not_help() -> None:
+    """The run goes on, and something is found that was not there before: a part of the change was left out."""
+    trace = trained()
+    unscaled = Unscaled(
+        scale=1.0, optimizer="SGD", params={"bfloat16": 4}, gradients={"bfloat16": 4}, names={}, strangers=0
+    )
+    trace.add(Observed(n=trace.n(), step=1, call=1, phase="optimizer", fqn=None, what=unscaled))
+    one = judged(runs={EDIT.new: run(trace), OTHER.new: run(trained())})
+    assert one.edits == (OTHER,)
 
 
 def test_the_edited_files_are_what_the_patch_makes_of_them() -> None:

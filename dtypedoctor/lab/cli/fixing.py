@@ -44,7 +44,7 @@ from dtypedoctor.lab.runner.launch import asked_of, run_script_of
 from dtypedoctor.lab.scenarios.loading import dotted, in_words
 from dtypedoctor.lab.scenarios.model import Request, Scenario
 from dtypedoctor.lab.trials.treatment import Plan, treat
-from dtypedoctor.report.run_facts import diff_of
+from dtypedoctor.report.build import patch_of
 from dtypedoctor.report.to_json import Report
 from dtypedoctor.runner.command import Program
 from dtypedoctor.runner.directories import RecordFolder, runs_folder
@@ -188,7 +188,7 @@ def fix_script(
         fixed, advice = _fixed(tree, first, run)
         treatment = examine(tree.program.described(), first, capsule_limit=capsule_limit, rerun="--rerun")
         edits = tree.edits()
-        fixed.patch = f"{diff_of(edits)}\n" if edits else ""
+        fixed.patch = patch_of(edits)
         if fixed.tries:  # with all edits, which are one patch: the first one alone is not what was kept
             words = advice.text if advice else f"`dtypedoctor explain {treatment.findings[0].id}` names other ways."
             first_advice = replace(advice or treatment.advice[0], text=f"{_outcome(fixed)} {words}", edits=edits)
