@@ -168,7 +168,7 @@ def _hint(error: BaseException, hint: str) -> str:
         if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
             return "Raise the limit of open files, for example with `ulimit -n 4096`."
         if isinstance(cause, OSError) and cause.errno in _NO_PLACE:
-            return "Give another folder: --out, or DTYPEDOCTOR_RUNS."
+            return "Give another place that has room and is no link, by DTYPEDOCTOR_RUNS, or by --out where the command has it."
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return hint
 

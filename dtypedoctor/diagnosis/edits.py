@@ -71,7 +71,8 @@ def _advice(scene: Scene, *, own_files: bool) -> Advice:
 def _way(scene: Scene, edits: tuple[Edit, ...], maker: str) -> Advice:
     """One way to mend it, in words, and by edits where there are some."""
     finding, spec = scene.finding, spec_of(scene.finding.id)
-    sentence = INSTEAD.get(maker, "") or (spec.without_edit(finding) if spec.without_edit and not edits else "")
+    instead = INSTEAD.get(f"{finding.id}: {maker}") or INSTEAD.get(maker)
+    sentence = instead or (spec.without_edit(finding) if spec.without_edit and not edits else "")
     plain = _text(spec, scene, sentence)
     text = f"{plain} {REMARKS.get(maker, '')}".rstrip()
     return Advice(finding=finding.id, text=text, edits=edits, maker=maker if edits else "", of_a_part=plain)
@@ -417,7 +418,10 @@ REMARKS = {
     "without-compiler": _UNCOMPILED,
 }
 """What an edit costs, or does besides the sentence above it."""
+_ROUNDING_DRIVES_IT = "Compute it in float32, in which it does not diverge at this learning rate."
 INSTEAD = {
+    "divergence: half-to-float32": _ROUNDING_DRIVES_IT,
+    "divergence: bfloat16-to-float32": _ROUNDING_DRIVES_IT,
     "autocast-around": "Call the model under autocast, which casts what meets in a product.",
     "in-wider-dtype": "Compute it in {wider}, which holds what {dtype} rounds away or cannot hold.",
     "cast-exported": "Cast what `{op}` gets to float32: it has no {dtype}.",
@@ -427,7 +431,7 @@ INSTEAD = {
     "cast-written": "Cast what `{op}` writes to the dtype of the tensor that it writes to.",
     "region-on-device": "Name the device that the tensors are on in `torch.autocast`.",
 }
-"""The sentence itself, of makers that do something else than the finding's says."""
+"""The sentence itself, of makers that do something else than the finding's says; of one finding, where its id stands before."""
 
 TRIED_AS = {
     "half-to-bfloat16": "bfloat16",

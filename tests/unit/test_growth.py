@@ -82,3 +82,10 @@ def test_what_no_float32_holds_is_scaled_before_it_unless_its_own_argument_can_b
     assert instead is not None
     assert advice in instead(finding)
     assert bool(instead(finding)) == bool(advice)
+
+
+def test_what_float32_does_to_a_divergence_in_half_precision_is_not_said_before_it_was_tried() -> None:
+    """Rounding may drive it: a run in float32 is the first edit, and a smaller learning rate the next."""
+    found = next(finding for finding in diagnose(diverging().build()) if finding.id == "divergence")
+    assert "a run in float32 tells" in found.cause
+    assert spec_of("divergence").edits[-1] == "lower-learning-rate"

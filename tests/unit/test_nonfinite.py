@@ -131,6 +131,16 @@ def test_a_mask_of_large_numbers_that_leaves_the_range_is_still_a_mask(masks: di
     assert finding.evidence[0].startswith("aten.add.Tensor at model.py:7 made -inf of finite float16 numbers")
 
 
+def test_a_mask_that_a_cast_makes_infinite_is_told_by_the_dtype_before_it() -> None:
+    """Nothing is added to it, and float16 has no 1e15."""
+    trace = TraceBuilder()
+    trace.op("aten._to_copy.default", "look", [tensor(1, 1e15, dtype="float32")], [tensor(3, num_neginf=8)])
+    trace.op("aten._softmax.default", "look", [tensor(3, num_neginf=8)], [tensor(4, nan=8)])
+    finding = only(trace.sample("look", 0.0, nan=8).sample("", 0.0, nan=8))
+    assert finding.evidence[0].startswith("aten._to_copy.default at model.py:7 made -inf of finite float32 numbers")
+    assert "which a cast has made infinite" in finding.cause
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [

@@ -190,7 +190,7 @@ def _how_it_was_masked(mask: Mask | None, left: Op | None) -> str:
         dtype = left.outputs[0].dtype
         return f"{left.source} masks with {filled}, and the smallest number of {dtype} is -{number(limit_of(dtype))}. {advice}"
     if mask is None:
-        return _LEFT_THE_RANGE if left is not None else advice
+        return (_LEFT_THE_RANGE if len(left.inputs) > 1 else _CAST_OUT_OF_RANGE) if left is not None else advice
     if mask.infinite is mask.fill:
         return f"{mask.fill.source} fills the mask with -inf. {advice}"
     filled = f"{mask.fill.source} fills the mask with {f'{mask.value:g}'.replace('e+0', 'e')}"
@@ -207,6 +207,8 @@ def _number_in(op: Op) -> str:
 
 
 _LEFT_THE_RANGE = "Not every entry was -inf at first: the mask holds finite numbers, and what was added to them left the range. Add scores and mask in float32."
+
+_CAST_OUT_OF_RANGE = "Not every entry was -inf at first: the mask holds finite numbers, which a cast has made infinite. Mask with a number that the narrower dtype has."
 
 
 def judge_attention_scores(origin: Origin) -> Finding | None:
@@ -254,7 +256,8 @@ def judge_masked_row(origin: Origin) -> Finding | None:
     ]
     if left is not None and mask is None:
         made = next(t for t in left.outputs if not t.finite)
-        of = f"finite {made.dtype} numbers, absmax {magnitudes(left)}"
+        given = " and ".join(sorted({t.dtype for t in left.inputs if t.dtype in DTYPES})) or made.dtype
+        of = f"finite {given} numbers, absmax {magnitudes(left)}"
         of = f"{filled} in {made.dtype}" if (filled := _number_in(left)) else of
         evidence.insert(0, f"{left.op}{at_line(left.source)} made -inf of {of}.")
     statement = Statement(

@@ -62,6 +62,14 @@ _WHY_AT_ONCE = (
 )
 
 
+_OF_FLOAT32 = "A dtype with a wider range only ends a few steps later."
+_OF_HALF = "A dtype with a wider range alone only ends a few steps later. Whether rounding drives it is not measured here: a run in float32 tells."
+
+
+def _has_half(trace: Trace) -> bool:
+    return any(site.dtype in ("float16", "bfloat16") for _, site in trace.measured())
+
+
 def judge_divergence(trace: Trace, end: Finding) -> Finding | None:
     """The divergence that a finding is the end of, placed where it ends; None where the training did not grow before it."""
     if end.id not in ENDS or end.step is None or end.phase in ("generate", "static"):
@@ -86,7 +94,7 @@ def judge_divergence(trace: Trace, end: Finding) -> Finding | None:
     statement = Statement(
         id="divergence",
         summary=f"The training diverges: {when} the largest weight goes from {weights}{of_the_loss}.",
-        cause=f"{why} A dtype with a wider range only ends a few steps later; float32 and bfloat16 do not help."
+        cause=f"{why} {_OF_HALF if _has_half(trace) else _OF_FLOAT32}"
         + ("" if why is _WHY_UNBOUNDED else " Lower the learning rate, warm it up, or clip gradients."),
         evidence=(
             gradient,
@@ -276,9 +284,9 @@ SPECS = (
         ablations=("autocast-off", *OF_ANY_FINDING),
         in_float32_too=True,
         nonfinite=True,
-        do_this="Lower the learning rate, or warm it up: float32 diverges too.",
+        do_this="Lower the learning rate, or warm it up.",
         instead=_of_no_minimum,
-        edits=("lower-learning-rate",),
+        edits=("half-to-float32", "bfloat16-to-float32", "lower-learning-rate"),
     ),
     DOMAIN_ERROR,
     FindingSpec(
