@@ -418,7 +418,7 @@ REMARKS = {
     "without-compiler": _UNCOMPILED,
 }
 """What an edit costs, or does besides the sentence above it."""
-_ROUNDING_DRIVES_IT = "Compute it in float32, in which it does not diverge at this learning rate."
+_ROUNDING_DRIVES_IT = "Compute it in float32: rounding may drive it, and not the learning rate."
 INSTEAD = {
     "divergence: half-to-float32": _ROUNDING_DRIVES_IT,
     "divergence: bfloat16-to-float32": _ROUNDING_DRIVES_IT,
