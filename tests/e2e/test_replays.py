@@ -12,93 +12,7 @@ from script_corpus import Case, cases
 from dtypedoctor.diagnosis.rule import Confidence
 from dtypedoctor.lab.trials.judge import compare_unwatched
 from dtypedoctor.lab.trials.treatment import Plan
-from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Op
-
-HEAD = """
-import os, pathlib, random, sys, threading, time
-import numpy as np
-import torch
-from torch import nn
-torch.manual_seed(0), random.seed(0), np.random.seed(0)
-model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 8))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-def batch():
-    return torch.randn(4, 8)
-def train(call=None, batches=None, steps=6):
-    for step, x in enumerate(batches if batches is not None else (batch() for _ in range(steps))):
-        loss = (call or model)(x).float().pow(2).mean() + random.random() * float(np.random.rand())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        print(step, loss.item())
-"""
-
-TAIL = """
-import hashlib, io
-def digest(value):
-    held = io.BytesIO()
-    torch.save(value, held)
-    return hashlib.sha256(held.getvalue()).hexdigest()
-pathlib.Path("state.txt").write_text("\\n".join([
-    digest(model.state_dict()), digest(optimizer.state_dict()), digest(torch.get_rng_state()),
-    hashlib.sha256(repr((random.getstate(), np.random.get_state()[1:])).encode()).hexdigest(),
-]))
-"""
-
-BODIES = {
-    "busy-threads": """
-        stop = threading.Event()
-        counts = [0, 0]
-        def count(number):
-            while not stop.is_set():
-                counts[number] = sum(range(2000)) and counts[number] + 1
-        threads = [threading.Thread(target=count, args=(number,)) for number in range(2)]
-        [thread.start() for thread in threads]
-        train()
-        while not all(counts):
-            time.sleep(0.001)
-        stop.set(), [thread.join() for thread in threads]
-        print(all(counts))
-    """,
-    "modules-in-a-thread": """
-        thread = threading.Thread(target=train)
-        thread.start(), thread.join()
-    """,
-    "shared-memory": """
-        from multiprocessing import get_context, shared_memory
-        shared = torch.zeros(4).share_memory_()
-        block = shared_memory.SharedMemory(create=True, size=64)
-        def add(shared):
-            shared.add_(1)
-        for step in range(3):
-            child = get_context("fork").Process(target=add, args=(shared,))
-            child.start(), child.join()
-            train(lambda x: model(x + shared[0]), steps=1)
-            block.buf[step] = step + 7
-        print(shared.tolist(), bytes(block.buf[:3]))
-        block.close(), block.unlink()
-    """,
-    "fork-hooks": """
-        forks = []
-        os.register_at_fork(
-            before=lambda: forks.append("before"),
-            after_in_parent=lambda: forks.append("after"),
-            after_in_child=lambda: print("a child", flush=True),
-        )
-        train()
-        print(forks)
-    """,
-}
-"""Each between :data:`HEAD` and :data:`TAIL`, by what it keeps."""
-
-
-def source_of(name: str) -> str:
-    """The whole program."""
-    body = BODIES[name].strip("\n").rstrip()
-    indent = len(body) - len(body.lstrip())
-    return HEAD + "\n".join(line[indent:] for line in body.splitlines()) + "\n" + TAIL
-
 
 ONE_RUN = Plan(certify=False, only=frozenset())
 OUTPUT = "output.txt"
@@ -180,36 +94,6 @@ thread.join()
 """
 )
 """Calls its model in a thread, for which the main thread waits."""
-
-FORKS = (
-    OVERFLOW
-    + """
-import os
-from torch.utils.data import DataLoader
-child = os.fork()
-if child == 0:
-    os._exit(7)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-for x in DataLoader([torch.full((4,), 30000.0)] * 4, batch_size=2, num_workers=1, multiprocessing_context="fork"):
-    model(x.half())
-"""
-)
-"""Has a child of its own and a data loader with a worker."""
-
-
-THREADED = (
-    OVERFLOW
-    + """
-class Sums(nn.Module):
-    def forward(self, x):
-        return x + noise.sum()
-torch.set_num_threads(3)
-noise = torch.randn(3_000_001)
-model = nn.Sequential(Sums(), Scores())
-model(torch.full((2, 4), 1e38))
-"""
-)
-"""Overflows in float32 on numbers that three threads have added up; one thread adds them up to others."""
 
 CALLS = {
     "checkpointing": """
@@ -315,20 +199,6 @@ def test_a_call_in_a_thread_is_replayed(tmp_path: Path) -> None:
     assert "bitwise equal" in treatment.replayed
 
 
-def test_a_program_with_processes_of_its_own(tmp_path: Path) -> None:
-    """Its child is waited for as ever, its data loader's worker is its own, and what overflows is found."""
-    treatment = treat_forked(script(tmp_path, FORKS), tmp_path, ONE_RUN)
-    assert (tmp_path / "before" / OUTPUT).read_text().splitlines()[:1] == ["7"]
-    assert treatment.findings[0].op == "aten.mul.Tensor"
-
-
-def test_a_replay_has_as_many_threads_and_makes_the_same_bits(tmp_path: Path) -> None:
-    """Sums are added up in the same order, so that the report can say so of the tensors that the call failed on."""
-    treatment = treat_forked(script(tmp_path, THREADED), tmp_path, ONE_RUN)
-    assert treatment.findings[0].op == "aten.mul.Tensor"
-    assert "bitwise equal" in treatment.replayed
-
-
 @pytest.mark.release
 @pytest.mark.parametrize("case", HEALTHY, ids=lambda case: case.name)
 def test_healthy_scripts_are_unchanged_by_replays(case: Case, tmp_path: Path) -> None:
@@ -372,21 +242,3 @@ def test_each_kind_of_call_is_replayed_bitwise(kind: str, tmp_path: Path) -> Non
     treatment = treat_forked(script(tmp_path, OVERFLOW + CALLS[kind]), tmp_path, ONE_RUN)
     assert (treatment.findings[0].op, treatment.findings[0].confidence) == ("aten.mul.Tensor", Confidence.PROVEN)
     assert "bitwise equal" in treatment.replayed
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("name", ["busy-threads", "fork-hooks", "modules-in-a-thread", "shared-memory"])
-def test_programs_are_what_they_are_without_replays(name: str, tmp_path: Path) -> None:
-    """Weights, optimizer, random states, output and files, with every call made again."""
-    path = script(tmp_path, source_of(name))
-    alone = run_alone(path, tmp_path / "alone")
-    forced = run_alone(path, tmp_path / "forced", replay="1")
-    assert forced.exit.code == alone.exit.code
-    assert said(forced) == said(alone)
-    assert files_in(tmp_path / "forced" / "work") == files_in(tmp_path / "alone" / "work")
-
-
-def said(run: Run) -> list[str]:
-    """What a program prints, without warnings and the line with which torch's profiler begins."""
-    lines = (run.directory / OUTPUT).read_text(errors="replace").splitlines()
-    return [line for line in lines if "Warning" not in line and not line.startswith(("  ", "USDT:"))]
