@@ -9,9 +9,8 @@ import logging
 import os
 import re
 import sysconfig
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -44,48 +43,11 @@ _LIMIT = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recompile:
-    """A function was compiled again.
-
-    Attributes:
-        function: its name; ``torch_dynamo_resume_in_F_at_L`` is the rest of F after a graph break at line L.
-        place: ``file:line`` of its definition.
-        guards: for each version compiled before, newest first, the guard that failed, in Dynamo's words.
-    """
-
-    function: str
-    place: str
-    guards: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompileReport:
-    """What Dynamo did while it was watched.
-
-    Attributes:
-        breaks: number of graph breaks, from Dynamo's counter.
-        graph_breaks: the breaks grouped, most frequent first. Breaks at which a function could not be split and was left to
-            eager mode whole are among them, though Dynamo's counter leaves them out.
-        unique_graphs: number of graphs handed to the backend.
-        frames: number of functions (and rests of functions) that Dynamo tried to compile; 0 under ``fullgraph=True``, where
-            Dynamo does not count them.
-        frames_compiled: how many of them it did compile.
-        recompiles: in the order in which they happened.
-        limit_hits: in the order in which they happened.
-    """
-
-    breaks: int
-    graph_breaks: tuple[GraphBreak, ...]
-    unique_graphs: int
-    frames: int
-    frames_compiled: int
-    recompiles: tuple[Recompile, ...]
-    limit_hits: tuple[RecompileLimit, ...]
+Record = CompileCounts | GraphBreak | Recompiled | RecompileLimit
 
 
 class CompileWatch:
-    """Listens to Dynamo while it is entered; :meth:`report` may be called inside and after."""
+    """Listens to Dynamo while it is entered; :meth:`observations` may be called inside and after."""
 
     def __init__(self) -> None:
         self._break_lines: list[str] = []
@@ -93,14 +55,12 @@ class CompileWatch:
         self._limit_lines: list[str] = []
         self._attached: list[tuple[logging.Logger, logging.Handler, int, bool]] = []
         self._switched_on: list[str] = []
-        self._before: dict[str, int] = {}
-        self._after: dict[str, int] | None = None
+        self._graphs_before = 0
+        self._graphs: int | None = None
 
     def __enter__(self) -> Self:
         load_compiler()
-
-        self._after = None
-        self._before = _counted()
+        self._graphs, self._graphs_before = None, _unique_graphs()
         for artifact, heard in zip(ARTIFACTS, (self._break_lines, self._recompile_lines), strict=True):
             loggers = [name for name in logging.root.manager.loggerDict if name.endswith(f".__{artifact}")]
             already_on = log_state().is_artifact_enabled(artifact)
@@ -115,7 +75,7 @@ class CompileWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._after = _counted()
+        self._graphs = _unique_graphs()
         for logger, listener, level, propagate in self._attached:
             logger.removeHandler(listener)
             logger.setLevel(level)
@@ -132,39 +92,52 @@ class CompileWatch:
         if not logger.isEnabledFor(level):
             logger.setLevel(level)
 
-    def report(self) -> CompileReport:
-        """What has happened so far since entering, up to leaving."""
-        after = self._after if self._after is not None else _counted()
-        done = {name: max(0, after[name] - before) for name, before in self._before.items()}
-        groups: dict[tuple[str, str, str], GraphBreak] = {}
-        for found in filter(None, map(_BREAK.search, self._break_lines)):
-            reason, _, stack = found["reason"].partition("User code traceback:")
-            explained = _EXPLAINED.search(reason)
-            context = _CONTEXT.search(reason)
-            frames = [
-                f"{frame['file']}:{frame['line']} {frame['function']}"
-                for frame in _FRAME.finditer(stack)
-                if not _is_not_the_programs(frame["file"])
-            ]
-            one = GraphBreak(
-                kind=explained["kind"] if explained else reason.split("\n", 1)[0],
-                explanation=explained["explanation"] if explained else "",
-                context=context["context"][:MAX_TEXT] if context else "",
-                frames=frames[-MAX_FRAMES:] or [found["place"]],
-                count=1,
+    @property
+    def unique_graphs(self) -> int:
+        """Graphs that were handed to the backend; the program may have set Dynamo's counter back."""
+        graphs = _unique_graphs() if self._graphs is None else self._graphs
+        return max(0, graphs - self._graphs_before)
+
+    def observations(
+        self, module_at: Callable[[str], str | None] = lambda place: None
+    ) -> Iterator[tuple[Record, str | None]]:
+        """What has happened so far since entering, up to leaving, as records of the trace, each with the module that it is about.
+
+        Args:
+            module_at: dotted name of the module whose code stands at ``FILE:LINE``, where there is one.
+        """
+        yield CompileCounts(unique_graphs=self.unique_graphs), None
+        files = imported_files()
+
+        # equal breaks are one record, the most frequent first
+        breaks: dict[tuple[str, str, str], list[GraphBreak]] = {}
+        for one in _graph_breaks(self._break_lines):
+            breaks.setdefault((one.kind, one.explanation, one.frames[-1]), []).append(one)
+        for first, *others in sorted(breaks.values(), key=len, reverse=True):
+            fqn = next(filter(None, map(module_at, reversed(first.frames))), None)
+            frames = [_from_package(frame, files) for frame in first.frames]
+            yield replace(first, frames=frames, count=1 + len(others)), fqn
+
+        recompiled: dict[tuple[str, str], list[Sequence[str]]] = {}
+        for line in self._recompile_lines:
+            if (found := _RECOMPILE.search(line)) is not None:
+                # of each version compiled before, newest first, the guard that failed
+                guards = [guard["guard"].partition(": ")[2].strip() for guard in _GUARD.finditer(line)]
+                recompiled.setdefault((found["function"], found["place"]), []).append(guards)
+        for (function, place), times in sorted(recompiled.items(), key=lambda one: -len(one[1])):
+            newest = list(dict.fromkeys(guards[0] for guards in times if guards))[:MAX_GUARDS]
+            record = Recompiled(function=function, place=_from_package(place, files), count=len(times), guards=newest)
+            yield record, None
+
+        for found in filter(None, map(_LIMIT.search, self._limit_lines)):
+            hit = RecompileLimit(
+                limit=found["limit"],
+                value=int(found["value"]),
+                function=found["function"],
+                place=_from_package(found["place"], files),
+                guard=found["guard"].strip(),
             )
-            key = one.kind, one.explanation, one.frames[-1]
-            held = groups.get(key)
-            groups[key] = one if held is None else replace(held, count=held.count + 1)
-        return CompileReport(
-            breaks=done["breaks"],
-            graph_breaks=tuple(sorted(groups.values(), key=lambda group: -group.count)),
-            unique_graphs=done["unique_graphs"],
-            frames=done["frames"],
-            frames_compiled=done["frames_compiled"],
-            recompiles=tuple(_recompiles(self._recompile_lines)),
-            limit_hits=tuple(_limit_hits(self._limit_lines)),
-        )
+            yield hit, module_at(found["place"])
 
 
 class _Listener(logging.Handler):
@@ -179,15 +152,27 @@ class _Listener(logging.Handler):
         repeat_break_reports()  # else only the first of equal breaks would come with its stack
 
 
-def _counted() -> dict[str, int]:
-    """Dynamo's counters as they stand."""
-    counters = compiler_counters()
-    return {
-        "breaks": sum(counters["graph_break"].values()),
-        "unique_graphs": counters["stats"]["unique_graphs"],
-        "frames": counters["frames"]["total"],
-        "frames_compiled": counters["frames"]["ok"],
-    }
+def _unique_graphs() -> int:
+    return int(compiler_counters()["stats"]["unique_graphs"])
+
+
+def _graph_breaks(lines: Iterable[str]) -> Iterator[GraphBreak]:
+    """The graph breaks that Dynamo has logged, each by itself."""
+    for found in filter(None, map(_BREAK.search, lines)):
+        reason, _, stack = found["reason"].partition("User code traceback:")
+        explained, context = _EXPLAINED.search(reason), _CONTEXT.search(reason)
+        frames = [
+            f"{frame['file']}:{frame['line']} {frame['function']}"
+            for frame in _FRAME.finditer(stack)
+            if not _is_not_the_programs(frame["file"])
+        ]
+        yield GraphBreak(
+            kind=explained["kind"] if explained else reason.split("\n", 1)[0],
+            explanation=explained["explanation"] if explained else "",
+            context=context["context"][:MAX_TEXT] if context else "",
+            frames=frames[-MAX_FRAMES:] or [found["place"]],
+            count=1,
+        )
 
 
 def _is_not_the_programs(file: str) -> bool:
@@ -195,50 +180,6 @@ def _is_not_the_programs(file: str) -> bool:
     if file.startswith((TORCH_DIRECTORY, os.path.dirname(__file__))):
         return True
     return file.startswith(STANDARD_LIBRARY) and not any(folder in file for folder in INSTALLED)
-
-
-def _recompiles(lines: list[str]) -> Iterator[Recompile]:
-    for line in lines:
-        found = _RECOMPILE.search(line)
-        if found is not None:
-            guards = tuple(guard["guard"].partition(": ")[2].strip() for guard in _GUARD.finditer(line))
-            yield Recompile(function=found["function"], place=found["place"], guards=guards)
-
-
-def _limit_hits(lines: list[str]) -> Iterator[RecompileLimit]:
-    for line in lines:
-        found = _LIMIT.search(line)
-        if found is not None:
-            yield RecompileLimit(
-                limit=found["limit"],
-                value=int(found["value"]),
-                function=found["function"],
-                place=found["place"],
-                guard=found["guard"].strip(),
-            )
-
-
-def observations(
-    report: CompileReport, module_at: Callable[[str], str | None] = lambda place: None
-) -> Iterator[tuple[CompileCounts | GraphBreak | Recompiled | RecompileLimit, str | None]]:
-    """The report as records of the trace, each with the module that it is about.
-
-    Args:
-        report: what Dynamo did.
-        module_at: dotted name of the module whose code stands at ``FILE:LINE``, where there is one.
-    """
-    yield CompileCounts(unique_graphs=report.unique_graphs), None
-    files = imported_files()
-    for group in report.graph_breaks:
-        fqn = next(filter(None, map(module_at, reversed(group.frames))), None)
-        yield replace(group, frames=[_from_package(frame, files) for frame in group.frames]), fqn
-    for (function, place), times in Counter((r.function, r.place) for r in report.recompiles).most_common():
-        guards = [r.guards[0] for r in report.recompiles if (r.function, r.place) == (function, place) and r.guards]
-        distinct = list(dict.fromkeys(guards))[:MAX_GUARDS]
-        place = _from_package(place, files)
-        yield Recompiled(function=function, place=place, count=times, guards=distinct), None
-    for hit in report.limit_hits:
-        yield replace(hit, place=_from_package(hit.place, files)), module_at(hit.place)
 
 
 def _from_package(place: str, files: Mapping[str, str]) -> str:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import COMPILER, FRAME_COMPILER, MemoryRef
 from dtypedoctor.instrument.budget import Budget
-from dtypedoctor.instrument.compile_events import CompileWatch, observations
+from dtypedoctor.instrument.compile_events import CompileWatch
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.operators import keep_compiler_out
 from dtypedoctor.instrument.phases import ScalerStep
@@ -281,15 +281,16 @@ class ProcessWatch:
         if not self._compiling:
             return
         self._compiler.__exit__(None, None, None)
-        report = self._compiler.report()
-        if not (report.frames or report.unique_graphs):
+        observations = list(self._compiler.observations(self.instruments.code_places.module_at))
+        graphs = self._compiler.unique_graphs
+        if not graphs and len(observations) == 1:  # there is nothing but their number
             return
-        for what, fqn in observations(report, self.instruments.code_places.module_at):
+        for what, fqn in observations:
             self.instruments.session.emit(what, fqn=fqn, phase="compile")
-        if report.unique_graphs:
+        if graphs:
             self._writer.write(
                 NotWatched(
-                    what=f"the inside of {report.unique_graphs} compiled graph(s)",
+                    what=f"the inside of {graphs} compiled graph(s)",
                     why="compiled code runs no module hooks; inputs and outputs of instrumented modules were measured",
                 )
             )

@@ -60,7 +60,7 @@ def job(tmp_path: Path) -> Callable[..., Job]:
 def to_its_end(executor: Executor, job: Job) -> tuple[Ended | NodeLostError, list[str]]:
     """How the job has ended, and what the user was told."""
     said: list[str] = []
-    [(_, ended)] = run_jobs(executor, [job], said.append, lambda _: None)
+    [(_, ended)] = run_jobs(executor, [job], said.append)
     return ended, said
 
 

@@ -7,7 +7,6 @@ import pytest
 from sealed import sealed
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.lab.cli.running import Follower
 from dtypedoctor.trace.events import (
     KINDS,
     SCHEMA,
@@ -122,17 +121,3 @@ def test_numbers_that_json_cannot_hold_are_refused(tmp_path: Path) -> None:
 def test_every_kind_has_a_name_of_its_own() -> None:
     """The registry maps names to classes one to one."""
     assert len(set(KINDS.values())) == len(KINDS)
-
-
-def test_a_growing_trace_can_be_followed(tmp_path: Path) -> None:
-    """The follower names the module under the cursor while the file is still being written."""
-    follower = Follower(tmp_path)
-    assert follower.where() is None
-    writer = TraceWriter(tmp_path)
-    writer.write(Header())
-    assert follower.where() is None
-    writer.write(site(4, "encoder.block.1"))
-    writer.mark(3, 9, 4)
-    where = follower.where()
-    assert where is not None
-    assert (where.step, where.module, where.phase) == (3, "encoder.block.1", "forward")

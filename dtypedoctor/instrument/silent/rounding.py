@@ -70,34 +70,30 @@ class IntegerCasts(Observer):
         """Notes a lossy cast, or how one is used."""
         if self._casts:
             self._note_use(seen)
-        if seen.name == "aten._to_copy.default" and seen.operands and seen.results:  # vmap casts numbers by it as well
-            source, result = seen.operands[0], seen.results[0]
-            if (
-                not measurable(source)
-                or result.is_floating_point()
-                or result.is_complex()
-                or result.dtype is torch.bool
-            ):
-                return
-            if source.numel() < 2:
-                return
-            exact = source.float()
-            size = float(exact.norm())
-            error = float((exact - result.float()).norm()) / size if 0 < size < float("inf") else None
-            if error is None or error < LOSSY:
-                return
-            line, fqn = self.here()
-            self._casts[seen.number(result)] = _Cast(
-                fqn=fqn,
-                told=FloatToInt(
-                    op=seen.name,
-                    source=line,
-                    from_=dtype_name(source),
-                    to=dtype_name(result),
-                    relative_error=error,
-                    elements=source.numel(),
-                ),
-            )
+        if seen.name != "aten._to_copy.default" or not (seen.operands and seen.results):
+            return  # vmap casts numbers by it as well
+        source, result = seen.operands[0], seen.results[0]
+        is_whole = not (result.is_floating_point() or result.is_complex() or result.dtype is torch.bool)
+        if not (is_whole and measurable(source) and source.numel() > 1):
+            return
+
+        # how much of the values the cast has cut off
+        exact = source.float()
+        size = float(exact.norm())
+        error = float((exact - result.float()).norm()) / size if 0 < size < math.inf else 0.0
+        if error < LOSSY:
+            return
+
+        line, fqn = self.here()
+        told = FloatToInt(
+            op=seen.name,
+            source=line,
+            from_=dtype_name(source),
+            to=dtype_name(result),
+            relative_error=error,
+            elements=source.numel(),
+        )
+        self._casts[seen.number(result)] = _Cast(fqn=fqn, told=told)
 
     def _note_use(self, seen: Seen) -> None:
         used = self._used_by(seen)

@@ -21,7 +21,7 @@ from dtypedoctor.lab.bisect.measurements import JOURNAL, Asked, Journal, ProbeRu
 from dtypedoctor.lab.bisect.questions import Measured
 from dtypedoctor.lab.bisect.results import Answer, Bisection, End, Kind, Symptom, Verdict
 from dtypedoctor.lab.bisect.symptoms import part_in_words
-from dtypedoctor.lab.cli.running import IMPORTS, LiveView
+from dtypedoctor.lab.cli.running import IMPORTS, ProgressLines
 from dtypedoctor.lab.cli.scenario_files import allow_directory, load_checked, require_at_hand, resume_command
 from dtypedoctor.lab.runner.launch import Launcher, Resident
 from dtypedoctor.lab.scenarios.loading import case_of, override, resolve
@@ -130,10 +130,10 @@ def bisect_case(case: Case) -> Report:
         WorkerDiedError: the worker died before there was a model.
     """
     journal = Journal(case.directory)
+    view = ProgressLines(sys.stderr)
     with (
         _kept_only_if_used(case),
         ending_by_interrupt(),
-        LiveView(sys.stderr) as view,
         _resident(case, view) as resident,
     ):
 
@@ -171,7 +171,7 @@ def _kept_only_if_used(case: Case) -> Iterator[None]:
 
 
 @contextmanager
-def _resident(case: Case, view: LiveView) -> Iterator[Resident]:
+def _resident(case: Case, view: ProgressLines) -> Iterator[Resident]:
     """A process that has imported what runs need, and in which the model stays loaded."""
     for place in case.directory.glob("server*"):
         clear(place)  # that of an interrupted bisection

@@ -29,7 +29,7 @@ from dtypedoctor.lab.cli.matrix import (
     render_matrix_json,
     row_of,
 )
-from dtypedoctor.lab.cli.running import LiveView
+from dtypedoctor.lab.cli.running import ProgressLines
 from dtypedoctor.lab.cli.scenario_files import allow_directory
 from dtypedoctor.lab.runner.executors import Ended, Job, Where, machines, run_jobs
 from dtypedoctor.lab.scenarios.model import Scenario
@@ -154,21 +154,21 @@ def treat_all(batch: Batch, where: Where) -> tuple[list[MatrixRow], list[Report]
     done = dict(_finished(batch))
     waiting = [one for one in batch.scenarios if one.name not in done]
     total = len(batch.scenarios)
-    with LiveView(sys.stderr, every_run=False) as view:
-        view.say(f"Plan: {len(waiting)} of {counted(total, 'scenario')}")
-        try:
-            with ending_by_interrupt():
-                for row, report in (
-                    _one_by_one(batch, waiting, view) if where.one_by_one else _as_jobs(batch, waiting, where, view)
-                ):
-                    done[row.scenario] = row, report
-                    view.say(f"{len(done)}/{total} {in_one_line(row)}")
-                    if row.report is not None:
-                        _append(batch, asdict(row))
-        except KeyboardInterrupt:
-            if where.one_by_one and not done and remove_unmeasured(batch.directory):
-                raise
-            view.say(f"Interrupted: {len(done)} of {total} scenarios are finished.")
+    view = ProgressLines(sys.stderr, every_run=False)
+    view.say(f"Plan: {len(waiting)} of {counted(total, 'scenario')}")
+    try:
+        with ending_by_interrupt():
+            for row, report in (
+                _one_by_one(batch, waiting, view) if where.one_by_one else _as_jobs(batch, waiting, where, view)
+            ):
+                done[row.scenario] = row, report
+                view.say(f"{len(done)}/{total} {in_one_line(row)}")
+                if row.report is not None:
+                    _append(batch, asdict(row))
+    except KeyboardInterrupt:
+        if where.one_by_one and not done and remove_unmeasured(batch.directory):
+            raise
+        view.say(f"Interrupted: {len(done)} of {total} scenarios are finished.")
     left = [one.name for one in waiting if one.name not in done]
     done |= {name: (not_run_row(name), not_run_report(name)) for name in left}
     rows, reports = map(list, zip(*(done[one.name] for one in batch.scenarios), strict=True))
@@ -197,9 +197,8 @@ LOST = "not run: "
 """How the reason begins where a machine has not run a scenario to its end, so that running it again may help."""
 
 
-def _one_by_one(batch: Batch, waiting: Sequence[Scenario], view: LiveView) -> Iterator[Done]:
+def _one_by_one(batch: Batch, waiting: Sequence[Scenario], view: ProgressLines) -> Iterator[Done]:
     for scenario in waiting:
-        view.scenario(scenario.name)
         clear(batch.directory / scenario.name)  # what an interruption has left there
         try:
             yield _treated(batch, scenario, view)
@@ -207,7 +206,7 @@ def _one_by_one(batch: Batch, waiting: Sequence[Scenario], view: LiveView) -> It
             yield _refused(scenario, refused, view)
 
 
-def _treated(batch: Batch, scenario: Scenario, view: LiveView) -> Done:
+def _treated(batch: Batch, scenario: Scenario, view: ProgressLines) -> Done:
     from dtypedoctor.lab.cli.running import treat_scenario  # a batch of jobs treats none here
 
     began = time.monotonic()
@@ -222,20 +221,20 @@ def _treated(batch: Batch, scenario: Scenario, view: LiveView) -> Done:
     return row_of(redact(report), exit_code=exit_code(report), seconds=seconds, path=path), report
 
 
-def _refused(scenario: Scenario, refused: DoctorError, view: LiveView) -> Done:
+def _refused(scenario: Scenario, refused: DoctorError, view: ProgressLines) -> Done:
     if refused.hint:
         view.say(f"{scenario.name}: {refused.hint}")
     row = refused_row(scenario.name, refused.message, exit_code=int(refused.exit_code))
     return row, refused_report(scenario.name, refused.message)
 
 
-def _as_jobs(batch: Batch, waiting: Sequence[Scenario], where: Where, view: LiveView) -> Iterator[Done]:
+def _as_jobs(batch: Batch, waiting: Sequence[Scenario], where: Where, view: ProgressLines) -> Iterator[Done]:
     """Each scenario as a job of its own, in the order in which they end."""
     by_name = {scenario.name: scenario for scenario in waiting}
     longest = _RUNS * max((scenario.time_limit for scenario in waiting), default=0)
     with machines(where.fitting(waiting), batch.directory / JOBS, longest) as executor:
         jobs = [_job(batch, scenario) for scenario in waiting]
-        for job, ended in run_jobs(executor, jobs, view.say, lambda names: view.scenario(*names[: where.jobs])):
+        for job, ended in run_jobs(executor, jobs, view.say):
             try:
                 if isinstance(ended, DoctorError):
                     raise ended

@@ -11,21 +11,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TextIO
-
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+from typing import TextIO
 
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.cli.reported import reported
 from dtypedoctor.errors import UsageError
-from dtypedoctor.foreign_files import open_file, read_head
 from dtypedoctor.lab.bisect.bisect import bisect_inside
 from dtypedoctor.lab.bisect.questions import Measured
 from dtypedoctor.lab.bisect.symptoms import part_in_words
@@ -43,9 +37,6 @@ from dtypedoctor.runner.process import (
 )
 from dtypedoctor.runner.run import Run
 from dtypedoctor.text import counted, duration, number, one_line
-from dtypedoctor.trace.lines import CURSOR, EVENTS, PAGE, read_mark
-from dtypedoctor.trace.reader import DAMAGED, LARGEST_MAIN
-from dtypedoctor.unpatched import from_json
 
 IMPORTS = "imports"
 """The part of a run before its first one, in which torch is imported; it has no directory."""
@@ -59,7 +50,6 @@ _LABELS = {
 }
 """What a run is called while it goes on, by the name of its directory."""
 
-_FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _MOST_NAMED = 2
 
 
@@ -70,8 +60,8 @@ def label_in_words(label: str) -> str:
     )
 
 
-class LiveView:
-    """Shows progress on ``stream``, usually ``sys.stderr``. Use as a context manager.
+class ProgressLines:
+    """Prints progress on ``stream``, usually ``sys.stderr``, a line for each run that begins or ends.
 
     Args:
         stream: where.
@@ -81,77 +71,29 @@ class LiveView:
     def __init__(self, stream: TextIO, *, every_run: bool = True) -> None:
         self._stream = stream
         self._every_run = every_run
-        self._console = Console(file=stream, highlight=False)
-        self._live: Live | None = None
-        self._depth = 0
-        self._running: tuple[str, ...] = ()
         self._label = ""
-        self._where = ""
         self._began = time.monotonic()
-        self._follower: Follower | None = None
 
-    def __enter__(self) -> Self:
-        self._depth += 1
-        if self._depth == 1 and self._stream.isatty():
-            self._live = Live(console=self._console, refresh_per_second=10, transient=True, get_renderable=self._line)
-            self._live.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._depth -= 1
-        if self._depth == 0 and self._live is not None:
-            self._live.__exit__(kind, error, tb)
-            self._live = None
-
-    def say(self, line: str, *, cut: bool = False) -> None:
-        """Leave a line for good; ``cut`` lets it end where the terminal does."""
-        line = one_line(line, 2000) if line.strip() else line
-        if self._live is None:
-            print(line, file=self._stream, flush=True)
-        else:
-            self._live.console.print(Text(line[: self._console.width] if cut else line))
+    def say(self, line: str) -> None:
+        """Prints a line."""
+        print(one_line(line, 2000) if line.strip() else line, file=self._stream, flush=True)
 
     def begin(self, label: str) -> None:
         """A run starts, or another part; ``label`` is the name of its directory, or words."""
-        self._label, self._began, self._follower, self._where = label_in_words(label), time.monotonic(), None, ""
-        if self._live is None and self._every_run:
+        self._label, self._began = label_in_words(label), time.monotonic()
+        if self._every_run:
             self.say(f"{one_line(self._label, 500)} …")
 
     def end(self, outcome: str) -> None:
         """The run has ended as ``outcome`` says."""
         if self._every_run:
-            self.say(f"{self._label:<36} {time.monotonic() - self._began:5.1f} s  {outcome}", cut=True)
-
-    def scenario(self, *names: str) -> None:
-        """These scenarios are running now."""
-        self._running = names
-
-    def progress(self, directory: Path) -> None:
-        """Called while a run goes on, with where its trace is."""
-        if self._live is None:
-            return
-        if self._follower is None:
-            self._follower = Follower(directory)
-        where = self._follower.where()
-        self._where = f"step {where.step}  {where.phase}  {one_line(where.module)}" if where is not None else "starting"
+            self.say(f"{self._label:<36} {time.monotonic() - self._began:5.1f} s  {outcome}")
 
     def probe(self, measured: Measured) -> None:
         """A probe of a bisection has ended."""
         symptom, again = measured.symptom, " (known)" if measured.repeated else ""
         what, peak = _treated(measured.names), f"peak {number(symptom.absmax)}"
-        line = f"  {measured.probe.outcome:<10} {what:<46} {peak:<14} {duration(symptom.seconds):>7}{again}"
-        if self._live is None:
-            self.say(line)
-        self._where = line.strip()
-
-    def _line(self) -> Text:
-        """The line as it is now: the terminal asks for it ten times a second."""
-        seconds = time.monotonic() - self._began
-        scenarios = f"{', '.join(self._running)}: " if self._running else ""
-        spinner = f"{_FRAMES[int(seconds * 10) % len(_FRAMES)]} "
-        text = Text.assemble(spinner, (scenarios + self._label, "bold"), f"  {seconds:5.1f} s  {self._where}")
-        text.truncate(self._console.width, overflow="ellipsis")
-        return text
+        self.say(f"  {measured.probe.outcome:<10} {what:<46} {peak:<14} {duration(symptom.seconds):>7}{again}")
 
 
 def _treated(names: Sequence[str]) -> str:
@@ -167,7 +109,7 @@ def treat_scenario(
     scenario: Scenario,
     directory: Path,
     plan: Plan,
-    view: LiveView | None = None,
+    view: ProgressLines | None = None,
     preload: Sequence[str] | None = None,
     wheels: Path | None = None,
 ) -> Report:
@@ -180,14 +122,13 @@ def treat_scenario(
         UsageError: the scenario cannot be run, or the directory cannot be used. It is gone then, unless something else lies in it.
     """
     in_matrix = view is not None
-    view = view or LiveView(sys.stderr)
+    view = view or ProgressLines(sys.stderr)
     with removed_if_refused(directory):
         require_at_hand(scenario)
     with (
         nullcontext() if in_matrix else ending_by_interrupt(),  # who treats several has said so once for all
         removed_if_refused(directory),
         _with_releases(scenario, wheels),
-        view,
         _runner(scenario, directory, view, preload) as run,
     ):
 
@@ -245,7 +186,7 @@ def _installed(name: str) -> str | None:
 
 @contextmanager
 def _runner(
-    scenario: Scenario, directory: Path, view: LiveView, preload: Sequence[str] | None
+    scenario: Scenario, directory: Path, view: ProgressLines, preload: Sequence[str] | None
 ) -> Iterator[Callable[[Request, Path], Run]]:
     """What makes the runs of a scenario: a fresh interpreter for a script, else workers, one of which keeps the model loaded."""
     workload = scenario.steps[0].workload
@@ -259,7 +200,7 @@ def _runner(
             launcher.wait_for_imports()
             view.end("")
         with Resident(launcher, scenario, directory / "server", view.say) as resident:
-            yield _Once(lambda request, place: resident.run(request, place, view.progress)).run
+            yield _Once(resident.run).run
 
 
 class _Once:
@@ -311,52 +252,3 @@ def _paths(text: str) -> list[Path]:
     if not found:
         raise UsageError(f"{text}: no scenarios here", "A scenario is a file that ends in .yaml.")
     return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
-    """What a worker is doing at this moment."""
-
-    step: int
-    phase: str
-    module: str
-
-
-class Follower:
-    """Reads the cursor and the descriptions of modules of a growing trace; never blocks, never fails."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._offset = 0
-        self._sites: dict[int, tuple[str, str]] = {}
-
-    def where(self) -> Where | None:
-        """The module entered last; None before the first."""
-        try:
-            data = read_head(self._directory / CURSOR, PAGE)
-        except OSError:
-            return None
-        mark = read_mark(data)
-        if mark is None:
-            return None
-        if mark.site not in self._sites:
-            self._read_on()
-        phase, fqn = self._sites.get(mark.site, ("", ""))
-        return Where(step=mark.step, phase=phase, module=fqn)
-
-    def _read_on(self) -> None:
-        try:
-            with open_file(self._directory / EVENTS) as file:
-                file.seek(self._offset)
-                data = file.read(LARGEST_MAIN)
-        except OSError:
-            return
-        whole, _, _ = data.rpartition(b"\n")
-        self._offset += len(whole) + 1 if whole else 0
-        for line in whole.split(b"\n"):
-            if line.startswith(b'{"e":"site"'):
-                try:
-                    site = from_json(line)
-                    self._sites[site["id"]] = (site.get("phase", ""), site.get("fqn", ""))
-                except DAMAGED:  # somebody else writes here: what is going on is shown without it
-                    continue

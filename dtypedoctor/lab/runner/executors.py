@@ -152,7 +152,7 @@ def run_scenario(job: Job, begun: Callable[["subprocess.Popen[bytes]"], None] = 
 
 
 def run_jobs(
-    executor: Executor, jobs: Sequence[Job], say: Callable[[str], None], going: Callable[[Sequence[str]], None]
+    executor: Executor, jobs: Sequence[Job], say: Callable[[str], None]
 ) -> Iterator[tuple[Job, Ended | NodeLostError]]:
     """Run jobs, and yield each with how it ended, in the order in which they do.
 
@@ -160,7 +160,6 @@ def run_jobs(
         executor: runs them, and runs a job again whose machine is lost.
         jobs: what to run.
         say: is called with what the user should know.
-        going: is called now and then with the names of the jobs that have not ended.
     """
     submitted: dict[Future[Ended], tuple[Job, int]] = {executor.submit(run_scenario, job): (job, 1) for job in jobs}
     while submitted:
@@ -178,7 +177,6 @@ def run_jobs(
             else:
                 hint = "Look at the log of the cluster, then continue with --resume."
                 yield job, NodeLostError(f"not run: node lost, {times} times ({why})", hint)
-        going([job.name for job, _ in submitted.values()])
 
 
 @contextmanager

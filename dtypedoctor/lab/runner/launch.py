@@ -51,20 +51,12 @@ PRELOAD = "dtypedoctor.lab.worker.preload"
 FAILED = 1
 """Exit status of a worker that has ended without one."""
 
-Progress = Callable[[Path], None]
-"""Called now and then with the directory of the run that is going on."""
-
-
-def _no_progress(_: Path) -> None:
-    """Nobody follows the run."""
-
 
 def _to_its_end(
     directory: Path,
     time_limit: float,
     status: Callable[[float], int | None],
     kill: Callable[[], None],
-    progress: Progress,
 ) -> Run:
     """Waits for a run and collects it; what takes too long, or is not wanted any more, is killed.
 
@@ -73,7 +65,6 @@ def _to_its_end(
         time_limit: seconds.
         status: its exit status, for which it waits at most so many seconds; None while it runs.
         kill: ends it and everything that it started.
-        progress: called now and then.
 
     Raises:
         UsageError: the worker says that the scenario cannot be run at all.
@@ -83,7 +74,6 @@ def _to_its_end(
     code = None
     try:
         while (code := status(POLL_SECONDS)) is None:
-            progress(directory)
             if not timed_out and time.monotonic() - began > time_limit:
                 timed_out = True
                 kill()
@@ -165,7 +155,7 @@ class Launcher:
         self.start(_leave).join()
         Launcher.has_imported = True
 
-    def run(self, request: Request, directory: Path, progress: Progress = _no_progress) -> Run:
+    def run(self, request: Request, directory: Path) -> Run:
         """Runs ``request`` in a new process; everything it leaves lies in ``directory``, which must not exist yet.
 
         Raises:
@@ -175,7 +165,7 @@ class Launcher:
         _write_request(directory, request)
         process = self.start(begin, str(directory))
         status, kill = partial(_status, process), partial(_kill, process)
-        return _to_its_end(directory, request.scenario.time_limit, status, kill, progress)
+        return _to_its_end(directory, request.scenario.time_limit, status, kill)
 
     def start(self, function: Callable[..., None], *args: Any) -> ForkServerProcess:
         """Starts a process that calls ``function``."""
@@ -282,7 +272,7 @@ class Resident:
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def run(self, request: Request, directory: Path, progress: Progress = _no_progress) -> Run:
+    def run(self, request: Request, directory: Path) -> Run:
         """Runs ``request``; everything it leaves lies in ``directory``, which must not exist yet.
 
         Raises:
@@ -291,13 +281,13 @@ class Resident:
         if not may_share_process(request.scenario):
             if self._scenario.device != "cpu":
                 self._end()  # a GPU may have no room for a second model
-            return self._launcher.run(request, directory, progress)
+            return self._launcher.run(request, directory)
         channel = self._ready_channel()
         make_directory(directory)
         _write_request(directory, request)
         with suppress(BrokenPipeError, ConnectionError):  # it has died: its status says so
             channel.send(str(directory))
-        return _to_its_end(directory, request.scenario.time_limit, self._status, self._kill, progress)
+        return _to_its_end(directory, request.scenario.time_limit, self._status, self._kill)
 
     def _ready_channel(self) -> Connection:
         """The channel of a process that waits for a run."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dtypedoctor._torch_private import recompiling, stays_uncompiled
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.capture import Tensors, describe, recipe
-from dtypedoctor.instrument.compile_events import CompileWatch, observations
+from dtypedoctor.instrument.compile_events import CompileWatch
 from dtypedoctor.instrument.live_call import tensors_of
 from dtypedoctor.instrument.module_tree import named_modules
 from dtypedoctor.lab.models.build import repeated_layers
@@ -135,7 +135,7 @@ def compiling(context: "Context") -> Iterator[None]:
             with watch:
                 yield
         finally:
-            for what, fqn in observations(watch.report(), context.instruments.code_places.module_at):
+            for what, fqn in watch.observations(context.instruments.code_places.module_at):
                 context.instruments.session.emit(what, fqn=fqn, phase="compile")
 
 
