@@ -57,8 +57,6 @@ __all__ = [
 
 MAX_RESULT = 16 << 20
 """Bytes of a result that is kept alive, to compare that of the replay with it."""
-SHARE_OF_FREE = 0.5
-"""Share of the free memory of the device that a replay may take."""
 REPEATS = 60
 """How often an inner call may be made again to reduce it."""
 ROUNDINGS = 8
@@ -436,7 +434,7 @@ class RepeatedCall:
         """Makes the call, with records numbered from ``first`` on; how it went differently, empty where it did not."""
         kept, session = self._kept, self._session
         live = kept.live if backward else replace(kept.live, gradients={})
-        memory = KeptMemory(*_allowed(live))
+        memory = KeptMemory.within_free((*live.parameters(), *live.inputs()))
 
         @contextmanager
         def moment_of_call() -> Iterator[None]:
@@ -709,17 +707,6 @@ def _largest_scale(gradients: list[Tensor]) -> float:
     while largest * scale > SCALE and scale > 1:
         scale /= 2
     return scale
-
-
-def _allowed(live: LiveCall) -> tuple[torch.device | None, int]:
-    """The CUDA device that the call runs on, and the bytes that its replay may take there."""
-    tensors = [*(tensor for _, tensor in live.parameters()), *(tensor for _, tensor in live.inputs())]
-    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-    if device is None:
-        return None, 0
-    free, _ = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return device, int((free + reserved) * SHARE_OF_FREE)
 
 
 def type_and_message(error: BaseException) -> tuple[str, str]:

@@ -78,6 +78,8 @@ _COMPILERS = frozenset({"triton.compiler.compiler", "triton.runtime.build"})
 """Modules that compile a kernel where it is launched for the first time with such arguments, as a call is that was compiled as a whole and is made again
 in eager mode. What they write is a cache of theirs."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+SHARE_OF_FREE = 0.5
+"""Share of the free memory of a CUDA device that a replay may take."""
 MAX_BUFFER = 16 << 20
 """Bytes of a buffer that is copied although no operator is known to write to it."""
 MAX_WAIT = 2.0
@@ -118,6 +120,16 @@ class KeptMemory(OperatorMode):
         self._generators: list[tuple[torch.Generator, Tensor]] = []
         self._bytes = 0
         self.why_not = ""
+
+    @classmethod
+    def within_free(cls, named: "Iterable[tuple[str, Tensor]]", seconds: float = inf) -> "KeptMemory":
+        """One that allows a share of the memory that is free on the CUDA device of some of the tensors, where they lie on one."""
+        device = next((tensor.device for _, tensor in named if tensor.is_cuda), None)
+        if device is None:
+            return cls(seconds=seconds)
+        free, _ = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return cls(device, int((free + reserved) * SHARE_OF_FREE), seconds)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

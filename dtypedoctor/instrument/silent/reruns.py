@@ -12,6 +12,7 @@ from torch.nn.modules import module as hooks
 from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import EntersCompiled, as_the_program, register_own
+from dtypedoctor.instrument.live_call import inputs_in
 from dtypedoctor.instrument.module_tree import ByModule, is_of_several, named_modules
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import tensors_of
@@ -36,8 +37,6 @@ ELEMENTS = 16
 
 MAX_SECONDS = 10.0
 """Time in which the operators of a compiled call may begin that is made in eager mode."""
-SHARE_OF_FREE = 0.5
-"""Share of the free memory of a GPU that it may take."""
 
 Layer = tuple[Any, str]
 """A weak reference to a layer, and its dotted name."""
@@ -191,14 +190,16 @@ class CompiledCalls(Observer):
         function, args, kwargs = call
         if not (look.looks if position.stack else look.is_turn(function)):
             return
-        device = next((t.device for t in tensors_of((args, kwargs)) if t.is_cuda), None)
-        allowed = 0 if device is None else int(SHARE_OF_FREE * torch.cuda.mem_get_info(device)[0])
-        memory = KeptMemory(device, allowed, MAX_SECONDS)
+        memory = KeptMemory.within_free(inputs_in(args, kwargs), MAX_SECONDS)
         roots = (function, getattr(function, "__self__", None), args, kwargs)
         # what it raises here, it raises again
         with contained(), undone(self.session, roots, position.mute(), memory, lambda: True):
             with memory, look.at_call_made_again():
                 result = function(*args, **kwargs)
-            losses = [tensor for tensor in tensors_of(result) if tensor.requires_grad and tensor.dim() == 0]
-            for check in (Shadows, LogprobCheck):
-                self.checks[check].before_backward(losses)
+            losses = list(filter(_may_be_loss, tensors_of(result)))
+            self.checks[Shadows].before_backward(losses)
+            self.checks[LogprobCheck].before_backward(losses)
+
+
+def _may_be_loss(tensor: Tensor) -> bool:
+    return tensor.requires_grad and tensor.dim() == 0
