@@ -79,8 +79,8 @@ LOST, MOSTLY, NOISY = 0.95, 0.5, 0.5
 """Shares of the elements which move in float64 that have to stay; in a step of an optimizer, to be told of, and of what state moves by as a whole; and of the energy of a merge that has to be rounding."""
 SHARE = 0.05
 """Share of what a line changes that has to stand still for it to be told of: gains near 1 beside matrices that move are a part of a training, too."""
-EACH = 4
-"""Rounds from one comparison to the next."""
+EACH, MORE = 4, 8
+"""Rounds from one comparison to the next; later one in so many of all, so that a loop of thousands is compared some dozens of times."""
 NOISE, ON_THE_WAY = torch.finfo(torch.float32).eps / 2, 2.0**-8
 """Relative changes that are no movement: those that float32 would round away, too; and beside how far a value went before it came back."""
 BACK, FURTHER, RETURNS = 2.0**-6, 4, 2
@@ -757,7 +757,7 @@ class StateCheck(Observer):
         state.ops = {at}
         if state.turns >= ROUNDS - 1 and len(self._followed) < MOST and state.dtype in HALF:
             self._followed[id(state)] = state
-        is_turn = state.turns <= EACH or state.turns >= state.compared_at + EACH
+        is_turn = state.turns <= EACH or state.turns >= state.compared_at + max(EACH, state.compared_at // MORE)
         return is_turn and state.dtype in HALF and self.session.readings.affords(operand.tensor)
 
     def _rounds_are_over(self, states: Sequence[_State], at: _At) -> None:
@@ -869,16 +869,17 @@ class StateCheck(Observer):
             if not is_buffer and measurable(tensor)
         )
 
-    def _relatives(self) -> Mapping[int, Sequence[tuple[_Value, _State]]]:
+    def _relatives(self, states: Iterable[_State]) -> Mapping[int, Sequence[tuple[_Value, _State]]]:
         """By the identity of state, values that come from it and from other state, or from such as was computed from it; with that other state."""
         found: defaultdict[int, list[tuple[_Value, _State]]] = defaultdict(list)
+        asked = set(map(id, states))
         for value in self._values.values():
             if not value.come_from:
                 continue
             first, *others = (one.state for one in value.come_from)
-            of = dict.fromkeys((*first.parents, *map(id, others)), first)
+            of = dict.fromkeys(asked.intersection(map(id, others)) | (asked & first.parents), first)
             of.pop(id(first), None)
-            if others:
+            if others and id(first) in asked:
                 of[id(first)] = others[0]
             for state, other in of.items():
                 found[state].append((value, other))
@@ -909,7 +910,7 @@ class StateCheck(Observer):
         line, stands = state.line, state.stands_still
         has_drifted = state.has_drifted()
         returns = state.returns >= RETURNS
-        if (stands or has_drifted or returns) and self._is_kept(state, self._relatives()):
+        if (stands or has_drifted or returns) and self._is_kept(state, self._relatives([state])):
             state.still, state.returns = 0, 0
             stands = has_drifted = returns = False
         is_sum = state.is_sum or (state.adds and has_drifted)  # of an optimizer, too: its steps
@@ -1195,7 +1196,7 @@ class StateCheck(Observer):
         counted = [one.counts(*pair) for (_, one), pair in zip(stepped, pairs, strict=True)]
         rows = torch.stack([row.to(counted[0].device) for row in counted]).tolist()  # a device is waited for once
         overshot: dict[str, OvershotParameter] = {}
-        relatives = self._relatives()
+        relatives = self._relatives(self._values[_key(tensor)].come_from[0].state for tensor, _ in stepped)
         for (tensor, parameter), pair, (*counts, far, moved, update) in zip(stepped, pairs, rows, strict=True):
             parameter.add(counts)
             if counts[1] >= MOSTLY * counts[0] > 0:
