@@ -205,6 +205,15 @@ def average_with_out() -> None:
         torch.lerp(average, torch.randn(256).to(HALF), 1e-4, out=average)
 
 
+def running_average() -> None:
+    """A matrix that is mostly on its diagonal, averaged over batches: the average loses a fifth."""
+    total = torch.zeros(64, 64, dtype=HALF)
+    for number in range(1, 400):
+        rows = 0.3 * torch.randn(4, 64) * (0.5 + number / 200)
+        total *= (number - 1) / number
+        total += (rows.t() @ rows / number).to(HALF)
+
+
 def through_float32() -> None:
     """An average that is computed in float32, and kept in bfloat16."""
     averages = [torch.ones(128).to(HALF) for _ in range(3)]
@@ -322,6 +331,7 @@ def measured() -> None:
         (narrow_state, "update-stall", "wide = mean.float()"),
         (flushed_state, "update-stall", "wide = mean.float()"),
         (half_of_the_way, "update-stall", "average.lerp_(weights"),
+        (running_average, "rounded-result", "total *= (number - 1)"),
         (histogram, "update-stall", "counts[torch.tensor"),
         (merge_anew, "update-stall", "model.weight.data + delta()"),
         (merge_wide, "update-stall", "model.weight = nn.Parameter(wide"),

@@ -995,8 +995,10 @@ class StateCheck(Observer):
                 "",
             )
         off = (now.double() - exact).abs().nan_to_num(0.0, 0.0, 0.0)
-        if use == "drift":
-            changed = int((off > digits_lost(short_name(state.dtype)) * state.peak).sum())
+        if use == "drift":  # beside the largest, or, where most of the whole is lost, beside themselves
+            least = digits_lost(short_name(state.dtype))
+            is_most = bool(off.norm() > least * exact.norm())
+            changed = int((off > least * (exact.abs() if is_most else state.peak)).sum())
         worst = int(off.argmax())
         self.session.emit(
             RoundedUse(
