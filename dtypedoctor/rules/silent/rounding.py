@@ -502,8 +502,7 @@ def _is_meant(what: RoundedUse) -> bool:
     """Whether a program may read such a number as it is: who reads a difference of near numbers compares them, tests do, and reports of errors."""
     value, exact = float(what.value), float(what.exact)
     is_hidden = 0 < abs(value) < HIDDEN * abs(exact)  # rounding hides most of the difference, and does not make it
-    is_off = 0 < what.terms < abs(value - exact)  # by more than the terms are rounded by: a variance by E[x²] - E[x]²
-    return (what.difference or value == 0) and not is_hidden and not is_off
+    return (what.difference or value == 0) and not is_hidden and not what.is_off()
 
 
 def _statement(what: RoundedUse) -> Statement:

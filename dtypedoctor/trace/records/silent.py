@@ -432,6 +432,10 @@ class RoundedUse:
     difference: bool = False
     terms: float = 0.0
 
+    def is_off(self, roundings: int = 1) -> bool:
+        """Whether a difference of near numbers is off by more than that many roundings of these: a variance by E[x²] - E[x]²."""
+        return 0 < self.terms * roundings < abs(float(self.value) - float(self.exact))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundingShare:
