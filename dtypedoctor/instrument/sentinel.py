@@ -125,6 +125,8 @@ class _Plan(NamedTuple):
 
     passes: bool = False
     """Nothing: it computes nothing, or nothing can be measured."""
+    draws: bool = False
+    """It writes uniform random numbers into memory, whose last digits half precision has cut off."""
     reads: bool = False
     """It makes a number of a tensor, for Python, or a tensor of numbers."""
     lifts: bool = False
@@ -445,7 +447,7 @@ class Sentinel(OperatorMode):
         kwargs = kwargs or {}
         plan = self._plans.get(func) or self._plan(func)
         if plan.passes or not self.on or self._position.muted or self.quiet():
-            return self.run(func, args, kwargs)
+            return self._drawing(func, args, kwargs) if plan.draws else self.run(func, args, kwargs)
         # Where a node of a GPU calls a module, nothing takes the mode off; where torch records a program, what is measured would become part of it.
         if (self._abroad and self._position.stack) or being_recorded():
             return self.run(func, args, kwargs)
@@ -478,6 +480,14 @@ class Sentinel(OperatorMode):
         for follow in plan.followed:
             follow(func, (args, kwargs), result)
         return result
+
+    def _drawing(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Runs an operator that draws uniform random numbers, of which only those in half precision are followed."""
+        drawn = self.run(func, args, kwargs)
+        if drawn.dtype in HALF and self.on and not self._position.muted:
+            with self._looking:
+                self.shadowed(func, (args, kwargs), (args, kwargs), [drawn], line_of(sys._getframe()))
+        return drawn
 
     def follow_until_it_returns(self, func: Any, arguments: Arguments, returned: Callable[[], None]) -> None:
         """Calls ``returned``, which raises nothing, once: when ``func`` returns what it makes of operands of these shapes."""
@@ -777,7 +787,7 @@ def _plan_of(func: Any) -> _Plan:
     if str(func) == LIFT:
         return _Plan(reads=True, lifts=True)
     if _passes(func):
-        return _Plan(passes=True)
+        return _Plan(passes=True, draws=str(func) == "aten.uniform_.default")
     schema = schema_of(func)
     name = schema.name.removeprefix("aten::")
     fresh = name.endswith("_like") or name.startswith("new_")

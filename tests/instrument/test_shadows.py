@@ -545,10 +545,54 @@ def lengths_of_differences() -> None:
     ((rows - mean) * torch.rsqrt(spread.clamp(min=0) + 1e-5)).abs().max().item()
 
 
+def below_one() -> None:
+    """A number in float32 that is compared with values in half precision takes their dtype, and becomes 1 by it."""
+    left, time = 1 - torch.zeros(96, dtype=HALF), torch.tensor(1.0) - 1e-6
+    left[:16] = 0.0
+    torch.where(time < left, left, 0.0)
+
+
+def ranked() -> None:
+    """Numbers of atoms beside as many others, in the dtype of the distances between them."""
+    near = torch.rand(900, 900).argsort(1) < 16
+    ids = torch.arange(900).to(HALF).expand(900, 900)
+    torch.arange(900)[torch.where(near, ids, 900.0).sort(1).values[:, :16].long().clamp(max=899)]
+
+
+def gumbel() -> None:
+    """Noise that is computed from uniform numbers, of which half precision has none near 1: what is rare is never chosen."""
+    scores = torch.full((1024, 400), -9.0, dtype=HALF)
+    scores[:, 0] = 0.0
+    (scores - torch.log(-torch.log(torch.rand_like(scores)))).argmax(-1)
+
+
+def initialized() -> None:
+    """Weights that are the inverse of a distribution function at numbers of which some are -1 in half precision."""
+    layer = nn.Linear(64, 64).to(HALF)
+    with torch.no_grad():
+        layer.weight.uniform_(-1, 1)
+        layer.weight.erfinv_().mul_(0.03).clamp_(-2, 2)
+        layer(torch.ones(4, 64, dtype=HALF))
+
+
+def similarity() -> None:
+    """A share of two differences of near numbers, which is off by a fifth: less than three quarters of the digits."""
+    a, kernel = 0.9 + 0.04 * torch.randn(8, 1, 40, 40), torch.ones(1, 1, 8, 8) / 64
+    b = a + 0.02 * torch.randn_like(a)
+    pairs = nn.functional.conv2d(torch.cat([a, b, a * a, b * b, a * b]).to(HALF), kernel.to(HALF)).float()
+    x, y, xx, yy, xy = pairs.split(8)
+    ((2 * (xy - x * y) + 9e-4) / (xx - x * x + yy - y * y + 9e-4)).mean().item()
+
+
 @pytest.mark.release(all_but=12)
 @pytest.mark.parametrize(
     ("work", "id", "line", "says"),
     [
+        (below_one, "rounded-result", "torch.where(time < left", "another mask"),
+        (ranked, "rounded-indices", "torch.arange(900).to(HALF)", "have changed"),
+        (gumbel, "rounded-result", "torch.rand_like(scores)", "another decision"),
+        (initialized, "rounded-result", "layer.weight.uniform_(-1, 1)", "a layer takes it"),
+        (similarity, "rounded-result", "pairs = nn.functional.conv2d", "Python reads it"),
         (spreads, "rounded-result", "squares = rows.mean(0), ", "takes the root"),
         (lengths_of_differences, "rounded-result", "rows.mean(-1, keepdim=True)", "takes the root"),
         (divergence, "rounded-result", ".log_softmax(-1).gather", "Python reads it"),

@@ -60,12 +60,12 @@ NARROW = {torch.float16: 11, torch.bfloat16: 8}
 """Significant bits of the dtypes whose rounding is followed; what goes through float8 begins anew."""
 _BITS = {**NARROW, torch.float32: 24}
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32})
-SMALL = 1 << 19
+SMALL = 1 << 20
 """Elements of a memory beside which float64 values are kept."""
-OPERANDS = 1 << 20
-"""Elements of all operands of an operator, up to which it is run in float64."""
-HELD = 4 << 20
-"""Elements of all float64 values together, 32 MiB; the oldest make room."""
+OPERANDS = 1 << 21
+"""Elements of all operands of an operator that become float64, up to which it is run so."""
+HELD = 6 << 20
+"""Elements of all float64 values together, 48 MiB; the oldest make room."""
 AT_ONE_LINE, ALLOWANCE, UNIT = 256, 20_000, 1 << 14
 """Calls of an operator at one line that are run in float64, and of all; each takes about 0.15 ms on a CPU, and as much for so many elements."""
 AT_ONE_LINE_IN_FLOAT32, ALLOWANCE_IN_FLOAT32, SMALL_IN_FLOAT32 = 4, 1_000, 1 << 16
@@ -128,10 +128,11 @@ _LOOKUPS = frozenset(
 )
 _OF_WHOLE = frozenset({"_to_copy", "clamp", "clamp_min", "clamp_max"})
 _PERIODIC = frozenset({"remainder", "fmod"})
+_FACTORIZATIONS = frozenset({"_linalg_svd", "_linalg_eigh", "linalg_eig"})
 _SINES = frozenset({"sin", "cos"})
 _ROOTS = frozenset({"sqrt", "rsqrt"})
 _DRAWN = "aten.rand.default"
-_DRAWS = frozenset({"rand", "rand_like"})
+_DRAWS = frozenset({"rand", "rand_like", "uniform_"})
 NOISE, CHANCE = 4 * torch.finfo(torch.float32).eps, 1e-3
 """What whole numbers may be off after divisions and products in float32; and how likely other numbers may be as near."""
 RADIANS = 0.25
@@ -300,15 +301,33 @@ class _Call:
         real = self.results[0]
         if not real.is_floating_point():  # a comparison, a choice: of values in the same unit
             off = [_distance(copy.double(), self.values[id(copy)]) for copy in rounded]
-            return [0.0, *off]
+            return [self.narrowed, *off]
         if len(rounded) == 1 and real.dtype not in NARROW and self.known[id(rounded[0])].origin.is_lossy:
             return [0.0, 1.0]
-        alone = self._in_float64(exact=())
-        off = [_distance(alone, self._in_float64(exact=(copy,))) for copy in rounded]
+        alone = self.in_float64(exact=())
+        off = [_distance(alone, self.in_float64(exact=(copy,))) for copy in rounded]
         overflows = bool((~real.isfinite() & alone.isfinite()).any())
         return [math.inf if overflows else _distance(real.double(), alone), *off]
 
-    def _in_float64(self, exact: Sequence[Tensor]) -> Tensor:
+    @cached_property
+    def narrowed(self) -> float:
+        """How far a comparison moves what it compares: a single number takes the dtype of a tensor in half precision."""
+        if self.name not in _COMPARISONS:
+            return 0.0
+        sides = [side if isinstance(side, Tensor) else torch.tensor(side, dtype=torch.float64) for side in self.sides]
+        return max((_distance(side.to(self.common).double(), side.double()) for side in sides), default=0.0)
+
+    @property
+    def sides(self) -> Sequence[Any]:
+        """What a comparison compares."""
+        return self.arguments[0][:2]
+
+    @property
+    def common(self) -> torch.dtype:
+        """The dtype in which it does."""
+        return torch.result_type(*self.sides)
+
+    def in_float64(self, exact: Sequence[Tensor]) -> Tensor:
         """The first result in float64, of the operands as they are but for those that are made exact."""
         made_exact = {id(copy): self.values[id(copy)].clone() for copy in exact}
         as_they_are = {id(copy): copy.detach().double() for copy, _ in self.operands if copy.is_floating_point()}
@@ -328,7 +347,8 @@ class _Call:
         tensors, real, exact = [copy for copy, _ in self.operands], self.results[0], self.exact[0]
         whole = all(map(_is_whole, tensors)) if tensors else self.name == "arange"
         sums = any(tensor.numel() > real.numel() for tensor in tensors)
-        origin = Origin(str(self.func), self.line, real.dtype, whole, sums=sums)
+        dtype = self.common if self.name in _COMPARISONS else real.dtype
+        origin = Origin(str(self.func), self.line, dtype, whole, sums=sums)
         if not whole or not real.numel():
             return origin
         off = (real.double() - exact).abs()[real.isfinite()]
@@ -393,8 +413,6 @@ class Shadows(Observer):
         """Called where a value is followed that may leave torch."""
         self._narrow: dict[int, StorageWeakRef] = {}
         """Memories in half precision that operators of this process have made."""
-        self._drawn: dict[int, StorageWeakRef] = {}
-        """Memories of uniform random numbers in half precision."""
         self._digits = torch.Generator().manual_seed(0)
         self.gradients: set[int] = set()
         """Memories that custom functions have written in the backward pass that is running."""
@@ -414,6 +432,7 @@ class Shadows(Observer):
             self.read(seen.operands[0], line_of(sys._getframe()))
             return
         results = seen.results or written(seen.func, seen.given)
+        self._follow_drawn(seen.func, seen.given, results)
         if not self._takes_part(seen.func, tensors_of(seen.given), results):
             return
         if not self._is_turn(seen.func, tensors_of(seen.given), results, line := line_of(sys._getframe())):
@@ -592,6 +611,7 @@ class Shadows(Observer):
             line: the line that called it.
         """
         operands = tensors_of(given)
+        self._follow_drawn(func, given, results)
         if self._takes_part(func, operands, results) and self._is_turn(func, operands, results, line):
             with self._looking, self.position.aside():
                 self._ran(func, kept, given, results, line)
@@ -619,7 +639,7 @@ class Shadows(Observer):
         self._tell_series()
         for key, total in self._totals.items():
             least = digits_lost(total.use.dtype)
-            if total.use.use == "number":  # which is a note, mostly
+            if total.use.use == "number" and not total.use.is_off(2**SLACK):  # which is a note, mostly
                 least = math.sqrt(least)
             if total.errors > least**2 * total.squares:
                 self._tell(key, total.use)
@@ -668,7 +688,7 @@ class Shadows(Observer):
         if _name(func) in _CONTRACTIONS and not all(_is_whole(t.flatten()[:8]) and _is_whole(t) for t in operands):
             weights = [self._is_weight(tensor) for tensor in operands]
             if any(weights):
-                self._enters_layer(func, [t for t, of in zip(operands, weights, strict=True) if not of])
+                self._enters_layer(func, operands)
                 return False
             return results[0].numel() * operands[-1].shape[0] <= LARGEST_PRODUCT
         return True
@@ -691,7 +711,7 @@ class Shadows(Observer):
 
     def _note_source(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Whether results are computed from numbers alone, or are copies of weights."""
-        for memories in (self._generated, self._weights, self._met, self._drawn, self._scalars):
+        for memories in (self._generated, self._weights, self._met, self._scalars):
             _keep_few(memories)
         for gone in self._copied.keys() - self._generated.keys():
             del self._copied[gone]
@@ -700,11 +720,12 @@ class Shadows(Observer):
             return
         if _name(func) in _COPIES and any(map(self._is_weight, operands)):
             self._weights.update(made)
-        if _name(func) in _DRAWS and results[0].dtype in NARROW:
-            self._drawn.update(made)
-        elif not _is_view(func):
-            for key in self._drawn.keys() & made.keys():
-                del self._drawn[key]
+        self._note_generated(func, operands, results, made)
+
+    def _note_generated(
+        self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor], made: dict[int, StorageWeakRef]
+    ) -> None:
+        """Whether results are computed from numbers alone."""
         if self._is_of_numbers(func, operands, results):
             self._generated.update(made)
             for memory in map(self._schedule_in, operands if _name(func) in _COPIES else ()):
@@ -746,9 +767,9 @@ class Shadows(Observer):
         root = tensor if base is None else base
         return isinstance(root, nn.Parameter) or (root.requires_grad and root.is_leaf) or _is_held(self._weights, root)
 
-    def _enters_layer(self, func: Any, activations: Sequence[Tensor]) -> None:
-        """Values are multiplied with weights, where they begin anew."""
-        for tensor in activations if self._memories else ():
+    def _enters_layer(self, func: Any, factors: Sequence[Tensor]) -> None:
+        """Values are multiplied with weights, where they begin anew; both may have lost their digits."""
+        for tensor in factors if self._memories else ():
             if _key(tensor) not in self._memories:
                 continue
             with self._looking, self.position.aside():
@@ -797,8 +818,6 @@ class Shadows(Observer):
         values: dict[int, Tensor] = {}
         for copy, real in operands:
             memory = self._memory_of(real, copy)
-            if memory is None and _name(func) in _COMPARISONS and _is_held(self._drawn, real):
-                memory = self._drawn_finer(real)
             if memory is not None:
                 known[id(copy)] = memory
                 values[id(copy)] = _view(memory.exact, real).clone()
@@ -821,6 +840,10 @@ class Shadows(Observer):
             [*results, *(real for real, _ in besides)],
             [*exact, *(written_to[id(copy)] for _, copy in besides)],
         )
+        if (
+            _name(func) in _FACTORIZATIONS
+        ):  # directions that are equally long may turn, and each may be the opposite one
+            exact = [real.double() if real.dim() > 1 else one for real, one in zip(results, exact, strict=True)]
         exact = [
             self._without_vanished(func, operands, values, pair, line) for pair in zip(results, exact, strict=True)
         ]
@@ -832,7 +855,7 @@ class Shadows(Observer):
             self._judge_cast(call)
             self._follow_whole(results[0], _key(operands[0][1]))
             return  # what is whole now has been judged, and begins anew
-        if known:
+        if known or call.narrowed:
             self._judge(call)
         if is_state:
             self._judge_state(call, overwritten)
@@ -840,13 +863,15 @@ class Shadows(Observer):
             if real.is_floating_point():
                 self._keep(call, real, other, in_place=id(real) in overwritten)
 
-    def _drawn_finer(self, drawn: Tensor) -> _Memory:
-        """Uniform random numbers as float64 would have them: each stands for all up to the next. They are judged where they are compared, and nowhere else."""
-        now, storage = drawn.detach().new_empty(0).set_(drawn.untyped_storage()), drawn.untyped_storage()
-        rest = torch.rand(now.shape, dtype=torch.float64, generator=self._digits).to(now.device)
-        exact = now.double() + rest * 2.0 ** -NARROW[drawn.dtype]
-        origin = Origin(_DRAWN, None, drawn.dtype, whole=False)
-        return _Memory(StorageWeakRef(storage), exact, now, origin)
+    def _follow_drawn(self, func: Any, given: Arguments, results: Sequence[Tensor]) -> None:
+        """Follows uniform random numbers as they were before half precision rounded them."""
+        if _name(func) not in _DRAWS or results[0].dtype not in NARROW or not _small_memories(results):
+            return
+        with self._looking, self.position.aside():
+            ends = given[0][1:3] if len(given[0]) == 3 and _name(func) == "uniform_" else (0.0, 1.0)
+            exact = _before_rounding(results[0].detach(), ends, self._digits)
+            origin = Origin(_DRAWN, line_of(sys._getframe()), results[0].dtype, whole=False)
+            self._begin(results[0], exact.flatten(), origin)
 
     def _exact_number(self, value: Any) -> Any:
         """What a number that Python has read would be in float64."""
@@ -976,7 +1001,7 @@ class Shadows(Observer):
         if chosen is not None and call.name in _CHOICES:
             real, exact = call.results[chosen], call.exact[chosen]
             near, far = _chooses_otherwise(call, real, exact)
-            self._used("decision", call, far, real, exact)
+            self._used("decision", call, far, real, exact, _beside(far, exact))
             if call.origin.dtype in NARROW:
                 self._used("choice", call, near, real, exact)
             # One of each row, chosen by the order of values that are equal only here. They are as near to the float64 ones as their
@@ -1167,7 +1192,10 @@ class Shadows(Observer):
             apart = (sides[0] == sides[0].round()) & (sides[1] == sides[1].round())
         else:
             apart = _coarser(sides[0], call.origin.dtype) != _coarser(sides[1], call.origin.dtype)
-            apart |= torch.tensor(all(map(_is_rounded_number, call.known.values())))  # and the data is what it is
+            if all(map(_is_rounded_number, call.known.values())) and call.known:  # and the data is what it is
+                apart |= True
+            elif call.narrowed and not any(memory.origin.op == _DRAWN for memory in call.known.values()):
+                apart |= real != call.in_float64(exact=()).bool()
         if real.numel() > 1 and call.origin.whole and all(map(_is_whole, sides)):  # right or wrong, however near
             self._used("compared", call, real != exact, real, exact)
             return
@@ -1334,6 +1362,13 @@ def _chooses_otherwise(call: _Call, real: Tensor, exact: Tensor) -> tuple[Tensor
     return (at[..., None] != right[..., None, :]).all(-1) if at.shape[-1] <= FEW_CHOSEN else torch.zeros_like(far), far
 
 
+def _beside(changed: Tensor, exact: Tensor) -> int:
+    """Among how many choices those that have changed are counted: where nearly all choose the same, among those that should not have."""
+    if int(changed.sum()) < FEWEST:
+        return changed.numel()
+    return max(int((exact != exact.flatten().mode().values).sum()), int(changed.sum()))
+
+
 def _fewer(mask: Tensor) -> int:
     """How often a mask has that of its two values which is rarer."""
     return min(int(mask.sum()), int((~mask).sum()))
@@ -1422,6 +1457,25 @@ def _coarser(values: Tensor, dtype: torch.dtype) -> Tensor:
     return (values / unit).round() * unit
 
 
+def _before_rounding(drawn: Tensor, between: Sequence[float], generator: torch.Generator) -> Tensor:
+    """Uniform numbers that half precision rounds to these, with some next to both ends.
+
+    torch makes the lower end of what is rounded to the upper one: here it is a number next to the lower one, and the last below the upper one stands for all up to it.
+    """
+    (low, high), now = map(float, between), drawn.double()
+    ends = torch.tensor([low, high], device=drawn.device)
+    rest = torch.rand(now.shape, dtype=torch.float64, generator=generator).to(now.device)
+    half, last = _spacing(now, drawn.dtype) / 2, _spacing(ends[1].nextafter(ends[0]), drawn.dtype) / 2
+    above = torch.where(now + 2 * half >= high, high - now, half)
+    below, above = torch.where(now == low, 0.0, half), torch.where(now == low, last, above)
+    return (now - below + rest * (below + above)).clamp(low, high)
+
+
+def _spacing(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far the next number of a dtype is."""
+    return torch.exp2((torch.frexp(values).exponent - _BITS[dtype]).double())
+
+
 def _may_round(func: Any, tensors: Sequence[Tensor]) -> bool:
     """Whether some of the tensors of an operator are in half precision, or it makes real numbers of complex ones or float32 of larger whole ones."""
     if any(tensor.dtype in NARROW for tensor in tensors):
@@ -1445,7 +1499,8 @@ def _has_more_bits(tensor: Tensor) -> bool:
 def _are_small(operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
     # Few values that are compared with each other make many truth values, of one byte each
     largest = COMPARED if results[0].dtype is torch.bool else SMALL
-    return max(t.numel() for t in results) <= largest and sum(t.numel() for t in operands) <= OPERANDS
+    widened = sum(t.numel() for t in operands if t.is_floating_point())
+    return max(t.numel() for t in results) <= largest and widened <= OPERANDS
 
 
 @cache
