@@ -509,8 +509,9 @@ def _run(step: Step, stand_ins: dict[int, Tensor], dtype: torch.dtype | None) ->
 
 
 def _is_there(tensor: Tensor) -> bool:
-    """FSDP takes the memory of a parameter away while the tensors that use it live on."""
-    return not tensor.numel() or tensor.untyped_storage().nbytes() >= tensor.nbytes
+    """FSDP takes the memory of a parameter away while the tensors that use it live on. One that is expanded takes less than its elements would."""
+    last = tensor.storage_offset() + sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
+    return not tensor.numel() or tensor.untyped_storage().nbytes() > last * tensor.element_size()
 
 
 def _is_finite(results: Sequence[Tensor]) -> bool:

@@ -53,12 +53,13 @@ def normalised(x: Tensor) -> Tensor:
         (lambda x: (x - x.mean()) / (x.std() + 1e-8), "1e-08"),
         (lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-12), "1e-12"),
         (lambda x: x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12), "1e-12"),
+        (lambda x: nn.functional.normalize(x, dim=-1), "1e-12"),
         (lambda x: x / (x.sum() + torch.full((), 1e-12, dtype=x.dtype)), "1e-12"),
         (lambda x: x / (x.sum() + torch.tensor(1e-12, dtype=x.dtype)), "number 1e-12"),
         (lambda x: torch.log(torch.softmax(x + torch.tensor([0, -30, 0, 0], dtype=x.dtype), -1)), "_softmax"),
         (lambda x: torch.log(1 - (1 - (x + 1e-4).bfloat16())), "rsub"),
     ],
-    ids=["variance", "deviation", "root", "clamp", "full", "tensor", "logarithm", "difference"],
+    ids=["variance", "deviation", "root", "clamp", "expanded", "full", "tensor", "logarithm", "difference"],
 )
 def test_a_number_that_rounds_to_zero_is_no_domain_error(
     function: Callable[[Tensor], Tensor], words: str, tmp_path: Path
