@@ -136,9 +136,10 @@ def _moments(what: MomentsStoredInHalf) -> Iterator[Finding]:
     if not what.became_inf and what.became_zero <= LOST * what.compared:
         return
     keys = listed(what.keys)
+    least = "at least " if what.became_zero else ""  # of one whose mean of the gradients is 0, too, nobody knows
     yield _finding(
         (
-            f"{what.optimizer} goes on with {keys} that was stored in float16: {what.became_zero:,} of {what.compared:,} elements "
+            f"{what.optimizer} goes on with {keys} that was stored in float16: {least}{what.became_zero:,} of {what.compared:,} elements "
             f"were rounded to 0 and {what.became_inf:,} became inf."
         ),
         (
