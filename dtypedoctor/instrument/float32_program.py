@@ -461,7 +461,10 @@ def _rounding(last: Step, behind: dict[Step, int], wide: torch.dtype) -> Step | 
         return None
     nearer = within(most - 1)
     there = [step for step, far in behind.items() if far == most]
-    return next((step for step in there if is_enough([*nearer, step])), there[0])
+    enough = next((step for step in there if is_enough([*nearer, step])), None)
+    # Several may have to be wide at once: the first without which the others are not enough
+    others = ((step, [other for other in there if other is not step]) for step in sorted(there, key=lambda s: s.order))
+    return enough or next((step for step, rest in others if not is_enough([*nearer, *rest])), there[0])
 
 
 def _is_of_numbers(last: Sequence[Tensor], steps: Collection[Step]) -> bool:

@@ -174,6 +174,14 @@ def shifted_apart(x: Tensor) -> Tensor:
     return area / area.sum()
 
 
+def noised(x: Tensor) -> Tensor:
+    """A schedule whose first entry half precision makes 1, which goes into both terms of what is divided by."""
+    kept = (1 - torch.tensor([1e-4, 0.02])).to(x.dtype)
+    sigma = (1 - kept) / kept
+    step = ((x.float() + 1) * 2 - 1) * 0.5
+    return (step - (step - sigma[0] * step)) / sigma[0]
+
+
 def written_in_place(x: Tensor) -> Tensor:
     rows = (x * 0).clone()
     rows.add_(1e-8)
@@ -190,8 +198,9 @@ def written_in_place(x: Tensor) -> Tensor:
         (lambda x: 1 / ((x + 1e-5) ** 2).float(), "The result of aten.pow.Tensor_Scalar rounds to 0 in float16"),
         (written_in_place, "The number 1e-08 rounds to 0 in float16"),
         (shifted_apart, "The result of aten.add.Tensor rounds in float16 at "),
+        (noised, "The result of aten._to_copy.default rounds to 1 in float16"),
     ],
-    ids=["epsilon", "bound", "exponential", "cast back", "in place", "boxes"],
+    ids=["epsilon", "bound", "exponential", "cast back", "in place", "boxes", "schedule"],
 )
 def test_what_rounds_before_an_operator_outside_of_modules_is_found(
     function: Callable[[Tensor], Tensor], words: str, tmp_path: Path
