@@ -14,7 +14,7 @@ from traces import TraceBuilder, tensor
 
 from dtypedoctor.diagnosis import spec_of
 from dtypedoctor.diagnosis.dtype_edits import changes_most_weights
-from dtypedoctor.diagnosis.edits import edits_for
+from dtypedoctor.diagnosis.edits import advise, edits_for
 from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Link, Severity
 from dtypedoctor.diagnosis.scene import Scene
 from dtypedoctor.examination.examine import edited_files
@@ -679,3 +679,14 @@ def test_what_a_function_computes_wider_it_returns_as_before(tmp_path: Path) -> 
         "table = alphas.to(torch.float32)",
         "return (table[t] * x + noise).to(torch.bfloat16)",
     ]
+
+
+def test_what_float32_is_too_narrow_for_is_computed_in_float64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words and edit name the same dtype; without an edit the words say what else helps."""
+    monkeypatch.chdir(tmp_path)
+    read = program(tmp_path, "near = torch.cdist(cars, stops)", id="rounded-result", source="train.py:2")
+    (advice,), _ = advise((read.finding,), read.trace, "train.py", began=0.0, own_files=True)
+    assert "in float64" in advice.text
+    assert advice.edits[0].new == "near = torch.cdist(cars.to(torch.float64), stops.to(torch.float64))"
+    (advice,), _ = advise((read.finding,), read.trace, "train.py", began=0.0, own_files=False)
+    assert advice.text.startswith("Take away what all values have in common")

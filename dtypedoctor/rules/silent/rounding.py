@@ -368,8 +368,8 @@ ROUNDED_RESULT = FindingSpec(
         "https://github.com/Comfy-Org/ComfyUI/pull/16001",
         "https://github.com/huggingface/trl/issues/6688",
     ),
-    do_this="Compute what is decided by (positions, schedules, distances, counts) in float32, from the line that first rounds it on.",
-    instead=_of_float32,
+    do_this="Compute what is decided by (positions, schedules, distances, counts) in {wider}, from the line that first rounds it on.",
+    without_edit=_of_float32,
     edits=("uncast-line", "half-to-float32", "bfloat16-to-float32"),
 )
 
