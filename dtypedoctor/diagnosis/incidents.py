@@ -470,15 +470,18 @@ class _Consequences:
     def _finite_from(self) -> int:
         """The record from which on all gradients are finite, in a program that tests them and updates the weights by itself; -1 where it does not test them,
         or some stay bad. Had it used bad ones, its weights, and so the gradients of what follows, would be bad, too."""
-        graph = graph_of(self._trace)
-        tested = (seen for seen in self._trace.observed(NonfiniteReached) if seen.what.what == "guard")
-        tests = (last for seen in tested if (last := behind(graph, seen)) is not None)
-        if not any(tensor.origin == "gradient" for last in tests for _, tensor in ancestry(graph, last).given):
+        if not self._tests_gradients():
             return -1
         gradients = [sample for sample, site in self._trace.measured() if site.kind in GRADIENTS]
         last_bad = max((sample.n for sample in gradients if not sample.finite), default=-1)
         loss = next((sample.n for sample in _finite_losses(self._trace) if sample.n > last_bad), -1)
         return loss if gradients and gradients[-1].n > loss else -1
+
+    def _tests_gradients(self) -> bool:
+        graph = graph_of(self._trace)
+        tested = (seen for seen in self._trace.observed(NonfiniteReached) if seen.what.what == "guard")
+        tests = (last for seen in tested if (last := behind(graph, seen)) is not None)
+        return any(tensor.origin == "gradient" for last in tests for _, tensor in ancestry(graph, last).given)
 
     @cached_property
     def _selected_away(self) -> frozenset[tuple[int, str]]:
