@@ -962,6 +962,14 @@ def drops() -> None:
     data.argmax(1), (data[:, 0] > data[:, 1]).float().mean().item(), data.log().clamp(min=-9).topk(2)
 
 
+def drawn_weights() -> None:
+    """Weights that are drawn in half precision, between ends of which one is as by default."""
+    layer = nn.Linear(64, 64).to(HALF)
+    with torch.no_grad():
+        layer.weight.uniform_(-1, 1)
+        layer(torch.ones(4, 64, dtype=HALF))
+
+
 def reported() -> None:
     """What a cast changes, which is read; values that float16 holds with their small ones; large logits of one model."""
     rows = torch.randn(64, 4096)
@@ -999,6 +1007,7 @@ def centered_spreads() -> None:
     [
         centered_spreads,
         drops,
+        drawn_weights,
         reported,
         tables,
         overflown,

@@ -868,7 +868,8 @@ class Shadows(Observer):
         if _name(func) not in _DRAWS or results[0].dtype not in NARROW or not _small_memories(results):
             return
         with self._looking, self.position.aside():
-            ends = given[0][1:3] if len(given[0]) == 3 and _name(func) == "uniform_" else (0.0, 1.0)
+            # arguments that are as by default are left out
+            ends = (*given[0][1:], *(0.0, 1.0)[len(given[0]) - 1 :]) if _name(func) == "uniform_" else (0.0, 1.0)
             exact = _before_rounding(results[0].detach(), ends, self._digits)
             origin = Origin(_DRAWN, line_of(sys._getframe()), results[0].dtype, whole=False)
             self._begin(results[0], exact.flatten(), origin)
