@@ -369,7 +369,10 @@ def examine(
     advice, excerpts = advised(findings, run, program.get("path"), own_files=own_files)
     advice = judge_edits(findings, advice, EditTrials(run, capsule, attempt=attempt))
     may_be_edited = rerun == "--rerun" and "code" not in program and program.get("path") != "-"
-    asked = _FIX if may_be_edited and advice and advice[0].waits else rerun_advice(findings, trials, rerun)
+    if advice and advice[0].edits and advice[0].tried:
+        asked = ""  # what another run would tell is known
+    else:
+        asked = _FIX if may_be_edited and advice and advice[0].waits else rerun_advice(findings, trials, rerun)
     return Treatment(
         name=str(ran["name"]),
         scenario=ran,

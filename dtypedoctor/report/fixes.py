@@ -47,7 +47,7 @@ _BEARINGS = {
 }
 """The outcomes of an ablation, which is not a fix."""
 _MARK = " Unsafe."
-_DIAGNOSTIC = " Diagnostic only, not a fix."
+DIAGNOSTIC = " Diagnostic only, not a fix."
 _UNSAFE = "Unsafe: it may hide the failure instead of fixing it."
 _FIXED_HERE = "Fixed on this call: it alone was made again. Whether it fixes the whole script: `dtypedoctor exec --try FIX SCRIPT`, or the edit in the script."
 _MOST_NAMED = 2
@@ -100,7 +100,7 @@ def fixes_part(report: Report) -> Section:
         blocks.append(Paragraph(_FIXED_HERE, Look.DIM))
     if report.do_this and report.do_this[0].edits and report.do_this[0].tried == "run":
         blocks.append(
-            Paragraph("The edit under Do this was tried in a run of the whole program, which passes with it.")
+            Paragraph("The edit under Do this was tried in a run of the whole program, in which this failure is gone.")
         )
     if on_the_call:
         blocks += [Heading("on the failing call alone"), *_table(on_the_call)]
@@ -264,7 +264,7 @@ def remedy_lines(report: Report) -> list[RemedyLine]:
 
 
 def _of_trial(trial: Trial, report: Report) -> RemedyLine:
-    mark = _DIAGNOSTIC if trial.diagnostic is not None else "" if trial.safe else _MARK
+    mark = DIAGNOSTIC if trial.diagnostic is not None else "" if trial.safe else _MARK
     return RemedyLine(
         id=trial.remedy,
         change=_sentence(trial.summary) + mark,

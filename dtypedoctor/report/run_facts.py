@@ -7,7 +7,7 @@ from typing import Any
 from dtypedoctor.diagnosis.rule import Advice, Confidence, Edit, Excerpt, Finding, Link
 from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, indexed, module_name, with_spoken_operators
 from dtypedoctor.report.document import Block, Code, Heading, Line, Paragraph, named
-from dtypedoctor.report.fixes import RemedyLine, call_fixes, cures, ended_with, outcome_words, remedy_lines
+from dtypedoctor.report.fixes import DIAGNOSTIC, RemedyLine, call_fixes, cures, ended_with, outcome_words, remedy_lines
 from dtypedoctor.report.to_json import Observer, Outcome, Report, Status, plain
 from dtypedoctor.text import ABSENT, counted, one_line
 
@@ -319,11 +319,11 @@ def _what_fixes(report: Report) -> Iterator[Fact]:
 
 
 def _suggested(report: Report) -> Iterator[RemedyLine]:
-    """List fixes that no run was made with, except those that do not fix the failing call alone."""
+    """List fixes that no run was made with, except those that do not fix the failing call alone, and experiments."""
     on_the_call = {str(fix["fix"]): fix["outcome"] for fix in call_fixes(report)}
     for line in (line for line in remedy_lines(report) if line.outcome == "not tried"):
         outcome = on_the_call.get(line.id, Outcome.NOT_TRIED.value)
-        if outcome != Outcome.NOT_FIXED.value:
+        if outcome != Outcome.NOT_FIXED.value and not line.change.endswith(DIAGNOSTIC):
             yield replace(line, result=_PASSES) if outcome == Outcome.FIXED.value else line
 
 

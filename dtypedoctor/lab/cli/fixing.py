@@ -463,7 +463,8 @@ def print_fixed(fixed: Fixed) -> None:
 
 def _outcome(fixed: Fixed) -> str:
     if not fixed.healthy:
-        return f"NOT FIXED: {fixed.why_not}."
+        gone = "with the edit this failure is gone, but " if fixed.after is not fixed.before else ""
+        return f"NOT FIXED: {gone}{fixed.why_not}."
     edits = counted(sum(not one.objection for one in fixed.tries), "edit")
     return (
         f"FIXED: with {edits} the program runs without a finding."
