@@ -10,7 +10,7 @@ so they stand where they would stand if the op trace had been on.
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -380,18 +380,19 @@ class InPlaceReplays:
         tensors = tensors_of(output)
         with out_of_their_sight():
             kept.made = list(map(Made, tensors))
-        self._keep_gradients(kept, tensors)
+        is_last = True
+        for index, tensor in enumerate(tensors):
+            if _comes_back(tensor):
+                is_last = False
+                if tensor.nbytes <= MAX_HELD:  # what comes back is kept by reference
+                    hook = GradientHook(partial(kept.live.gradients.setdefault, index))
+                    hook_gradient(tensor, hook)
+                    kept.hooks.append(ref(hook, partial(self._a_graph_is_gone, ref(kept))))
+        if is_last:  # nothing can come back, and its module may die
+            self._let_go(kept)
         for tensor in filter(_comes_back, tensors_of((args, kwargs)) if self._sharded else ()):
             # a tensor that holds what holds it would stay until Python's collector comes
             hook_gradient(tensor, GradientHook(partial(self._went_back, ref(kept))))
-
-    def _keep_gradients(self, kept: KeptCall, results: Iterable[Tensor]) -> None:
-        """Keeps what comes back for the results of a call, by reference; where nothing can, its module may die."""
-        coming = [(index, tensor) for index, tensor in enumerate(results) if _comes_back(tensor)]
-        hooks = kept.live.keep_gradients((index, tensor) for index, tensor in coming if tensor.nbytes <= MAX_HELD)
-        kept.hooks += [ref(hook, partial(self._a_graph_is_gone, ref(kept))) for hook in hooks]
-        if not coming:
-            self._let_go(kept)
 
     def _left(self, module: nn.Module) -> None:
         """A call that may be replayed is over, and its module's name is off the stack; the parameters of a unit are there."""

@@ -328,14 +328,11 @@ class LiveCall:
                 if buffer is not None:
                     yield f"weight.{prefix}.{name}" if prefix else f"weight.{name}", buffer
 
-    def keep_gradients(self, outputs: Iterable[tuple[int, Tensor]]) -> "list[GradientHook]":
-        """Keeps the first gradients that come back for ``outputs``, which the call has just returned, by index and reference; hooks of them."""
-        hooks = []
-        for index, tensor in outputs:
-            if tensor.requires_grad:
-                hooks.append(GradientHook(partial(self.gradients.setdefault, index)))
-                hook_gradient(tensor, hooks[-1])
-        return hooks
+    def keep_gradients(self, outputs: Iterable[Tensor]) -> None:
+        """Keeps the first gradient that comes back for each of ``outputs``, which the call has just returned, by reference."""
+        for index, output in enumerate(outputs):
+            if output.requires_grad:
+                hook_gradient(output, GradientHook(partial(self.gradients.setdefault, index)))
 
     @contextmanager
     def modes(self) -> Iterator[None]:

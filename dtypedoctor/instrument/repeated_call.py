@@ -628,7 +628,7 @@ class InnerCalls:
                 self._fail()
             call = self._open.pop()
             if self._kind == "backward":
-                call.keep_gradients(enumerate(tensors_of(output)))
+                call.keep_gradients(tensors_of(output))
                 self._returned.append(call)
 
     def _shows_it(self, output: Any) -> bool:

@@ -31,7 +31,7 @@ def entered(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[LiveCall, Any
     """The record of a call, and what it returned."""
     call = LiveCall.entered(module, "block", args, kwargs)
     output = module(*args, **kwargs)
-    call.keep_gradients(enumerate(tensors_of(output)))
+    call.keep_gradients(tensors_of(output))
     return call, output
 
 
@@ -63,7 +63,7 @@ def test_an_output_that_nothing_used_has_no_upstream_gradient() -> None:
     linear = nn.Linear(4, 4)
     call = LiveCall.entered(linear, "", [torch.randn(2, 4)], {})
     used, unused = linear(call.args[0]).chunk(2)
-    call.keep_gradients(enumerate((used, unused)))
+    call.keep_gradients((used, unused))
     used.sum().backward()
     assert list(call.gradients) == [0]
 
