@@ -96,7 +96,7 @@ def test_an_overflow_is_found_at_its_module_and_op_from_one_run(overflowed: Over
     assert overflowed.path.read_bytes() == overflowed.source
     assert (overflowed.out / "report.md").read_text().startswith("## FOUND")
     assert [path.parent.name for path in overflowed.out.glob("*/request.json")] == ["before"]
-    assert report_of(overflowed.out)["do_this"]["tried"] == "run"
+    assert report_of(overflowed.out)["do_this"][0]["tried"] == "run"
     assert report_of(overflowed.out)["rerun"] == ""  # what it would tell is known
 
 
