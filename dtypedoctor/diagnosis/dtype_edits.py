@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from dtypedoctor.diagnosis.ops import graph_of, overload_free
 from dtypedoctor.diagnosis.rule import Edit, Link
@@ -500,17 +501,8 @@ def uncast_line(scene: Scene) -> list[Changes]:
     nodes = [node for node in ast.walk(source.tree) if getattr(node, "lineno", 0) == line]
     expressions = [node for node in nodes if isinstance(node, ast.expr)]
     named = [change for node in nodes for change in _in_place_of_dtype(source, node, wide)]
-    operands: dict[str, list[Change]] = {}
-    for node in expressions:
-        if _is_operand(source, node):
-            operands.setdefault(source.text(node), []).extend(source.after(node, cast(wide)))
-    inside = [(start, end) for start, end, _ in named]
-    everything = [
-        change
-        for changes in operands.values()
-        for change in changes
-        if not any(start <= change[0] <= end for start, end in inside)
-    ]
+    operands = _widened(source, expressions, wide, named)
+    everything = [change for changes in operands.values() for change in changes]
     ways = [named, [*named, *everything]] if named else [everything]
     function = function_around(source, expressions[0]) if expressions else None
     if isinstance(function, ast.FunctionDef) and ways[0]:
@@ -525,6 +517,15 @@ def uncast_line(scene: Scene) -> list[Changes]:
 
 MOST_OPERANDS = 3
 """Operands of a line that are cast one by one."""
+
+
+def _widened(source: Source, nodes: Sequence[ast.expr], wide: str, named: Sequence[Change]) -> dict[str, list[Change]]:
+    """The operands among some expressions, each with what casts it where it stands; not inside of what is ``named`` and changes anyway."""
+    found: dict[str, list[Change]] = {}
+    for node in filter(partial(_is_operand, source), nodes):
+        cast_here = [one for one in source.after(node, cast(wide)) if not any(a <= one[0] <= b for a, b, _ in named)]
+        found.setdefault(source.text(node), []).extend(cast_here)
+    return found
 
 
 def returned(source: Source, function: ast.FunctionDef, narrow: str) -> list[Change]:

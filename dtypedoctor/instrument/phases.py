@@ -579,9 +579,7 @@ class Exports:
         own = name in vars(Tensor)
 
         def wrapper(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if (
-                not sys._getframe(1).f_globals.get("__name__", "").startswith("dtypedoctor.")
-            ):  # it reads what it has measured
+            if not _module_of(sys._getframe(1)).startswith("dtypedoctor."):  # which reads what it has measured
                 self._left(way, tensor)
             return original(tensor, *args, **kwargs)
 

@@ -477,7 +477,7 @@ def _jump(trace: Trace) -> str:
 def _scale_of(trace: Trace, loss: Sample) -> float:
     """What a loss was multiplied by before its backward pass; 1 without a gradient scaler."""
     states = trace.all(ScalerState)
-    following = bisect([state.n for state in states], loss.n)
+    following = bisect(states, loss.n, key=lambda state: state.n)
     is_scaled = following < len(states) and states[following].step == loss.step
     return states[following].scale or 1.0 if is_scaled else 1.0
 

@@ -129,6 +129,7 @@ _LOOKUPS = frozenset(
 _OF_WHOLE = frozenset({"_to_copy", "clamp", "clamp_min", "clamp_max"})
 _PERIODIC = frozenset({"remainder", "fmod"})
 _FACTORIZATIONS = frozenset({"_linalg_svd", "_linalg_eigh", "linalg_eig"})
+"""Of their vectors those that are equally long may turn, and each may be the opposite one: only the values are compared."""
 _SINES = frozenset({"sin", "cos"})
 _ROOTS = frozenset({"sqrt", "rsqrt"})
 _DRAWN = "aten.rand.default"
@@ -840,9 +841,7 @@ class Shadows(Observer):
             [*results, *(real for real, _ in besides)],
             [*exact, *(written_to[id(copy)] for _, copy in besides)],
         )
-        if (
-            _name(func) in _FACTORIZATIONS
-        ):  # directions that are equally long may turn, and each may be the opposite one
+        if _name(func) in _FACTORIZATIONS:
             exact = [real.double() if real.dim() > 1 else one for real, one in zip(results, exact, strict=True)]
         exact = [
             self._without_vanished(func, operands, values, pair, line) for pair in zip(results, exact, strict=True)
@@ -1193,8 +1192,8 @@ class Shadows(Observer):
             apart = (sides[0] == sides[0].round()) & (sides[1] == sides[1].round())
         else:
             apart = _coarser(sides[0], call.origin.dtype) != _coarser(sides[1], call.origin.dtype)
-            if all(map(_is_rounded_number, call.known.values())) and call.known:  # and the data is what it is
-                apart |= True
+            if call.known and all(map(_is_rounded_number, call.known.values())):
+                apart = torch.ones_like(apart)  # the data is what it is
             elif call.narrowed and not any(memory.origin.op == _DRAWN for memory in call.known.values()):
                 apart |= real != call.in_float64(exact=()).bool()
         if real.numel() > 1 and call.origin.whole and all(map(_is_whole, sides)):  # right or wrong, however near
