@@ -184,7 +184,7 @@ def test_a_capsule_holds_no_secret_of_the_script(tmp_path: Path) -> None:
     """The class that fails names a token; the capsule has the class, and nothing else of the call lies about."""
     text = OVERFLOW.replace("    def forward(self, x):", f"    token = {TOKEN!r}\n    def forward(self, x):")
     (tmp_path / "script.py").write_text(text, encoding="utf-8")
-    done = dtypedoctor("exec", "--out", "run", "script.py", cwd=tmp_path, OMP_NUM_THREADS="1")
+    done = dtypedoctor("exec", "--once", "--out", "run", "script.py", cwd=tmp_path, OMP_NUM_THREADS="1")
     capsule = (tmp_path / "run" / "capsule" / CAPSULE).read_text(encoding="utf-8")
     assert "class Scores" in capsule, done.err
     assert TOKEN not in capsule

@@ -57,7 +57,7 @@ def test_a_dtype_error_in_a_test_is_found_under_pytest(tmp_path: Path) -> None:
     """The failing test's error is explained by an op trace; the one that a test expects is not a finding."""
     (tmp_path / "test_it.py").write_text(textwrap.dedent(TESTS))
     done = dtypedoctor(
-        "exec", "--out", "run", "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py", cwd=tmp_path
+        "exec", "--once", "--out", "run", "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py", cwd=tmp_path
     )
     report = report_of(tmp_path / "run")
     assert (done.code, report["status"]) == (10, "findings"), done.err
@@ -72,7 +72,7 @@ def test_a_dtype_error_in_a_test_is_found_under_pytest(tmp_path: Path) -> None:
 def test_a_guard_that_prints_and_leaves_is_looked_behind(tmp_path: Path) -> None:
     """`sys.exit(1)` in an except clause ends with what was caught as the finding."""
     (tmp_path / "train.py").write_text(textwrap.dedent(GUARD))
-    done = dtypedoctor("exec", "--out", "run", "train.py", cwd=tmp_path)
+    done = dtypedoctor("exec", "--once", "--out", "run", "train.py", cwd=tmp_path)
     report = report_of(tmp_path / "run")
     assert (done.code, report["findings"][0]["id"]) == (10, "operand-dtype-mismatch"), done.err
     assert "was caught by the program" in done.out + done.err
@@ -87,7 +87,7 @@ def test_only_what_fails_in_a_test_is_told_where_another_test_expects_an_error(
 ) -> None:
     """An assertion that fails has not accepted the inf that it was shown, whatever runs the tests."""
     (tmp_path / "test_it.py").write_text(textwrap.dedent(UNITTEST.format(value=value)))
-    done = dtypedoctor("exec", "--out", "run", "test_it.py", cwd=tmp_path)
+    done = dtypedoctor("exec", "--once", "--out", "run", "test_it.py", cwd=tmp_path)
     assert f"\n{said}" in f"\n{done.out}{done.err}"
     assert done.code == 10
 
@@ -164,6 +164,6 @@ def test_an_infinity_that_a_test_expects_is_none_of_its_failures(
     ending = f"__doc__ = r'''{tests}'''{runs}" if "doctest" in runner else tests
     (tmp_path / "test_it.py").write_text(f"{SQUARES}\n{ending}\n")
     start = in_a_new_process if arguments[:2] == ("-m", "doctest") else dtypedoctor  # where torch comes behind doctest
-    done = start("exec", "--out", "run", *arguments, cwd=tmp_path)
+    done = start("exec", "--once", "--out", "run", *arguments, cwd=tmp_path)
     findings = [finding["id"] for finding in report_of(tmp_path / "run")["findings"]]
     assert (done.code, findings) == (code, ["float16-overflow"] if code else []), done.out + done.err

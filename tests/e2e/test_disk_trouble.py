@@ -117,7 +117,7 @@ def test_a_run_whose_script_is_gone_is_diagnosed_with_its_replay(small_disk: Pat
     """The failing call was made again while the program ran, so nothing needs the script any more."""
     script, out = code / "train.py", small_disk / "run"
     script.write_text(OVERFLOWING + "os.remove(__file__)")
-    finished = forked("exec", "--out", out, script, out, cwd=code, TMPDIR=str(small_disk))
+    finished = forked("exec", "--once", "--out", out, script, out, cwd=code, TMPDIR=str(small_disk))
     assert finished.code == 10, finished.err
     assert "Traceback" not in finished.err
     assert "overflow" in finished.err
@@ -186,7 +186,7 @@ def in_shell(before: str, *arguments: str | Path, cwd: Path, **environment: str)
 def test_only_reports_that_could_be_written_are_named(kib: int | None, tmp_path: Path) -> None:
     """A page for which there is no room is not called the full report."""
     (tmp_path / "work.py").write_text(OVERFLOW)
-    done = in_shell(f"ulimit -f {kib}" if kib else "true", "exec", "--out", "run", "work.py", cwd=tmp_path)
+    done = in_shell(f"ulimit -f {kib}" if kib else "true", "exec", "--once", "--out", "run", "work.py", cwd=tmp_path)
     assert done.code == 10
     named = re.search(r"Full report: run/(.+) \((.+)\)", done.err)
     assert named is not None
@@ -210,7 +210,7 @@ def test_a_deleted_working_directory_is_named_or_does_not_matter(code: Path, tmp
     (bare := code / "bare.py").write_text("print('it runs')")
     (elsewhere := tmp_path / "elsewhere").mkdir()
     job = tmp_path / "run"
-    forked("exec", "--out", job, script, cwd=tmp_path)
+    forked("exec", "--once", "--out", job, script, cwd=tmp_path)
     (job / "job.json").write_text('{"argv": ["python", "work.py"], "failed": false}')
     for words, ends_with in (
         (["exec", "--out", tmp_path / "bare", bare], 10),

@@ -42,7 +42,7 @@ def execute(
     folder: Path, *arguments: str | Path, late_with: Path | None = None, **environment: str
 ) -> tuple[Finished, Path]:
     """Runs ``dtypedoctor exec --out FOLDER/run ARGUMENTS`` in ``folder``."""
-    command, out = ("exec", "--out", folder / "run", *arguments), folder / "run"
+    command, out = ("exec", "--once", "--out", folder / "run", *arguments), folder / "run"
     return dtypedoctor(*command, cwd=folder, late_with=late_with, OMP_NUM_THREADS="1", **environment), out
 
 
@@ -341,7 +341,7 @@ def test_in_a_terminal_the_script_has_the_terminal(tmp_path: Path) -> None:
     child, terminal = os.forkpty()
     if child == 0:
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-        os.execv(sys.executable, [sys.executable, "-m", "dtypedoctor", "exec", "--out", str(out), str(path)])
+        os.execv(sys.executable, [sys.executable, "-m", "dtypedoctor", "exec", "--once", "--out", str(out), str(path)])
     seen = until(terminal, b"name? ")
     os.write(terminal, b"Ada\n")
     seen += until(terminal, b"hello Ada")

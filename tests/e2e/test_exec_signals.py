@@ -45,7 +45,7 @@ COUNTS = f"""
 def started(folder: Path, source: str, *options: str, **more: object) -> "subprocess.Popen[str]":
     """``dtypedoctor exec`` of a script, in a session of its own, with pipes for its streams."""
     (folder / "work.py").write_text(textwrap.dedent(source))
-    command = [sys.executable, "-m", "dtypedoctor", "exec", "--out", "run", *options, "work.py"]
+    command = [sys.executable, "-m", "dtypedoctor", "exec", "--once", "--out", "run", *options, "work.py"]
     return subprocess.Popen(
         command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
@@ -299,7 +299,7 @@ def test_ctrl_c_ends_a_command_that_has_hardly_begun_with_one_line(
 ) -> None:
     """No traceback of Python's, and status 130, however often it is pressed."""
     (tmp_path / "work.py").write_text("import time; time.sleep(60)")
-    command = ["-m", "dtypedoctor", "exec", "--out", "run", "work.py"]
+    command = ["-m", "dtypedoctor", "exec", "--once", "--out", "run", "work.py"]
     status, said = interrupted(command, tmp_path, f"dtypedoctor.{imported}", pause)
     assert (status, len(said)) == (130, 1), said
     assert said[0].startswith("error: interrupted")

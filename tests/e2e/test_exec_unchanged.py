@@ -127,7 +127,7 @@ def script(folder: Path, source: str, name: str = "work.py") -> Path:
 
 def execute(folder: Path, *arguments: str | Path) -> Finished:
     """Runs ``dtypedoctor exec --out FOLDER/run ARGUMENTS`` in ``folder``."""
-    return dtypedoctor("exec", "--out", folder / "run", *arguments, cwd=folder, OMP_NUM_THREADS="1")
+    return dtypedoctor("exec", "--once", "--out", folder / "run", *arguments, cwd=folder, OMP_NUM_THREADS="1")
 
 
 def test_a_script_sees_no_difference_in_itself(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_script_sees_no_difference_in_itself(tmp_path: Path) -> None:
             )  # fmt: skip
 
     bare = run(path)
-    watched = run("-m", "dtypedoctor", "exec", "--propagate-exit", "--out", "run", path)
+    watched = run("-m", "dtypedoctor", "exec", "--once", "--propagate-exit", "--out", "run", path)
     expected, *rest = bare.stdout.splitlines()
     assert rest == ["False", "registered last", "registered first"], bare.stderr
     seen, *others = watched.stdout.splitlines()

@@ -132,7 +132,7 @@ def test_an_executor_that_is_not_installed_is_named_with_its_extra(light: Light,
 
 def test_a_script_is_diagnosed_and_its_call_replayed(light: Light) -> None:
     """`exec` and `replay`; `report` draws what was found."""
-    done = light.dtypedoctor("exec", "--out", "script", "train.py")
+    done = light.dtypedoctor("exec", "--once", "--out", "script", "train.py")
     assert done.code == 10, done.err
     (finding,) = report_of(light.folder / "script")["findings"]
     assert (finding["id"], finding["fqn"], finding["confidence"]) == ("float16-overflow", "mlp", "proven")

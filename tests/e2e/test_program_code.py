@@ -350,7 +350,7 @@ def test_the_programs_own_code_runs_as_without_the_tool(source: str, tmp_path: P
     bare = python(script)
     assert bare.code == 0, bare.err
     assert bare.out
-    ended = forked("exec", "--out", tmp_path / "run", script)
+    ended = forked("exec", "--once", "--out", tmp_path / "run", script)
     assert ended.out.startswith(bare.out)
 
 

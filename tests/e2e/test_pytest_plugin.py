@@ -85,8 +85,8 @@ def pytest_in(folder: Path, *options: str) -> "subprocess.CompletedProcess[str]"
 
 
 def test_findings_are_in_the_reports_of_tests_that_fail(suite: Path) -> None:
-    """A test that raised says why, one that passed is named with what is silent; marked ones fail; in two processes of xdist."""
-    done = pytest_in(suite, "--dtypedoctor", "--strict-markers", "-n", "2", "--dtypedoctor-out", "kept")
+    """A test that raised says why, one that passed is named with what is silent; marked ones fail; in a process of xdist."""
+    done = pytest_in(suite, "--dtypedoctor", "--strict-markers", "-n", "1", "--dtypedoctor-out", "kept")
     lines = done.stdout.splitlines()
     outcomes = {
         line.split("::")[1].split()[0]: line.split()[0] for line in lines if line.startswith(("PASSED", "FAILED"))

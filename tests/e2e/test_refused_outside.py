@@ -27,6 +27,6 @@ for step in range(3):
 def test_an_average_in_another_dtype_is_found_at_its_line(step: str, tmp_path: Path) -> None:
     """It stands behind the backward pass, where the op trace of the call is over."""
     (tmp_path / "train.py").write_text(SCRIPT.format(step=step), encoding="utf-8")
-    forked("exec", "--out", "run", "train.py", cwd=tmp_path)
+    forked("exec", "--once", "--out", "run", "train.py", cwd=tmp_path)
     (finding,) = report_of(tmp_path / "run")["findings"]
     assert (finding["id"], finding["source"]) == ("operand-dtype-mismatch", "train.py:14")

@@ -44,7 +44,7 @@ def written(folder: Path, begin: str) -> Path:
 @pytest.mark.parametrize("begin", FOLDERS.values(), ids=FOLDERS)
 def test_a_program_does_with_runs_what_it_would_alone(begin: str, tmp_path: Path) -> None:
     """It ends with status 0, its overflow is found and replayed, and the run lies beside what it left in ``runs``."""
-    done = forked("exec", "--propagate-exit", written(tmp_path, begin), cwd=tmp_path)
+    done = forked("exec", "--once", "--propagate-exit", written(tmp_path, begin), cwd=tmp_path)
     assert done.code == 0, done.err
     (run,) = (tmp_path / "runs").glob("work-*")
     (finding,) = report_of(run)["findings"]
@@ -154,7 +154,7 @@ print({stat.S_IFREG, stat.S_IFDIR} >= set(kinds.values()))
 """
 
 BEGINNINGS = {
-    "exec": (["-m", "dtypedoctor", "exec", "work.py"], ""),
+    "exec": (["-m", "dtypedoctor", "exec", "--once", "work.py"], ""),
     "watch": (["work.py"], "import dtypedoctor\ndtypedoctor.watch().__enter__()\n"),
 }
 

@@ -54,7 +54,7 @@ def started(folder: Path, number: int, out: str, meeting: list[str], fault: str)
     """The command of one machine."""
     torchrun = ["torchrun", "--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1", *meeting]
     return subprocess.Popen(
-        [sys.executable, "-m", "dtypedoctor", "exec", "--out", out, *torchrun, "train.py", fault],
+        [sys.executable, "-m", "dtypedoctor", "exec", "--once", "--out", out, *torchrun, "train.py", fault],
         cwd=folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip

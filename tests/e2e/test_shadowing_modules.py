@@ -87,8 +87,8 @@ def doctor(place: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     "arguments",
     [
         ("env",),
-        ("exec", "--out", "../run", "../train.py"),
-        ("exec", "--nproc-per-node", "2", "--out", "../run", "../train.py"),
+        ("exec", "--once", "--out", "../run", "../train.py"),
+        ("exec", "--once", "--nproc-per-node", "2", "--out", "../run", "../train.py"),
     ],
     ids=lambda arguments: " ".join(arguments[:3]),
 )

@@ -173,7 +173,7 @@ def test_conversions_work_as_without_the_tool(source: str, in_place: str, tmp_pa
     script = tmp_path / "program.py"
     script.write_text(source)
     bare = python(script)
-    ended = forked("exec", "--out", tmp_path / "run", script, DTYPEDOCTOR_REPLAY_IN_PLACE=in_place)
+    ended = forked("exec", "--once", "--out", tmp_path / "run", script, DTYPEDOCTOR_REPLAY_IN_PLACE=in_place)
     assert bare.out.count("\n") > 0
     assert "FAILED" not in bare.out
     assert bare.out in ended.out
@@ -185,4 +185,4 @@ def test_a_program_that_counts_all_tensors_counts_its_own(tmp_path: Path) -> Non
     script.write_text(COUNTED)
     bare = python(script)
     assert bare.out.count("\n") > 0
-    assert bare.out in forked("exec", "--out", tmp_path / "run", script).out
+    assert bare.out in forked("exec", "--once", "--out", tmp_path / "run", script).out
