@@ -1,12 +1,14 @@
 """Edits that give operands, weights and regions another dtype: on the line that failed, on the line that set a dtype, or in a whole file."""
 
 import ast
+import builtins
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from dtypedoctor.diagnosis import spec_of
 from dtypedoctor.diagnosis.ops import graph_of, overload_free
-from dtypedoctor.diagnosis.rule import Edit, Link
+from dtypedoctor.diagnosis.rule import SILENT, Edit, Link
 from dtypedoctor.diagnosis.scene import (
     Change,
     Changes,
@@ -51,35 +53,6 @@ def cast_operand(scene: Scene) -> Changes | list[Changes] | None:
             ways.append((source, list(source.before(statements[-1], f"{root.id} = {root.id}{into}"))))
         return ways
     return _arguments(source, node, op, scene) if isinstance(node, ast.Call) else None
-
-
-def cast_exported(scene: Scene) -> Changes | None:
-    """Casts to float32 what a function gets whose result is no tensor, as that of ``numpy()``: nothing has to be cast back."""
-    op = scene.rejected
-    replay = graph_of(scene.trace).replay(op, "all-as-float32") if op is not None else None
-    ways = cast_around(scene) if replay is not None and replay.dtype is None else []
-    return ways[0] if ways else None
-
-
-def cast_around(scene: Scene) -> list[Changes]:
-    """Casts to float32 what a function gets that lacks a dtype; and its result back, each of its results, or what the statement makes of it."""
-    found, op = scene.own_node(), scene.rejected
-    if found is None or op is None or not isinstance(found[1], ast.Call):
-        return []
-    source, node = found[0], found[1]
-    lacking = max(1, sum(tensor.dtype == scene.finding.dtype for tensor in op.inputs))
-    changes = [change for operand in _operands(node)[:lacking] for change in source.after(operand, cast("float32"))]
-    results = _cast_back(source, node, cast(scene.finding.dtype or "float32"))
-    return [(source, [*changes, *more]) for more in results] if changes else []
-
-
-def _cast_back(source: Source, node: ast.expr, back: str) -> list[list[Change]]:
-    """The ways to cast what an expression returns: not at all, itself, as a part of the statement's value, or each of its elements."""
-    begin, end, whole = source.start(node), source.end(node), source.value_around(node)
-    ways: list[list[Change]] = [[], list(source.after(node, back))]
-    if whole is not None and whole is not node:  # the result may be complex, and only a part of it go on
-        ways.append(source.after(whole, back))
-    return [*ways, [(begin, begin, f"[t{back} for t in ".encode()), (end, end, b"]")]]
 
 
 def _arguments(source: Source, node: ast.Call, op: Op, scene: Scene) -> Changes | None:
@@ -376,9 +349,6 @@ def _dtype_of_input(source: Source, value: ast.expr) -> str:
     return "" if any(isinstance(node.ctx, ast.Store) for node in names) else f"{name}.dtype"
 
 
-_METHODS = frozenset({"half", "float", "bfloat16", "double"})
-
-
 def _recast(source: Source, node: ast.expr | None, dtype: str) -> list[Change]:
     """Changes the call that set a dtype: the method's name, the dtype that it names, or a cast of its result."""
     if isinstance(node, ast.Attribute):
@@ -386,7 +356,7 @@ def _recast(source: Source, node: ast.expr | None, dtype: str) -> list[Change]:
     if not isinstance(node, ast.Call):
         return []
     method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-    if method in _METHODS:
+    if method in _METHODS.values():
         return [other_method(source, node, method, f"to(torch.{dtype})")]
     if (named := _named_dtype(node)) is not None:
         return [source.instead(named, f"torch.{dtype}")]
@@ -421,47 +391,66 @@ def _parameter(source: Source, target: ast.Attribute, dtype: str) -> list[Change
     return []
 
 
-def half_to_bfloat16(scene: Scene) -> Changes | None:
-    """float16 becomes bfloat16 in the program's file, a gradient scaler is switched off."""
-    return _half_to(scene, "bfloat16")
+def whole_program(scene: Scene, narrow: str, wide: str) -> Changes | None:
+    """Another dtype in the place of one in the first of the program's files that names it; what goes with that dtype alone is switched off."""
+    changed = ((source, whole_file(source, narrow, wide)) for source in scene.program_files())
+    return next((way for way in changed if way[1]), None)
 
 
-def bfloat16_to_float32(scene: Scene) -> Changes | None:
-    """bfloat16 becomes float32 in the program's file, autocast regions are switched off."""
-    source = scene.failing_file()
-    if source is None:
-        return None
-    made = [note.set_at for note in _odd_notes(scene) if note.set_at]
-    if made and not any(scene.line_at(place) for place in made):
-        return None  # a library has cast the weights, whatever the file casts
-    return some(source, whole_in_float32(source))
-
-
-def whole_in_float32(source: Source) -> list[Change]:
-    """What makes a file compute in float32 in the place of bfloat16."""
-    return list(dict.fromkeys(change for node in _used(source) for change in _without_bfloat16(source, node)))
-
-
-def _used(source: Source) -> Iterator[ast.AST]:
-    """The parts of a file that are computed with: not what is written to a checkpoint, which is cast again where it is loaded."""
+def whole_file(source: Source, narrow: str, wide: str) -> list[Change]:
+    """The same in a file; not in what is written to a checkpoint, which is cast again where it is loaded."""
     saves = [call for call in source.every(ast.Call) if ast.unparse(call.func) == "torch.save"]
     saved = {id(node) for call in saves for node in ast.walk(call)}
-    return (node for node in ast.walk(source.tree) if id(node) not in saved)
+    used = (node for node in ast.walk(source.tree) if id(node) not in saved)
+    changes = list(dict.fromkeys(change for node in used for change in in_place_of(source, node, narrow, wide)))
+    needless = scalers(source) if changes and narrow == "float16" else []
+    return changes + [change for call in needless for change in with_keyword(source, call, "enabled=False")]
+
+
+_METHODS = {"float16": "half", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
+"""Methods that cast to a dtype."""
+_PRECISIONS = {"float16": "fp16", "bfloat16": "bf16", "float32": "no"}
+"""How options of trainers call a dtype; of another spelling is Lightning's `16-mixed`."""
+
+
+def in_place_of(source: Source, node: ast.AST, narrow: str, wide: str) -> list[Change]:
+    """The change of a node that names a dtype: ``torch.float16``, ``.half()``, or an option."""
+    if isinstance(node, ast.Attribute) and ast.unparse(node) in (f"torch.{narrow}", f"torch.{_METHODS[narrow]}"):
+        return _other_dtype(source, node, wide)
+    if isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
+        return _other_option(source, node, node.value, narrow, wide)
+    if not isinstance(node, ast.Call):
+        return []
+    function = source.text(node.func)
+    if function.endswith(f".{_METHODS[narrow]}") and not node.args:
+        return [other_method(source, node, _METHODS[narrow], f"{_METHODS[wide]}()")]
+    return with_keyword(source, node, "enabled=False") if wide == "float32" and function.endswith("autocast") else []
+
+
+def _other_option(source: Source, option: ast.keyword, value: ast.Constant, narrow: str, wide: str) -> list[Change]:
+    """``dtype="float16"``, ``mixed_precision="fp16"``, ``fp16=True``; not ``variant="fp16"``, which names a file."""
+    name, given, short = option.arg or "", value.value, _PRECISIONS[narrow]
+    if given == narrow and "dtype" in name:
+        return [source.instead(value, repr(wide))]
+    if any(one.value == given and isinstance(source.parents[one], ast.Dict) for one in source.every(ast.Constant)):
+        return []  # the key of a table of the program's own
+    if "precision" in name and given == short:
+        return [source.instead(value, repr(_PRECISIONS[wide]))]
+    if "precision" in name and str(given).startswith(f"{short.removeprefix('fp')}-"):
+        return [source.instead(value, repr("32-true" if wide == "float32" else f"bf16-{str(given)[3:]}"))]
+    if name != short or given is not True:
+        return []
+    call = source.parents[option]
+    other = [one.value for one in getattr(call, "keywords", []) if one.arg == _PRECISIONS[wide]]
+    if other or wide == "float32":
+        return [source.instead(value, "False"), *(source.instead(one, "True") for one in other)]
+    start = source.at(option.lineno, option.col_offset)
+    return [(start, start + len(short), _PRECISIONS[wide].encode())]
 
 
 def half_in_float32(source: Source, node: ast.AST) -> list[Change]:
     """float32 in the place of a half-precision dtype that a node names."""
-    return [*_without_bfloat16(source, node), *_without_half(source, node, "float32")]
-
-
-def _without_bfloat16(source: Source, node: ast.AST) -> list[Change]:
-    if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.bfloat16":
-        return _other_dtype(source, node, "float32")
-    if isinstance(node, ast.Call) and source.text(node.func).endswith(".bfloat16") and not node.args:
-        return [other_method(source, node, "bfloat16", "float()")]
-    if isinstance(node, ast.Call) and source.text(node.func).endswith("autocast"):
-        return with_keyword(source, node, "enabled=False")
-    return []
+    return [change for narrow in ("bfloat16", "float16") for change in in_place_of(source, node, narrow, "float32")]
 
 
 def _other_dtype(source: Source, node: ast.Attribute, dtype: str) -> list[Change]:
@@ -486,37 +475,80 @@ _GIVES = (ast.Call, ast.keyword, ast.Assign, ast.AnnAssign, ast.arguments, ast.S
 """What a constant is given by: an argument, a default, an assignment, an index; not a list of choices, nor a comparison."""
 
 
-def uncast_line(scene: Scene) -> list[Changes]:
+def in_wider_dtype(scene: Scene) -> list[Changes]:
     """Computes what the finding's line computes in a wider dtype: a change for each way, the trial tells which helps.
 
-    That is by the dtypes that the line names, then with its operands as well; where it names none, by its operands, all or one of them: one of a wider dtype
-    makes the result of most operators wider. With a cast back where the function returns, or here. Which operands are tensors is not known: the cast of a number
-    raises in the trial.
+    That is by the dtypes that the line names, else by its operands, all or one of them: one of a wider dtype makes the result of most operators wider. With
+    a cast back at the end of the statement, or where the function returns; or all of the function. Which operands are tensors is not known: the cast of a
+    number raises in the trial.
     """
-    at = scene.failing_line()
-    if at is None or scene.finding.dtype is None:
+    at, narrow = scene.failing_line(), scene.finding.dtype
+    if (
+        at is None
+        or narrow in (None, "float64")
+        or (scene.finding.id == "domain-error" and not is_beyond_float32(scene))
+    ):
         return []
-    source, line, narrow = *at, cast(scene.finding.dtype)
-    wide = "float64" if scene.finding.dtype == "float32" else "float32"
+    (source, line), wide = at, wider(scene)
     nodes = [node for node in ast.walk(source.tree) if getattr(node, "lineno", 0) == line]
     expressions = [node for node in nodes if isinstance(node, ast.expr)]
     named = [change for node in nodes for change in _in_place_of_dtype(source, node, wide)]
     operands = _widened(source, expressions, wide, named)
     everything = [change for changes in operands.values() for change in changes]
-    ways = [named, [*named, *everything]] if named else [everything]
-    function = function_around(source, expressions[0]) if expressions else None
-    if isinstance(function, ast.FunctionDef) and ways[0]:
-        ways.insert(1, [*ways[0], *returned(source, function, narrow)])
-    if not named:
-        whole = next(filter(None, map(source.value_around, expressions)), None)
-        alone = list(operands.values())
-        ways += alone if 1 < len(alone) <= MOST_OPERANDS else []
-        ways.append([*everything, *source.after(whole, narrow)] if whole is not None and everything else [])
-    return [(source, list(dict.fromkeys(changes))) for changes in ways if changes]
+    first = named or everything
+    if not first:
+        return []
+
+    function, back = function_around(source, expressions[0]), cast(narrow)
+    own = next((name for name in operands if name.isidentifier()), None)
+    if own is not None and isinstance(function, ast.FunctionDef) and _is_alike(scene):
+        back = f".to({own}.dtype)"  # others may call the function with another one
+    alone = list(operands.values()) if not named and 1 < len(operands) <= MOST_OPERANDS else []
+    wide_to_the_end, with_return, last = [first, *alone], [], []
+    if named:
+        wide_to_the_end.append([*named, *everything])
+    if isinstance(function, ast.FunctionDef) and (at_return := returned(source, function, back)):
+        with_return, last = [[*first, *at_return]], [_computed_in(source, function, cast(wide), back)]
+    narrowed = _narrowed(source, expressions[0], back)
+    here = [[*changes, *narrowed] for changes in (first, *alone)] if narrowed else []
+    # What is undefined may fit the dtype again at the end of the statement; what is rounded is rounded again there
+    is_rounded = spec_of(scene.finding.id).family is SILENT
+    ways = [first, *with_return, *wide_to_the_end, *here] if is_rounded else [*here, *wide_to_the_end, *with_return]
+    return [(source, list(dict.fromkeys(changes))) for changes in (*ways, *last) if changes]
+
+
+def _narrowed(source: Source, node: ast.expr, back: str) -> list[Change]:
+    """What the statement that ``node`` is a part of returns or assigns, cast: each part of it, where it is several."""
+    statements: list[ast.Return | ast.Assign] = source.around(node, ast.Return, ast.Assign)
+    if not statements:
+        return []
+    value, is_several = statements[-1].value, isinstance(getattr(statements[-1], "targets", [None])[0], ast.Tuple)
+    if value is None or (is_several and isinstance(value, ast.Tuple)):
+        return []
+    text = f"[t{back} for t in {source.text(value)}]"
+    return [source.instead(value, text)] if is_several else source.after(value, back)
 
 
 MOST_OPERANDS = 3
 """Operands of a line that are cast one by one."""
+
+
+def wider(scene: Scene) -> str:
+    """The dtype in which what the finding tells of is neither rounded away nor infinite."""
+    is_half = scene.finding.dtype != "float32"
+    return "float32" if is_half and not is_beyond_float32(scene) else "float64"
+
+
+def is_beyond_float32(scene: Scene) -> bool:
+    """Whether float64 holds the result of the operator that the finding names, and float32 does not."""
+    finding, graph = scene.finding, graph_of(scene.trace)
+    return any(graph.is_beyond_float32(op) for op in graph.ops if (op.op, op.source) == (finding.op, finding.source))
+
+
+def _is_alike(scene: Scene) -> bool:
+    """Whether all that the finding's line computes with has the dtype of the finding."""
+    on_line = [op for op in graph_of(scene.trace).ops if op.source == scene.finding.source]
+    return bool(on_line) and {tensor.dtype for op in on_line for tensor in op.inputs} == {scene.finding.dtype}
 
 
 def _widened(source: Source, nodes: Sequence[ast.expr], wide: str, named: Sequence[Change]) -> dict[str, list[Change]]:
@@ -526,6 +558,19 @@ def _widened(source: Source, nodes: Sequence[ast.expr], wide: str, named: Sequen
         cast_here = [one for one in source.after(node, cast(wide)) if not any(a <= one[0] <= b for a, b, _ in named)]
         found.setdefault(source.text(node), []).extend(cast_here)
     return found
+
+
+def _computed_in(source: Source, function: ast.FunctionDef, wide: str, back: str) -> list[Change]:
+    """Casts the arguments of a function that have no default where it begins, and what it returns back."""
+    arguments = [*function.args.posonlyargs, *function.args.args]
+    names = [one.arg for one in arguments[: len(arguments) - len(function.args.defaults)]]
+    given = [name for name in names if name not in ("self", "cls")]
+    casts = [f"{name} = {name}{wide}" for name in given]
+    if given and "torch." not in back:
+        casts.insert(0, f"dtype_before = {given[0]}.dtype")
+        back = ".to(dtype_before)"
+    body = function.body[ast.get_docstring(function) is not None :]
+    return [*source.before(body[0], *casts), *returned(source, function, back)] if casts and body else []
 
 
 def returned(source: Source, function: ast.FunctionDef, narrow: str) -> list[Change]:
@@ -538,11 +583,13 @@ def returned(source: Source, function: ast.FunctionDef, narrow: str) -> list[Cha
 def _is_operand(source: Source, node: ast.expr) -> bool:
     """Whether an expression is computed with, and may be a tensor that is only read: no function, namespace, dtype or index, and not cast as it is.
 
-    What is written to, or goes to a function of the program that may write to it, is none: the write would go to the copy, and be lost.
+    What is written to, or goes to a function of the program that may write to it, is none: the write would go to the copy, and be lost. What a module or a
+    function of the program returns is one, what torch computes from others is none itself.
     """
-    if not isinstance(node, ast.Name | ast.Attribute | ast.Subscript) or not isinstance(node.ctx, ast.Load):
-        return False
-    if names_a_module(node) or _NO_TENSOR.search(ast.unparse(node)):
+    is_made = isinstance(node, ast.Call) and _is_of_the_program(node.func)
+    is_kept = isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Load)
+    is_other = names_a_module(node) or _NO_TENSOR.search(ast.unparse(node)) or _is_number(source, node)
+    if not is_made and (not is_kept or is_other):
         return False
     match parent := source.parents.get(node):
         case ast.Attribute():
@@ -550,7 +597,38 @@ def _is_operand(source: Source, node: ast.expr) -> bool:
         case ast.Call():
             is_function = names_a_module(parent.func) and not source.text(parent.func).endswith("_")
             return is_function and node in parent.args
-    return isinstance(parent, ast.BinOp | ast.UnaryOp | ast.Return | ast.Assign | ast.AugAssign | ast.Tuple | ast.List)
+        case ast.BinOp() | ast.UnaryOp():
+            return True
+    return not is_made and isinstance(parent, ast.Return | ast.Assign | ast.AugAssign | ast.Tuple | ast.List)
+
+
+def _is_number(source: Source, node: ast.expr) -> bool:
+    """Whether a name is that of an argument whose default, or annotation, is a number or a text."""
+    function = function_around(source, node)
+    if not isinstance(node, ast.Name) or not isinstance(function, ast.FunctionDef):
+        return False
+    given = function.args
+    positional = [*given.posonlyargs, *given.args]
+    defaults = [
+        *zip(reversed(positional), reversed(given.defaults), strict=False),
+        *zip(given.kwonlyargs, given.kw_defaults, strict=True),
+    ]
+    numbers = {one.arg for one, default in defaults if isinstance(default, ast.Constant) and default.value is not None}
+    told = {
+        one.arg
+        for one in (*positional, *given.kwonlyargs)
+        if one.annotation and ast.unparse(one.annotation) in ("int", "float", "bool", "str")
+    }
+    return node.id in numbers | told
+
+
+def _is_of_the_program(function: ast.expr) -> bool:
+    """Whether a function is one that the program names, or an attribute of ``self``: neither a method of a tensor nor one of Python's or torch's."""
+    root = function
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    is_own = isinstance(root, ast.Name) and (root is function or root.id == "self")
+    return is_own and not hasattr(builtins, root.id) and not names_a_module(function)
 
 
 _NO_TENSOR = re.compile(r"^(self|cls|math|np)$|dtype[^.]*$|\.shape\b")
@@ -590,60 +668,6 @@ def _may_be_narrow(dtype: str, wide: str) -> bool:
     """Whether an expression that gives a dtype may give a narrower one: none that names a wide dtype, or one of integers."""
     module, _, name = dtype.rpartition(".")
     return dtype != f"torch.{wide}" and (module != "torch" or name in DTYPES)
-
-
-def half_to_float32(scene: Scene) -> Changes | None:
-    """float16 becomes float32 in the program's file, a gradient scaler is switched off."""
-    return _half_to(scene, "float32") if scene.finding.dtype != "bfloat16" else None
-
-
-def _half_to(scene: Scene, dtype: str) -> Changes | None:
-    changed = ((source, without_halves(source, dtype)) for source in scene.program_files())
-    return next((way for way in changed if way[1]), None)
-
-
-def without_halves(source: Source, dtype: str) -> list[Change]:
-    """What makes a file compute in ``dtype`` in the place of float16."""
-    changes = list(dict.fromkeys(change for node in _used(source) for change in _without_half(source, node, dtype)))
-    return changes and changes + [
-        change for call in scalers(source) for change in with_keyword(source, call, "enabled=False")
-    ]
-
-
-def _without_half(source: Source, node: ast.AST, dtype: str) -> list[Change]:
-    """The change of a node that names float16: ``torch.float16``, ``.half()``, or an option."""
-    if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.float16", "torch.half"):
-        return _other_dtype(source, node, dtype)
-    if isinstance(node, ast.Call):
-        return _call_without_half(source, node, dtype)
-    if isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
-        return _option_without_half(source, node.arg or "", node.value, dtype)
-    return []
-
-
-def _option_without_half(source: Source, name: str, value: ast.Constant, dtype: str) -> list[Change]:
-    """``dtype="float16"``, ``mixed_precision="fp16"``; not ``variant="fp16"``, which names a file."""
-    if value.value == "float16" and "dtype" in name:
-        return [source.instead(value, repr(dtype))]
-    if value.value == "fp16" and "precision" in name:
-        return [source.instead(value, repr("bf16" if dtype == "bfloat16" else "no"))]
-    return []
-
-
-def _call_without_half(source: Source, call: ast.Call, dtype: str) -> list[Change]:
-    """``x.half()``; ``fp16=True``, which becomes ``bf16=True``, or ``fp16=False`` for float32."""
-    if source.text(call.func).endswith(".half") and not call.args:
-        return [other_method(source, call, "half", "float()" if dtype == "float32" else f"{dtype}()")]
-    options = {keyword.arg: keyword for keyword in call.keywords}
-    half = options.get("fp16")
-    if half is None or ast.unparse(half.value) != "True":
-        return []
-    if dtype == "float32":
-        return [source.instead(half.value, "False")]
-    if "bf16" in options:
-        return [source.instead(half.value, "False"), source.instead(options["bf16"].value, "True")]
-    start = source.at(half.lineno, half.col_offset)
-    return [(start, start + len("fp16"), b"bf16")]
 
 
 def region_in_dtype_of_model(scene: Scene) -> Changes | None:

@@ -12,7 +12,7 @@ import ast
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -68,14 +68,14 @@ def _advice(scene: Scene, *, own_files: bool) -> Advice:
     return replace(first, others=tuple(others))
 
 
-def _way(scene: Scene, edits: tuple[Edit, ...], maker: str) -> Advice:
+def _way(scene: Scene, edits: tuple[Edit, ...], name: str) -> Advice:
     """One way to mend it, in words, and by edits where there are some."""
-    finding, spec = scene.finding, spec_of(scene.finding.id)
-    instead = INSTEAD.get(f"{finding.id}: {maker}") or INSTEAD.get(maker)
-    sentence = instead or (spec.without_edit(finding) if spec.without_edit and not edits else "")
+    finding, spec, maker = scene.finding, spec_of(scene.finding.id), MAKERS.get(name)
+    sentence = maker.sentence_for(finding.id) if maker is not None else ""
+    sentence = sentence or (spec.without_edit(finding) if spec.without_edit and not edits else "")
     plain = _text(spec, scene, sentence)
-    text = f"{plain} {REMARKS.get(maker, '')}".rstrip()
-    return Advice(finding=finding.id, text=text, edits=edits, maker=maker if edits else "", of_a_part=plain)
+    text = f"{plain} {maker.remark if maker is not None else ''}".rstrip()
+    return Advice(finding=finding.id, text=text, edits=edits, maker=name if edits else "", of_a_part=plain)
 
 
 def _excerpts(scene: Scene) -> tuple[Excerpt, ...]:
@@ -169,7 +169,7 @@ def _filled(text: str, scene: Scene) -> str:
         bound = value_edits.bound_of(scene)
         values["bound"] = f", e.g. by `{bound}` before it" if bound else ""
     if "{wider}" in text:
-        values["wider"] = value_edits.wider(scene)
+        values["wider"] = dtype_edits.wider(scene)
     if "{cost}" in text:
         values["cost"] = _cost_of_float32(scene)
     if "{trained}" in text or "{before_optimizer}" in text:
@@ -288,7 +288,7 @@ def edits_for(scene: Scene, makers: Sequence[str]) -> Iterator[tuple[tuple[Edit,
     """The lines that each maker changes which sees what to change, and its name; where none does, no lines, and the name of what would help."""
     shown: dict[tuple[Edit, ...], str] = {}
     for name in value_edits.fitting(scene, tuple(makers)):
-        made = MAKERS[name](scene) or []
+        made = MAKERS[name].make(scene) or []
         # One change, or several of which each may be the right one
         for source, changes in [made] if isinstance(made, tuple) else made:
             edits = _with_copies(scene, name, source, changes)
@@ -312,31 +312,18 @@ def _name_of_cast(scene: Scene) -> str:
     return "cast-operand" if dtype_edits.casts_every_operand(scene) else "cast-argument"
 
 
-_OF_WEIGHTS = frozenset(
-    {"set-float32", "cast-where-set", "cast-met-weights", "cast-weights-where-set", "weights-to-float32", "half-to-bfloat16", "half-to-float32", "bfloat16-to-float32"}
-)  # fmt: skip
-"""Makers that give weights another dtype."""
-
-
-def _with_copies(scene: Scene, maker: str, changed: Source, changes: list[Change]) -> tuple[Edit, ...]:
+def _with_copies(scene: Scene, name: str, changed: Source, changes: list[Change]) -> tuple[Edit, ...]:
     """The changed lines, with those that keep copies of weights from sharing the storage of the weights, in other files of the program too."""
-    dtypes = dtypes_in(changes) if maker in _OF_WEIGHTS else set()
-    if changes and maker in _ELSEWHERE:  # a key of a table names none
-        dtypes.add(maker.rpartition("-to-")[2])
+    maker = MAKERS[name]
+    dtypes = dtypes_in(changes) if maker.of_weights else set()
+    if maker.elsewhere is not None:  # a key of a table names none
+        dtypes.add(name.rpartition("-to-")[2])
     edits = _checked(scene, changed, [*changes, *still_copying(changed, changes, dtypes)])
     for source in scene.imported_files() if edits and dtypes else ():
         if source.path != changed.path:
-            also = _ELSEWHERE[maker](source) if maker in _ELSEWHERE else []
+            also = maker.elsewhere(source) if maker.elsewhere is not None else []
             edits += _checked(scene, source, [*also, *still_copying(source, also, dtypes)])
     return edits
-
-
-_ELSEWHERE: dict[str, Callable[[Source], list[Change]]] = {
-    "half-to-bfloat16": partial(dtype_edits.without_halves, dtype="bfloat16"),
-    "half-to-float32": partial(dtype_edits.without_halves, dtype="float32"),
-    "bfloat16-to-float32": dtype_edits.whole_in_float32,
-}
-"""Makers that change a whole program: what they change in its other files, and in the other cells of a notebook."""
 
 
 def _checked(scene: Scene, source: Source, changes: list[Change]) -> tuple[Edit, ...]:
@@ -396,91 +383,140 @@ def _changed(part: bytes, begin: int, changes: Sequence[Change]) -> str:
     return part.decode().rstrip("\r\n").replace("\r\n", "\n")
 
 
-_UNCOMPILED = "The edit runs it uncompiled, in plain PyTorch's time."
-_IN_FLOAT32 = "The edit computes all of it in float32: the simplest change, and the slowest."
-_IN_REGION = "The edit keeps the dtype of the weights, so they train as before; products in the region are computed in half precision."
-REMARKS = {
-    "half-to-float32": _IN_FLOAT32,
-    "bfloat16-to-float32": _IN_FLOAT32,
-    value_edits.OWN: "The edit changes what makes the tensors that this line updates; the weights keep their dtype.",
-    "cast-argument": "The edit casts what this line calls a module with.",
-    "lower-learning-rate": "The edit divides it by 100.",
-    "autocast-around": _IN_REGION,
-    "smaller-masks": "The edit masks with an eighth of it, so that the sum of several masks and the scores is finite too.",
-    "skip-batch": "The edit leaves such batches out of the training; where their values come from it does not say.",
-    "step-where-gradients": "The edit skips an optimizer without gradients, as its step without a scaler does: what it holds is not trained.",
-    "keep-in-domain": "Where the edit bounds or replaces what it gets, the result is another one.",
-    "finite-fill": "The edit fills in -1e4, which a mean survives: choose a value that fits the scale of yours.",
-    "counter-in-tensor": "The edit keeps the number in a tensor, which is an input of the compiled code and no part of it.",
-    "plain-linear-only": "The edit leaves layers of a subclass of nn.Linear unpacked, so they keep their memory.",
-    "dequantized-weights": "The edit unpacks these weights in each call.",
-    "shard-apart": "The edit gives these modules a unit, and an all-gather, of their own.",
-    "without-compiler": _UNCOMPILED,
-}
-"""What an edit costs, or does besides the sentence above it."""
-_ROUNDING_DRIVES_IT = "Compute it in float32: rounding may drive it, and not the learning rate."
-INSTEAD = {
-    "divergence: half-to-float32": _ROUNDING_DRIVES_IT,
-    "divergence: bfloat16-to-float32": _ROUNDING_DRIVES_IT,
-    "autocast-around": "Call the model under autocast, which casts what meets in a product.",
-    "in-wider-dtype": "Compute it in {wider}, which holds what {dtype} rounds away or cannot hold.",
-    "cast-exported": "Cast what `{op}` gets to float32: it has no {dtype}.",
-    "cast-weights-where-set": "Cast the {dtype} weights to {other}, the dtype of what they meet, on the line that made them {dtype}.",
-    "cast-met-weights": "Cast the weights that meet it to {dtype}, on the line that gave them another dtype.",
-    "weights-to-float32": "Keep the weights in float32, on the line that gave them half precision: the autocast region casts them where it computes.",
-    "cast-written": "Cast what `{op}` writes to the dtype of the tensor that it writes to.",
-    "region-on-device": "Name the device that the tensors are on in `torch.autocast`.",
-}
-"""The sentence itself, of makers that do something else than the finding's says; of one finding, where its id stands before."""
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """What makes an edit of a kind, and what is said of such edits.
 
-TRIED_AS = {
-    "half-to-bfloat16": "bfloat16",
-    "region-in-dtype-of-model": "autocast-dtype-of-model",
-    "without-compiler": "compile-off",
-}
-"""Fixes that change a call or a run as an edit changes the program."""
-ON_THE_OPERATOR = frozenset({"cast-operand", "cast-written", "cast-exported"})
-"""Edits of the failing line that change what an experiment on the operator has changed."""
+    Attributes:
+        make: the changes that it sees to make in a program: none, some, or several ways, the best first.
+        instead: the sentence that says what to do, where that of the finding says something else.
+        of: the same for a single finding, by its id.
+        remark: what the edit costs, or does besides that sentence.
+        tried_as: the fix that changes a call or a run as the edit changes the program.
+        on_operator: whether it changes on the failing line what an experiment on the operator has changed.
+        of_weights: whether it gives weights another dtype.
+        elsewhere: of one that changes a whole program, what it changes in the other files, and in the other cells of a notebook.
+    """
 
-Maker = Callable[[Scene], Changes | list[Changes] | None]
-MAKERS: dict[str, Maker] = {
-    "cast-operand": dtype_edits.cast_operand,
-    "cast-exported": dtype_edits.cast_exported,
-    "cast-around": dtype_edits.cast_around,
-    "make-in-dtype": dtype_edits.make_in_dtype,
-    "cast-where-set": dtype_edits.cast_where_set,
-    "cast-met-weights": dtype_edits.cast_met_weights,
-    "cast-promoted-output": dtype_edits.cast_promoted_output,
-    "cast-weights-where-set": dtype_edits.cast_where_set,
-    "autocast-around": dtype_edits.autocast_around,
-    "set-float32": dtype_edits.set_float32,
-    "weights-to-float32": dtype_edits.set_float32,
-    value_edits.OWN: value_edits.updated_in_float32,
-    "half-to-bfloat16": dtype_edits.half_to_bfloat16,
-    "half-to-float32": dtype_edits.half_to_float32,
-    "bfloat16-to-float32": dtype_edits.bfloat16_to_float32,
-    "uncast-line": dtype_edits.uncast_line,
-    "region-in-dtype-of-model": dtype_edits.region_in_dtype_of_model,
-    "region-without-cache": dtype_edits.region_without_cache,
-    "region-on-device": dtype_edits.region_on_device,
-    "custom-function-decorators": dtype_edits.custom_function_decorators,
-    "without-integer-cast": dtype_edits.without_integer_cast,
-    "plain-linear-only": dtype_edits.plain_linear_only,
-    "dequantized-weights": dtype_edits.dequantized_weights,
-    "shard-apart": dtype_edits.shard_apart,
-    "lower-learning-rate": value_edits.lower_learning_rate,
-    "in-wider-dtype": value_edits.in_wider_dtype,
-    "keep-in-domain": value_edits.keep_in_domain,
-    "finite-mask": value_edits.finite_mask,
-    "finite-fill": value_edits.finite_fill,
-    "smaller-masks": value_edits.smaller_masks,
-    "skip-batch": value_edits.skip_batch,
-    "optimizer-after-model": value_edits.optimizer_after_model,
-    "step-where-gradients": value_edits.step_where_gradients,
-    "without-scaler": value_edits.without_scaler,
-    "without-compiler": value_edits.without_compiler,
-    "compiled-for-any-size": value_edits.compiled_for_any_size,
-    "counter-in-tensor": value_edits.counter_in_tensor,
+    make: Callable[[Scene], Changes | list[Changes] | None]
+    instead: str = ""
+    of: Mapping[str, str] = field(default_factory=dict)
+    remark: str = ""
+    tried_as: str | None = None
+    on_operator: bool = False
+    of_weights: bool = False
+    elsewhere: Callable[[Source], list[Change]] | None = None
+
+    def sentence_for(self, finding: str) -> str:
+        """What to do, as a sentence; empty where that of the finding stands."""
+        return self.of.get(finding, self.instead)
+
+
+def _whole_program(narrow: str, wide: str, tried_as: str | None = None) -> Maker:
+    """Another dtype in the whole program."""
+    to_float32 = wide == "float32"
+    drives = "Compute it in float32: rounding may drive it, and not the learning rate."
+    return Maker(
+        partial(dtype_edits.whole_program, narrow=narrow, wide=wide),
+        of={"divergence": drives} if to_float32 else {},
+        remark="The edit computes all of it in float32: the simplest change, and the slowest." if to_float32 else "",
+        tried_as=tried_as,
+        of_weights=True,
+        elsewhere=partial(dtype_edits.whole_file, narrow=narrow, wide=wide),
+    )
+
+
+_HOLDS = "Compute it in {wider}, which holds what {dtype} rounds away or cannot hold."
+MAKERS: Mapping[str, Maker] = {
+    "cast-operand": Maker(dtype_edits.cast_operand, on_operator=True),
+    "cast-written": Maker(
+        dtype_edits.cast_operand,
+        instead="Cast what `{op}` writes to the dtype of the tensor that it writes to.",
+        on_operator=True,
+    ),
+    "cast-argument": Maker(dtype_edits.cast_operand, remark="The edit casts what this line calls a module with."),
+    "in-wider-dtype": Maker(dtype_edits.in_wider_dtype, of={"domain-error": _HOLDS, "rounds-out-of-domain": _HOLDS}),
+    "make-in-dtype": Maker(dtype_edits.make_in_dtype),
+    "cast-where-set": Maker(dtype_edits.cast_where_set, of_weights=True),
+    "cast-met-weights": Maker(
+        dtype_edits.cast_met_weights,
+        instead="Cast the weights that meet it to {dtype}, on the line that gave them another dtype.",
+        of_weights=True,
+    ),
+    "cast-promoted-output": Maker(dtype_edits.cast_promoted_output),
+    "cast-weights-where-set": Maker(
+        dtype_edits.cast_where_set,
+        instead="Cast the {dtype} weights to {other}, the dtype of what they meet, on the line that made them {dtype}.",
+        of_weights=True,
+    ),
+    "autocast-around": Maker(
+        dtype_edits.autocast_around,
+        instead="Call the model under autocast, which casts what meets in a product.",
+        remark="The edit keeps the dtype of the weights, so they train as before; products in the region are computed in half precision.",
+    ),
+    "set-float32": Maker(dtype_edits.set_float32, of_weights=True),
+    "weights-to-float32": Maker(
+        dtype_edits.set_float32,
+        instead="Keep the weights in float32, on the line that gave them half precision: the autocast region casts them where it computes.",
+        of_weights=True,
+    ),
+    value_edits.OWN: Maker(
+        value_edits.updated_in_float32,
+        remark="The edit changes what makes the tensors that this line updates; the weights keep their dtype.",
+    ),
+    "half-to-bfloat16": _whole_program("float16", "bfloat16", tried_as="bfloat16"),
+    "half-to-float32": _whole_program("float16", "float32"),
+    "bfloat16-to-float32": _whole_program("bfloat16", "float32"),
+    "region-in-dtype-of-model": Maker(dtype_edits.region_in_dtype_of_model, tried_as="autocast-dtype-of-model"),
+    "region-without-cache": Maker(dtype_edits.region_without_cache),
+    "region-on-device": Maker(
+        dtype_edits.region_on_device, instead="Name the device that the tensors are on in `torch.autocast`."
+    ),
+    "custom-function-decorators": Maker(dtype_edits.custom_function_decorators),
+    "without-integer-cast": Maker(dtype_edits.without_integer_cast),
+    "plain-linear-only": Maker(
+        dtype_edits.plain_linear_only,
+        remark="The edit leaves layers of a subclass of nn.Linear unpacked, so they keep their memory.",
+    ),
+    "dequantized-weights": Maker(
+        dtype_edits.dequantized_weights, remark="The edit unpacks these weights in each call."
+    ),
+    "shard-apart": Maker(
+        dtype_edits.shard_apart, remark="The edit gives these modules a unit, and an all-gather, of their own."
+    ),
+    "lower-learning-rate": Maker(value_edits.lower_learning_rate, remark="The edit divides it by 100."),
+    "keep-in-domain": Maker(
+        value_edits.keep_in_domain, remark="Where the edit bounds or replaces what it gets, the result is another one."
+    ),
+    "finite-mask": Maker(value_edits.finite_mask),
+    "finite-fill": Maker(
+        value_edits.finite_fill,
+        remark="The edit fills in -1e4, which a mean survives: choose a value that fits the scale of yours.",
+    ),
+    "smaller-masks": Maker(
+        value_edits.smaller_masks,
+        remark="The edit masks with an eighth of it, so that the sum of several masks and the scores is finite too.",
+    ),
+    "skip-batch": Maker(
+        value_edits.skip_batch,
+        remark="The edit leaves such batches out of the training; where their values come from it does not say.",
+    ),
+    "optimizer-after-model": Maker(value_edits.optimizer_after_model),
+    "step-where-gradients": Maker(
+        value_edits.step_where_gradients,
+        remark="The edit skips an optimizer without gradients, as its step without a scaler does: what it holds is not trained.",
+    ),
+    "without-scaler": Maker(value_edits.without_scaler),
+    "without-compiler": Maker(
+        value_edits.without_compiler,
+        remark="The edit runs it uncompiled, in plain PyTorch's time.",
+        tried_as="compile-off",
+    ),
+    "compiled-for-any-size": Maker(value_edits.compiled_for_any_size),
+    "counter-in-tensor": Maker(
+        value_edits.counter_in_tensor,
+        remark="The edit keeps the number in a tensor, which is an input of the compiled code and no part of it.",
+    ),
 }
 
 

@@ -130,11 +130,6 @@ class Source:
         found = (one for one in ast.walk(self.tree) if isinstance(one, kinds))
         return sorted((one for one in found if self.start(one) <= start and end <= self.end(one)), key=self.start)
 
-    def value_around(self, node: ast.expr) -> ast.expr | None:
-        """The whole value that ``node`` is a part of, which its statement returns or assigns."""
-        statements: list[ast.Return | ast.Assign] = self.around(node, ast.Return, ast.Assign)
-        return statements[-1].value if statements else None
-
     def before(self, statement: ast.stmt, *lines: str) -> list[Change]:
         """Lines before a statement, as far to the right; none where something else stands before it on its line."""
         begin = self.at(statement.lineno, 0)

@@ -4,14 +4,13 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 
-from dtypedoctor.diagnosis.dtype_edits import half_in_float32, returned
+from dtypedoctor.diagnosis.dtype_edits import half_in_float32
 from dtypedoctor.diagnosis.ops import MASKING, graph_of, has_inf, mask_before, overload_free
 from dtypedoctor.diagnosis.scene import (
     Change,
     Changes,
     Scene,
     Source,
-    cast,
     has_torch,
     in_calls,
     names_a_module,
@@ -96,85 +95,6 @@ def _names_of_operator(scene: Scene) -> set[str]:
 
 def _family(scene: Scene) -> str:
     return overload_free(scene.finding.op or "").rstrip("_")
-
-
-def in_wider_dtype(scene: Scene) -> list[Changes]:
-    """Computes what returned NaN or inf in a wider dtype, in which nothing that matters is rounded away.
-
-    That is the argument, and back at the end of the statement or of the function that it is in; or all of this function.
-    """
-    found, dtype = scene.failing_line(), scene.finding.dtype
-    is_wanted = scene.finding.id != "domain-error" or _is_beyond_float32(scene)
-    if found is None or dtype not in ("float16", "bfloat16", "float32") or not is_wanted:
-        return []
-    source, line = found
-    wide = cast(wider(scene))
-    # A function may get tensors of other dtypes as well: what it computes with says what to return
-    on_line = [op for op in graph_of(scene.trace).ops if op.source == scene.finding.source]
-    is_alike = bool(on_line) and {tensor.dtype for op in on_line for tensor in op.inputs} == {dtype}
-    made: list[list[Change]] = []
-    function = None
-    for node in source.on_line(line):
-        whole, argument = source.value_around(node), _in_question(node)
-        function = next(iter(source.around(node, ast.FunctionDef)[-1:]), None)
-        if whole is None or argument is None or (operand := _operand(argument)) is None:
-            continue
-        same = (
-            one for one in ast.walk(argument) if isinstance(one, ast.expr) and source.text(one) == source.text(operand)
-        )
-        widened = [change for one in same for change in source.after(one, wide)]
-        is_own = is_alike and function is not None and isinstance(operand, ast.Name)
-        narrow = f".to({source.text(operand)}.dtype)" if is_own else cast(dtype)
-        made.append([*widened, *source.after(whole, narrow)])
-        # What follows in a script may be of any dtype
-        made.append([*widened, *(returned(source, function, narrow) if function is not None else [])])
-    if function is not None:
-        made.append(_computed_in(source, function, wide, "" if is_alike else cast(dtype)))
-    return [(source, changes) for changes in made if changes]
-
-
-def wider(scene: Scene) -> str:
-    """The dtype in which what the finding tells of is finite."""
-    is_half = scene.finding.dtype in ("float16", "bfloat16")
-    return "float32" if is_half and not _is_beyond_float32(scene) else "float64"
-
-
-def _is_beyond_float32(scene: Scene) -> bool:
-    """Whether float64 holds the result of the operator that the finding names, and float32 does not."""
-    finding, graph = scene.finding, graph_of(scene.trace)
-    return any(graph.is_beyond_float32(op) for op in graph.ops if (op.op, op.source) == (finding.op, finding.source))
-
-
-def _computed_in(source: Source, function: ast.FunctionDef, wide: str, narrow: str) -> list[Change]:
-    """Casts the arguments of a function that have no default where it begins, and what it returns back: to that of the first where ``narrow`` is empty."""
-    arguments = [*function.args.posonlyargs, *function.args.args]
-    names = [one.arg for one in arguments[: len(arguments) - len(function.args.defaults)]]
-    given = [name for name in names if name not in ("self", "cls")]
-    casts = [f"{name} = {name}{wide}" for name in given]
-    if given and not narrow:
-        casts.insert(0, f"dtype_before = {given[0]}.dtype")
-        narrow = ".to(dtype_before)"
-    body, back = function.body[ast.get_docstring(function) is not None :], returned(source, function, narrow)
-    return [*source.before(body[0], *casts), *back] if casts and body and back else []
-
-
-def _in_question(node: ast.expr) -> ast.expr | None:
-    """What a division divides by, or what a function with a domain is of."""
-    if isinstance(node, ast.BinOp):
-        return node.right if isinstance(node.op, ast.Div) else None
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ARGUMENT:
-        return _argument(node, node.func, 0)
-    return None
-
-
-def _operand(node: ast.expr | None) -> ast.expr | None:
-    """The tensor that an expression begins with: ``x`` of ``torch.clamp(x.norm(), min=1e-10) + 1e-8``. What a module returns is one itself."""
-    if isinstance(node, ast.BinOp):
-        return _operand(node.left) or _operand(node.right)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        inner = next(iter(node.args), None) if names_a_module(node.func.value) else node.func.value
-        return _operand(inner) if inner is None or ast.unparse(inner) not in ("self", "cls", *_NUMBERS) else node
-    return node if isinstance(node, ast.Name | ast.Attribute | ast.Subscript | ast.Call) else None
 
 
 _DIVISIONS = frozenset({"div", "divide", "true_divide"})

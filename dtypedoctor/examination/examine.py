@@ -18,7 +18,7 @@ from dtypedoctor.analysis import analysis_of, ending_of, said_of_caught, with_ca
 from dtypedoctor.diagnosis import preflight, spec_of
 from dtypedoctor.diagnosis.checkpoint import Intent, is_checkpoint, read_checkpoint
 from dtypedoctor.diagnosis.distributed import across_ranks
-from dtypedoctor.diagnosis.edits import ON_THE_OPERATOR, TRIED_AS, advise
+from dtypedoctor.diagnosis.edits import MAKERS, advise
 from dtypedoctor.diagnosis.nonfinite_origin import is_unsettled
 from dtypedoctor.diagnosis.rule import SILENT, Advice, Confidence, Edit, Excerpt, Finding, Severity
 from dtypedoctor.diagnosis.wording import class_of_named, named_in
@@ -38,7 +38,7 @@ from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import EAGER, ReplayedCall
 from dtypedoctor.trace.records.silent import RoundedUse
 
-MOST_TRIALS = 8
+MOST_TRIALS = 12
 """Runs with an edit, at most."""
 PARTS = 4
 """Lines of an edit that are tried one by one, once all of them together help."""
@@ -159,7 +159,8 @@ class EditTrials:
 
     def _call(self, finding: Finding, maker: str) -> tuple[str | None, str]:
         """How what the edit does was tried without it (None: not at all), and why it does not help."""
-        fix = TRIED_AS.get(maker)
+        made_by = MAKERS.get(maker)
+        fix = made_by.tried_as if made_by is not None else None
         for trial in filter(_was_tried, self.trials):
             if trial.remedy == fix:
                 return "run", _why_not(trial)
@@ -169,7 +170,7 @@ class EditTrials:
                 return "call", _why_not(row)
 
         # The operator alone was made again with what the edit does: that is what proves the finding
-        is_proven = maker in ON_THE_OPERATOR and finding.proven_by is not None
+        is_proven = made_by is not None and made_by.on_operator and finding.proven_by is not None
         return ("call" if is_proven else None), ""
 
 

@@ -178,7 +178,7 @@ def test_what_a_function_returns_gets_the_dtype_that_it_has_been_called_with(tmp
     finding = {"id": "rounds-out-of-domain", "dtype": "float16", "op": "aten.div.Tensor", "source": "train.py:3"}
     known = TraceBuilder()
     known.op("aten.div.Tensor", "", [tensor(1, dtype="float16")], [tensor(2, dtype="float16")], source="train.py:3")
-    cast = "    return (x / (x.to(torch.float32).norm() + eps)).to({})"
+    cast = "    return (x.to(torch.float32) / (x.to(torch.float32).norm() + eps)).to({})"
     assert cast.format("x.dtype") in edited(program(tmp_path, text, known, **finding), "in-wider-dtype")
     assert cast.format("torch.float16") in edited(program(tmp_path, text, **finding), "in-wider-dtype")
 
@@ -234,7 +234,7 @@ def test_a_step_without_gradients_is_skipped_where_others_have_some(
 @pytest.mark.parametrize(
     ("line", "call", "op", "tensors", "cast"),
     [
-        ("y = (e - q).inverse()", "(e - q).inverse()", "aten.linalg_inv_ex.default", 1, "y = (e - q).to(torch.float32).inverse()"),
+        ("y = (e - q).inverse()", "(e - q).inverse()", "aten.linalg_inv_ex.default", 1, "y = (e.to(torch.float32) - q.to(torch.float32)).inverse()"),
         ("y = -torch.cdist(a, b)", "torch.cdist(a, b)", "aten._cdist_forward.default", 2, "y = -torch.cdist(a.to(torch.float32), b.to(torch.float32))"),
         ("y = torch.fft.fft(x, dim=-1).real", "torch.fft.fft(x, dim=-1)", "aten.fft_fft.default", 1, "y = torch.fft.fft(x.to(torch.float32), dim=-1).real"),
     ],
@@ -247,25 +247,25 @@ def test_all_operands_of_what_lacks_a_dtype_are_cast(
     program(tmp_path, line)
     builder = failing(tmp_path, (2, call, ""), op=op, inputs=[tensor(n + 1, dtype="bfloat16") for n in range(tensors)])
     read = program(tmp_path, line, builder, id="unsupported-dtype", dtype="bfloat16")
-    ways = ["".join(edit.new for edit in edits) for edits, _ in edits_for(read, ("cast-around",))]
-    assert ways[0] == cast
+    ways = ["".join(edit.new for edit in edits) for edits, _ in edits_for(read, ("in-wider-dtype",))]
+    assert cast in ways
     value = cast.removeprefix("y = ")
-    assert f"y = {value}.to(torch.bfloat16)" in ways or f"y = ({value}).to(torch.bfloat16)" in ways
+    assert ways[0] in (f"y = {value}.to(torch.bfloat16)", f"y = ({value}).to(torch.bfloat16)")
 
 
 @pytest.mark.parametrize(
     ("line", "cast"),
     [
         ("y = torch.clamp(x, min=1e-10).log10()", "y = torch.clamp(x.to(torch.float32), min=1e-10).log10().to(torch.float16)"),
-        ("y = x / (self.net(x).norm() + 1e-8)", "y = (x / (self.net(x).to(torch.float32).norm() + 1e-8)).to(torch.float16)"),
-        ("y = x / 1e-8", ""),
+        ("y = x / (self.net(x).norm() + 1e-8)", "y = (x.to(torch.float32) / (self.net(x).to(torch.float32).norm() + 1e-8)).to(torch.float16)"),
+        ("y = float(self.ratio) / len(rows)", ""),
     ],
-    ids=["clamped", "an epsilon", "a number"],
+    ids=["clamped", "an epsilon", "numbers"],
 )  # fmt: skip
 def test_an_argument_whose_guard_is_rounded_away_is_computed_in_float32_first(
     tmp_path: Path, line: str, cast: str
 ) -> None:
-    """From the tensor that it begins with; a bound, which changes values that were right, comes after it."""
+    """From the tensors that it begins with, be they what a module returns; a bound, which changes values that were right, comes after it."""
     read = program(tmp_path, line, id="rounds-out-of-domain", dtype="float16", source="train.py:2")
     assert edited(read, "in-wider-dtype") == cast
 
@@ -345,7 +345,8 @@ def test_what_float32_rounds_is_computed_in_float64_and_never_bounded(
         for edit in edits:
             lines[edit.line - 1] = edit.new
         made.append("\n".join(lines[1:]))
-    assert made == [textwrap.dedent(way).strip("\n") for way in ways]
+    assert {textwrap.dedent(way).strip("\n") for way in ways} <= set(made)
+    assert not any("clamp" in way for way in made)
 
 
 def test_the_argument_that_the_operand_is_is_cast(tmp_path: Path) -> None:
@@ -593,14 +594,6 @@ def test_a_table_of_precisions_stays_true(maker: str, given: str, after: str, tm
     assert edited(program(tmp_path, TABLE + unknown, dtype=dtype), maker) not in ("", TABLE + unknown)
 
 
-def test_weights_that_a_library_has_cast_are_no_reason_to_change_other_casts(tmp_path: Path) -> None:
-    """A trainer casts the model; a copy that the program makes for a comparison has nothing to do with it."""
-    text = "before = net.weight.bfloat16()"
-    weights = parameter("weight", "bfloat16", (9, 9, 0, 4), set_at="/site-packages/trainer.py:9")
-    assert edited(program(tmp_path, text, None, weights), "bfloat16-to-float32") == ""
-    assert edited(program(tmp_path, text), "bfloat16-to-float32") != ""
-
-
 def test_a_counter_of_another_class_stays_as_it_is(tmp_path: Path) -> None:
     """A class without ``forward`` is no module; a loop over a range counts in whole numbers; more sizes do not help."""
     text = """
@@ -661,7 +654,7 @@ def test_a_line_that_rounds_is_computed_wider_by_the_dtype_that_it_takes_or_by_i
 ) -> None:
     """Whatever names the dtype: an attribute of something, a variable, another tensor; without any, the cast of what is computed with."""
     read = program(tmp_path, line, id="rounded-result", dtype=dtype, source="train.py:2")
-    made = [edits[0].new for edits, _ in edits_for(read, ("uncast-line",)) if edits]
+    made = [edits[0].new for edits, _ in edits_for(read, ("in-wider-dtype",)) if edits]
     assert made[: len(ways)] == ways
     assert ways or not made
 
@@ -674,7 +667,7 @@ def test_what_a_function_computes_wider_it_returns_as_before(tmp_path: Path) -> 
             return table[t] * x + noise
     """
     read = program(tmp_path, text, id="rounded-result", dtype="bfloat16", source="train.py:3")
-    _, (edits, _), *_ = edits_for(read, ("uncast-line",))
+    _, (edits, _), *_ = edits_for(read, ("in-wider-dtype",))
     assert [edit.new.strip() for edit in edits] == [
         "table = alphas.to(torch.float32)",
         "return (table[t] * x + noise).to(torch.bfloat16)",

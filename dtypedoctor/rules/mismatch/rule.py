@@ -281,7 +281,7 @@ SPECS = (
         ),
         do_this="Cast the operands of `{op}` in {module} to float32, and its result back where what follows needs that: `f(x.float()).to(x.dtype)`.",
         instead=_instead,
-        edits=("cast-exported", "cast-around"),
+        edits=("in-wider-dtype",),
     ),
     FSDP_MIXED_DTYPES,
     FindingSpec(

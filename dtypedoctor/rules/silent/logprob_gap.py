@@ -33,7 +33,7 @@ SPEC = FindingSpec(
     references=("https://github.com/huggingface/trl/pull/3867", "https://github.com/sail-sg/Precision-RL/issues/10"),
     do_this="Compute both log-probabilities in one dtype, in and out of autocast alike, and keep them in float32.",
     instead=_of_decoding,
-    edits=("uncast-line", "bfloat16-to-float32"),
+    edits=("in-wider-dtype", "bfloat16-to-float32"),
 )
 
 GAP = 1e-3

@@ -77,7 +77,7 @@ ROUNDED_INDICES = FindingSpec(
     ),
     do_this="Leave whole numbers in integers, or in float32, from where they are made or counted to where they look something up: cast no ids with a batch to "
     "{dtype}.",
-    edits=("uncast-line",),
+    edits=("in-wider-dtype",),
 )
 
 
@@ -198,7 +198,7 @@ ROUNDED_ROTARY_BUFFER = FindingSpec(
         "https://github.com/NVIDIA-NeMo/Automodel/pull/2549",
     ),
     do_this="Compute the rotary table in float32, its positions and angles included, and leave it there.",
-    edits=("uncast-line", "bfloat16-to-float32", "set-float32"),
+    edits=("in-wider-dtype", "bfloat16-to-float32", "set-float32"),
     instead=_harmless_table,
 )
 
@@ -370,7 +370,7 @@ ROUNDED_RESULT = FindingSpec(
     ),
     do_this="Compute what is decided by (positions, schedules, distances, counts) in {wider}, from the line that first rounds it on.",
     without_edit=_of_float32,
-    edits=("uncast-line", "half-to-float32", "bfloat16-to-float32"),
+    edits=("in-wider-dtype", "half-to-float32", "bfloat16-to-float32"),
 )
 
 FEWEST = 0.05
