@@ -3,7 +3,7 @@
 import ast
 import builtins
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from dtypedoctor.diagnosis import spec_of
@@ -670,20 +670,6 @@ def _may_be_narrow(dtype: str, wide: str) -> bool:
     return dtype != f"torch.{wide}" and (module != "torch" or name in DTYPES)
 
 
-def region_in_dtype_of_model(scene: Scene) -> Changes | None:
-    """The autocast region gets the dtype of the model's weights; Accelerate refuses float16 on a CPU."""
-    wanted = scene.most_weights or ""
-
-    def named(option: str, text: str) -> Callable[[Source, ast.Call], list[Change]]:
-        return lambda source, call: [source.instead(k.value, text) for k in call.keywords if k.arg == option]
-
-    made = in_calls(scene, "autocast", named("dtype", f"torch.{wanted}"))
-    short = {"bfloat16": "bf16"} if scene.device == "cpu" else {"bfloat16": "bf16", "float16": "fp16"}
-    if made is not None or wanted not in short:
-        return made
-    return in_calls(scene, "", named("mixed_precision", f'"{short[wanted]}"'))
-
-
 def region_without_cache(scene: Scene) -> Changes | None:
     """The autocast region keeps no cast copies of weights."""
     return in_calls(scene, "autocast", lambda source, call: with_keyword(source, call, "cache_enabled=False"))
@@ -700,9 +686,6 @@ def region_on_device(scene: Scene) -> Changes | None:
 
     return in_calls(scene, ("autocast", "custom_fwd", "custom_bwd"), moved)
 
-
-MOST_UNITS = 4
-"""Modules that get a shard unit of their own, at most: of more, the layers' dtypes are to be made alike."""
 
 _CAST_BY_AUTOCAST = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "mv", "addmv"})
 
@@ -759,22 +742,6 @@ def _decorated(source: Source, cls: ast.ClassDef, device: str) -> list[Change]:
     return changes
 
 
-def without_integer_cast(scene: Scene) -> list[Changes]:
-    """Takes ``.to(other.dtype)`` away, which made integers of numbers, on the line that the finding names: a change for each; a dtype that is named stays."""
-    found = scene.failing_line()
-    ways: list[Changes] = []
-    for call in found[0].on_line(found[1]) if found is not None else ():
-        if found is None or not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
-            continue
-        if call.func.attr == "to" and call.args and ast.unparse(call.args[0]).endswith(".dtype"):
-            begin = found[0].end(call.func.value)
-            rest = found[0].data[begin:].lstrip()
-            if rest.startswith(b")"):  # what is cast stands in parentheses
-                begin = len(found[0].data) - len(rest) + 1
-            ways.append((found[0], [(begin, found[0].end(call), b"")]))
-    return ways
-
-
 def plain_linear_only(scene: Scene) -> Changes | None:
     """``type(x) is nn.Linear``: nn.MultiheadAttention multiplies with the weight of its output projection itself, which is of a subclass."""
     note = scene.parameters.get(f"{scene.finding.fqn}.out_proj.weight")
@@ -815,29 +782,20 @@ def _inside(scene: Scene) -> dict[str, ParameterNote]:
     return {name.removeprefix(begin): note for name, note in scene.parameters.items() if name.startswith(begin)}
 
 
-def shard_apart(scene: Scene) -> Changes | None:
-    """Shards the modules of the odd dtype by themselves, before the module that they are in."""
+def shard_apart(scene: Scene) -> list[Changes]:
+    """Shards the modules of the odd dtype by themselves, before the module that they are in: a change for each call that shards."""
     inside = _inside(scene).items()
     odd = [name for name, note in inside if note.dtype == scene.finding.dtype and not note.buffer]
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in odd)
-    if len(modules) > MOST_UNITS or not all(name.isidentifier() for name in modules):
-        return None
-    unit = scene.finding.fqn or ""
-    return in_calls(scene, "fully_shard", lambda source, call: _apart(source, call, unit, list(modules)))
-
-
-def _apart(source: Source, call: ast.Call, unit: str, modules: Sequence[str]) -> list[Change]:
-    """The same call for modules inside of ``unit``, where it is the call that shards that: in a loop over the list that it is an element of."""
-    around = source.around(call, ast.Expr)
-    if len(call.args) != 1 or not around:
-        return []
-    name = source.text(call.args[0])
-    loops = [loop for loop in source.around(call, ast.For) if ast.unparse(loop.target) == name]
-    in_list = f".{unit.rpartition('.')[0].rpartition('.')[2]}"
-    if bool(loops) != bool(unit) or not all(ast.unparse(loop.iter).endswith(in_list) for loop in loops):
-        return []
-    end = source.end(call.args[0])
-    begin, rest = (
-        source.data[start:stop].decode() for start, stop in ((source.start(call), end), (end, source.end(call)))
-    )
-    return source.before(around[-1], *(f"{begin}.{module}{rest}" for module in modules))
+    ways: list[Changes] = []
+    for source in scene.program_files():
+        for statement in source.every(ast.Expr):
+            call = statement.value
+            if isinstance(call, ast.Call) and source.text(call.func).endswith("fully_shard") and call.args:
+                unit, rest = (
+                    source.text(call.args[0]),
+                    source.data[source.end(call.args[0]) : source.end(call)].decode(),
+                )
+                modules = dict.fromkeys(f"{unit}.{name.rpartition('.')[0]}" for name in odd)
+                lines = [f"{source.text(call.func)}({module}{rest}" for module in modules]
+                ways.append((source, source.before(statement, *lines)))
+    return ways

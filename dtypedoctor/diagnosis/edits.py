@@ -467,13 +467,11 @@ MAKERS: Mapping[str, Maker] = {
     "half-to-bfloat16": _whole_program("float16", "bfloat16", tried_as="bfloat16"),
     "half-to-float32": _whole_program("float16", "float32"),
     "bfloat16-to-float32": _whole_program("bfloat16", "float32"),
-    "region-in-dtype-of-model": Maker(dtype_edits.region_in_dtype_of_model, tried_as="autocast-dtype-of-model"),
     "region-without-cache": Maker(dtype_edits.region_without_cache),
     "region-on-device": Maker(
         dtype_edits.region_on_device, instead="Name the device that the tensors are on in `torch.autocast`."
     ),
     "custom-function-decorators": Maker(dtype_edits.custom_function_decorators),
-    "without-integer-cast": Maker(dtype_edits.without_integer_cast),
     "plain-linear-only": Maker(
         dtype_edits.plain_linear_only,
         remark="The edit leaves layers of a subclass of nn.Linear unpacked, so they keep their memory.",
@@ -492,10 +490,6 @@ MAKERS: Mapping[str, Maker] = {
     "finite-fill": Maker(
         value_edits.finite_fill,
         remark="The edit fills in -1e4, which a mean survives: choose a value that fits the scale of yours.",
-    ),
-    "smaller-masks": Maker(
-        value_edits.smaller_masks,
-        remark="The edit masks with an eighth of it, so that the sum of several masks and the scores is finite too.",
     ),
     "skip-batch": Maker(
         value_edits.skip_batch,

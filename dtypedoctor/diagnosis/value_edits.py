@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from dtypedoctor.diagnosis.dtype_edits import half_in_float32
-from dtypedoctor.diagnosis.ops import MASKING, graph_of, has_inf, mask_before, overload_free
+from dtypedoctor.diagnosis.ops import MASKING, graph_of, mask_before, overload_free
 from dtypedoctor.diagnosis.scene import (
     Change,
     Changes,
@@ -187,10 +187,11 @@ def _infinities(source: Source) -> list[ast.expr]:
     return [node for node in given if ast.unparse(node) in _INFINITIES]
 
 
-def finite_mask(scene: Scene) -> Changes | None:
-    """Masks with the smallest finite number of the narrowest dtype that the mask has in the place of -inf, so that a row without any key stays finite.
+def finite_mask(scene: Scene) -> list[Changes]:
+    """Masks with a finite number in the place of -inf, so that a row without any key stays finite: the smallest of the narrowest dtype that the mask has.
 
-    That is on the line that has filled the mask, in whichever file; where that is not known, wherever the failing file fills one.
+    Then with one of which several can be added, in the place of the smallest too. That is on the line that has filled the mask, in whichever file; where
+    that is not known, wherever the failing file fills one.
     """
     graph = graph_of(scene.trace)
     here = (op for op in graph.ops if op.op == scene.finding.op and op.source == scene.finding.source)
@@ -198,18 +199,23 @@ def finite_mask(scene: Scene) -> Changes | None:
     at = scene.line_at(mask.fill.source or "") if mask is not None else None
     source = at[0] if at is not None else scene.failing_file()
     if source is None or not has_torch(source):
-        return None
+        return []
     values = _infinities(source)
     if at is not None:
         on_line = [node for node in ast.walk(source.tree) if isinstance(node, ast.expr) and _is_on(node, at[1])]
         masking = [node for node in on_line if _masks(source, node)]
         values = [node for node in masking if not any(node in ast.walk(one) for one in masking if one is not node)]
     dtype = mask.narrowest if mask is not None else scene.finding.dtype
-    changes = [source.instead(value, f"torch.finfo(torch.{dtype}).min") for value in values]
+    lowest = [source.instead(value, f"torch.finfo(torch.{dtype}).min") for value in values]
     for keyword in source.every(ast.keyword):
         if keyword.arg == "key_padding_mask" and isinstance(keyword.value, ast.Name):
-            changes += source.after(keyword.value, f" & ~{keyword.value.id}.all(-1, keepdim=True)")
-    return some(source, changes)
+            lowest += source.after(keyword.value, f" & ~{keyword.value.id}.all(-1, keepdim=True)")
+    lows = [node for node in source.every(ast.Attribute) if _LOWEST.fullmatch(source.text(node))]
+    ways = (lowest, [source.instead(value, "-1e4") for value in (*values, *lows)])
+    return [(source, changes) for changes in ways if changes]
+
+
+_LOWEST = re.compile(r"torch\.finfo\(.*\)\.min", re.DOTALL)
 
 
 def _is_on(node: ast.expr, line: int) -> bool:
@@ -234,24 +240,6 @@ def finite_fill(scene: Scene) -> Changes | None:
     return (
         some(source, [source.instead(value, "-1e4") for value in _infinities(source)]) if source is not None else None
     )
-
-
-def smaller_masks(scene: Scene) -> Changes | None:
-    """Masks with an eighth of the smallest finite number, where the sum of several masks left the range of the dtype."""
-    infinite = filter(_makes_infinity, scene.trace.all(Op))
-    places = [at for op in infinite if (at := scene.line_at(op.source or "")) is not None]
-    for source, _ in places[:1]:
-        lows = [node for node in source.every(ast.Attribute) if _LOWEST.fullmatch(source.text(node))]
-        return some(source, [source.instead(node, f"{source.text(node)} / 8") for node in lows])
-    return None
-
-
-def _makes_infinity(op: Op) -> bool:
-    """Whether a sum of finite numbers is -inf."""
-    return overload_free(op.op) == "add" and any(t.num_neginf for t in op.outputs) and not any(map(has_inf, op.inputs))
-
-
-_LOWEST = re.compile(r"torch\.finfo\(.*\)\.min", re.DOTALL)
 
 
 def skip_batch(scene: Scene) -> list[Changes]:

@@ -22,6 +22,7 @@ from dtypedoctor.diagnosis.edits import MAKERS, advise
 from dtypedoctor.diagnosis.nonfinite_origin import is_unsettled
 from dtypedoctor.diagnosis.rule import SILENT, Advice, Confidence, Edit, Excerpt, Finding, Severity
 from dtypedoctor.diagnosis.wording import class_of_named, named_in
+from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.errors import UsageError
 from dtypedoctor.examination.capsules import caught_in
 from dtypedoctor.examination.fixes import ABLATIONS, exec_option, remedy_named
@@ -258,10 +259,17 @@ def _remaining(finding: Finding, known: Collection[str], run: Run) -> Iterator[s
     """The finding again, unless it is a note now, and what was not there before: errors, and dtypes or a scaler that do not fit each other, which an edit of a part leaves."""
     milder = {Severity.INFO} - {finding.severity}
     for left in analysis_of(run.trace).findings:
-        if left.id == finding.id and left.severity not in milder:
+        if left.id == finding.id and left.severity not in milder and not _is_finer(left, finding):
             yield f"{left.id} recurs"
         elif left.id not in known and (left.severity is Severity.ERROR or _is_left_half_done(left)):
             yield f"{left.id} occurs"
+
+
+def _is_finer(left: Finding, finding: Finding) -> bool:
+    """Whether a finding is of another line that a wider dtype rounds: it was there before, below what is mended."""
+    left_dtype, dtype = DTYPES.get(left.dtype or ""), DTYPES.get(finding.dtype or "")
+    is_wider = left_dtype is not None and dtype is not None and left_dtype.epsilon < dtype.epsilon
+    return is_wider and left.source != finding.source and spec_of(finding.id).family is SILENT
 
 
 def _is_left_half_done(finding: Finding) -> bool:

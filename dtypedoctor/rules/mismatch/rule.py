@@ -145,7 +145,7 @@ SPECS = (
         ablations=("autocast-off", *OF_ANY_FINDING),
         needs="autocast-off",
         do_this="Give the autocast region the dtype of the model's weights ({other}).",
-        edits=("region-in-dtype-of-model", "weights-to-float32"),
+        edits=("weights-to-float32",),
     ),
     QUANT_STATE_DTYPE,
     FindingSpec(

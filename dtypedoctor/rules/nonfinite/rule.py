@@ -219,7 +219,7 @@ SPECS = (
             "Mask with the smallest finite number of the dtype that the scores have, so that a row without any key stays finite: with -inf it is NaN, also where a "
             "cast to half precision has made -inf of float32's smallest number."
         ),
-        edits=("finite-mask", "smaller-masks"),
+        edits=("finite-mask",),
     ),
     FindingSpec(
         id="backward-overflow",

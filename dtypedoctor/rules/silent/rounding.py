@@ -31,7 +31,7 @@ FLOAT_TO_INT_CAST = FindingSpec(
     family=SILENT,
     references=("https://github.com/unslothai/unsloth-zoo/pull/482",),
     do_this="Cast activations to the dtype that is computed in, never to that of an index or of a packed weight ({dtype}).",
-    edits=("without-integer-cast",),
+    edits=("in-wider-dtype",),
 )
 
 
