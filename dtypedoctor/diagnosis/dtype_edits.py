@@ -27,6 +27,7 @@ from dtypedoctor.diagnosis.scene import (
 )
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, ParameterNote
+from dtypedoctor.trace.records.silent import RoundedUse
 
 
 def cast_operand(scene: Scene) -> Changes | list[Changes] | None:
@@ -476,57 +477,75 @@ _GIVES = (ast.Call, ast.keyword, ast.Assign, ast.AnnAssign, ast.arguments, ast.S
 
 
 def in_wider_dtype(scene: Scene) -> list[Changes]:
-    """Computes what the finding's line computes in a wider dtype: a change for each way, the trial tells which helps.
+    """Computes what the finding's line computes in a wider dtype, or else what the lines compute that use it: a change for each way, the trial tells which helps."""
+    narrow, is_undefined = scene.finding.dtype, scene.finding.id == "domain-error"
+    if narrow in (None, "float64") or (is_undefined and not is_beyond_float32(scene)):
+        return []
+    of_cause = (seen.what for seen in scene.trace.observed(RoundedUse) if seen.what.made_at == scene.finding.source)
+    places = [scene.finding.source or "", *(line for what in of_cause for line in (what.source, what.used_at))]
+    lines = [at for place in dict.fromkeys(places) if (at := scene.line_at(place)) is not None]
+    return [way for source, line in lines for way in _line_in_wider_dtype(scene, source, line)]
+
+
+def _line_in_wider_dtype(scene: Scene, source: Source, line: int) -> list[Changes]:
+    """The ways to compute a line in a wider dtype.
 
     That is by the dtypes that the line names, else by its operands, all or one of them: one of a wider dtype makes the result of most operators wider. With
     a cast back at the end of the statement, or where the function returns; or all of the function. Which operands are tensors is not known: the cast of a
     number raises in the trial.
     """
-    at, narrow = scene.failing_line(), scene.finding.dtype
-    if (
-        at is None
-        or narrow in (None, "float64")
-        or (scene.finding.id == "domain-error" and not is_beyond_float32(scene))
-    ):
-        return []
-    (source, line), wide = at, wider(scene)
+    narrow, wide = scene.finding.dtype or "", wider(scene)
     nodes = [node for node in ast.walk(source.tree) if getattr(node, "lineno", 0) == line]
     expressions = [node for node in nodes if isinstance(node, ast.expr)]
     named = [change for node in nodes for change in _in_place_of_dtype(source, node, wide)]
-    operands = _widened(source, expressions, wide, named)
-    everything = [change for changes in operands.values() for change in changes]
-    first = named or everything
-    if not first:
-        return []
+    if narrow not in DTYPES:  # an integer dtype, in which fractions are cut off: what is cast on from it is as it was
+        return [(source, [change]) for change in named]
+    operands: dict[str, list[ast.expr]] = {}
+    for node in filter(partial(_is_operand, source), expressions):
+        operands.setdefault(source.text(node), []).append(node)
+    everything = [one for nodes in operands.values() for one in nodes]
+
+    def widened(nodes: Sequence[ast.expr]) -> list[Change]:
+        casts = [change for node in nodes for change in source.after(node, cast(wide))]
+        return [one for one in casts if not any(begin <= one[0] <= end for begin, end, _ in named)]
 
     function, back = function_around(source, expressions[0]), cast(narrow)
     own = next((name for name in operands if name.isidentifier()), None)
     if own is not None and isinstance(function, ast.FunctionDef) and _is_alike(scene):
         back = f".to({own}.dtype)"  # others may call the function with another one
     alone = list(operands.values()) if not named and 1 < len(operands) <= MOST_OPERANDS else []
-    wide_to_the_end, with_return, last = [first, *alone], [], []
-    if named:
-        wide_to_the_end.append([*named, *everything])
+    here = [[*widened(nodes), *_narrowed(source, nodes, back)] for nodes in (everything, *alone)]
+    first = named or widened(everything)
+    ways = [first, *map(widened, alone), [*named, *widened(everything)]]
+    last: list[Change] = []
     if isinstance(function, ast.FunctionDef) and (at_return := returned(source, function, back)):
-        with_return, last = [[*first, *at_return]], [_computed_in(source, function, cast(wide), back)]
-    narrowed = _narrowed(source, expressions[0], back)
-    here = [[*changes, *narrowed] for changes in (first, *alone)] if narrowed else []
-    # What is undefined may fit the dtype again at the end of the statement; what is rounded is rounded again there
+        ways.insert(1, [*first, *at_return])
+        last = _computed_in(source, function, cast(wide), back)
+    # What is undefined may fit the dtype again where it goes on; what is rounded is rounded again there
     is_rounded = spec_of(scene.finding.id).family is SILENT
-    ways = [first, *with_return, *wide_to_the_end, *here] if is_rounded else [*here, *wide_to_the_end, *with_return]
-    return [(source, list(dict.fromkeys(changes))) for changes in (*ways, *last) if changes]
+    ways = [*ways, *(here if not named else []), last] if is_rounded else [*here, *ways, last]
+    return [(source, list(dict.fromkeys(changes))) for changes in ways if changes and first]
 
 
-def _narrowed(source: Source, node: ast.expr, back: str) -> list[Change]:
-    """What the statement that ``node`` is a part of returns or assigns, cast: each part of it, where it is several."""
-    statements: list[ast.Return | ast.Assign] = source.around(node, ast.Return, ast.Assign)
-    if not statements:
-        return []
-    value, is_several = statements[-1].value, isinstance(getattr(statements[-1], "targets", [None])[0], ast.Tuple)
-    if value is None or (is_several and isinstance(value, ast.Tuple)):
-        return []
-    text = f"[t{back} for t in {source.text(value)}]"
-    return [source.instead(value, text)] if is_several else source.after(value, back)
+def _narrowed(source: Source, nodes: Sequence[ast.expr], back: str) -> list[Change]:
+    """What torch computes from some expressions, cast where it goes on: each part of it, where several variables get it."""
+    changes: list[Change] = []
+    for node in dict.fromkeys(_computed_from(source, node) for node in nodes):
+        targets = getattr(source.parents.get(node), "targets", [])
+        if any(isinstance(target, ast.Tuple) for target in targets):
+            begin, end = source.start(node), source.end(node)
+            changes += [(begin, begin, f"[t{back} for t in ".encode()), (end, end, b"]")]
+        else:
+            changes += source.after(node, back)
+    return changes
+
+
+def _computed_from(source: Source, node: ast.expr) -> ast.expr:
+    """The largest expression that operators, methods and functions of torch compute from one."""
+    parent = source.parents.get(node)
+    is_of_torch = isinstance(parent, ast.Call) and (parent.func is node or names_a_module(parent.func))
+    goes_on = isinstance(parent, ast.BinOp | ast.UnaryOp | ast.Attribute) or is_of_torch
+    return _computed_from(source, parent) if goes_on and isinstance(parent, ast.expr) else node
 
 
 MOST_OPERANDS = 3
@@ -549,15 +568,6 @@ def _is_alike(scene: Scene) -> bool:
     """Whether all that the finding's line computes with has the dtype of the finding."""
     on_line = [op for op in graph_of(scene.trace).ops if op.source == scene.finding.source]
     return bool(on_line) and {tensor.dtype for op in on_line for tensor in op.inputs} == {scene.finding.dtype}
-
-
-def _widened(source: Source, nodes: Sequence[ast.expr], wide: str, named: Sequence[Change]) -> dict[str, list[Change]]:
-    """The operands among some expressions, each with what casts it where it stands; not inside of what is ``named`` and changes anyway."""
-    found: dict[str, list[Change]] = {}
-    for node in filter(partial(_is_operand, source), nodes):
-        cast_here = [one for one in source.after(node, cast(wide)) if not any(a <= one[0] <= b for a, b, _ in named)]
-        found.setdefault(source.text(node), []).extend(cast_here)
-    return found
 
 
 def _computed_in(source: Source, function: ast.FunctionDef, wide: str, back: str) -> list[Change]:
@@ -627,8 +637,9 @@ def _is_of_the_program(function: ast.expr) -> bool:
     root = function
     while isinstance(root, ast.Attribute):
         root = root.value
-    is_own = isinstance(root, ast.Name) and (root is function or root.id == "self")
-    return is_own and not hasattr(builtins, root.id) and not names_a_module(function)
+    if not isinstance(root, ast.Name) or hasattr(builtins, root.id) or names_a_module(function):
+        return False
+    return root is function or root.id == "self"
 
 
 _NO_TENSOR = re.compile(r"^(self|cls|math|np)$|dtype[^.]*$|\.shape\b")

@@ -418,6 +418,8 @@ def _whole_program(narrow: str, wide: str, tried_as: str | None = None) -> Maker
     drives = "Compute it in float32: rounding may drive it, and not the learning rate."
     return Maker(
         partial(dtype_edits.whole_program, narrow=narrow, wide=wide),
+        # what is said of findings in float16 names bfloat16
+        instead="Compute it in float32 in the place of float16." if (narrow, wide) == ("float16", "float32") else "",
         of={"divergence": drives} if to_float32 else {},
         remark="The edit computes all of it in float32: the simplest change, and the slowest." if to_float32 else "",
         tried_as=tried_as,

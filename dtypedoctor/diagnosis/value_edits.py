@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 from dtypedoctor.diagnosis.dtype_edits import half_in_float32
 from dtypedoctor.diagnosis.ops import MASKING, graph_of, mask_before, overload_free
@@ -293,33 +294,17 @@ def _stepped(scene: Scene) -> tuple[Source, ast.Expr, str] | None:
     return (found[0], statements[0], call.args[0].id) if statements else None
 
 
-def optimizer_after_model(scene: Scene) -> Changes | None:
-    """Makes the optimizer after the last statement that gives the model another layer."""
+def optimizer_after_model(scene: Scene) -> list[Changes]:
+    """Makes the optimizer after a statement that gives something another attribute or element, as a model a new layer: a change for each, the last first."""
     at = _stepped(scene)
+    ways: list[Changes] = []
     for made in at[0].every(ast.Assign) if at is not None else ():
-        if at is None or ast.unparse(made.targets[0]) != at[2]:
+        if at is None or ast.unparse(made.targets[0]) != at[2] or made.lineno != made.end_lineno:
             continue
-        following = _after_last_change(at[0], made, at[2])
-        moved = at[0].before(following, at[0].text(made)) if following is not None else []
-        if moved and made.lineno == made.end_lineno:
-            return at[0], [at[0].without(made), *moved]
-    return None
-
-
-def _after_last_change(source: Source, made: ast.Assign, name: str) -> ast.stmt | None:
-    """The statement behind the last, in the block in which an optimizer is made, that assigns to an attribute of the optimizer's model.
-
-    None where there is none, or where something before it uses the optimizer.
-    """
-    call = made.value
-    model = ast.unparse(call.args[0]).partition(".")[0] if isinstance(call, ast.Call) and call.args else ""
-    later = _behind(source, made)
-    following = None
-    for number, statement in enumerate(later[:-1]):
-        if isinstance(statement, ast.Assign) and _belongs(statement.targets[0], model):
-            following = later[number + 1]
-    before = later[: later.index(following)] if following is not None else []
-    return None if any(_names(statement, name) for statement in before) else following
+        for statement, following in pairwise(_behind(at[0], made)):
+            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Attribute | ast.Subscript):
+                ways.append((at[0], [at[0].without(made), *at[0].before(following, at[0].text(made))]))
+    return ways[::-1]
 
 
 def _behind(source: Source, statement: ast.stmt) -> list[ast.stmt]:
@@ -332,14 +317,6 @@ def _behind(source: Source, statement: ast.stmt) -> list[ast.stmt]:
 def _names(node: ast.AST, name: str) -> bool:
     """Whether a variable is used in a part of a file."""
     return any(isinstance(one, ast.Name) and one.id == name for one in ast.walk(node))
-
-
-def _belongs(target: ast.expr, model: str) -> bool:
-    """Whether ``target`` is an attribute of the model, or an element of one."""
-    inside = isinstance(target, ast.Attribute | ast.Subscript)
-    while isinstance(target, ast.Attribute | ast.Subscript):
-        target = target.value
-    return inside and isinstance(target, ast.Name) and target.id == model
 
 
 def step_where_gradients(scene: Scene) -> Changes | None:

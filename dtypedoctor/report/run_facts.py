@@ -21,8 +21,8 @@ STATUS = {
 }
 CONFIDENCE = {
     Confidence.PROVEN: "proven",
-    Confidence.LIKELY: "likely, not proven",
-    Confidence.POSSIBLE: "possible, not proven",
+    Confidence.LIKELY: "cause likely, not proven",
+    Confidence.POSSIBLE: "cause possible, not proven",
 }
 _SETTLED = "the operator, or the whole run, was repeated with one change, and the failure disappeared"
 _AS_LOADED, _AN_INPUT = "load-dtype", "model-input"

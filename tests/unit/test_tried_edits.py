@@ -12,12 +12,13 @@ from test_judge import raised, run, trained
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.rule import Advice, Confidence, Edit, Finding, Severity
-from dtypedoctor.examination.examine import SECONDS, EditTrials, edited_files, insane_losses, judge_edits
+from dtypedoctor.examination.examine import SECONDS, EditTrials, _remaining, edited_files, insane_losses, judge_edits
 from dtypedoctor.examination.results import Outcome, Trial
 from dtypedoctor.replay.capsule import Capsule
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Coverage, Metric, Observation, Observed
 from dtypedoctor.trace.records.execution import Unscaled
+from dtypedoctor.trace.records.silent import RoundedUse
 
 EDIT = Edit(file="train.py", line=3, old="m = m.half()", new="m = m.bfloat16()")
 OTHER = replace(EDIT, new="m = m.float()")
@@ -289,3 +290,26 @@ def test_the_edited_files_are_what_the_patch_makes_of_them() -> None:
     assert list(edited_files([gone, replace(EDIT, new="a\nb")]).values()) == ["\na\nb\n"]
     with pytest.raises(ValueError, match="has changed"):
         edited_files([replace(EDIT, old="something else")])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "line", "objections"),
+    [
+        ("float32", 9, []),
+        ("float16", 9, ["rounded-result recurs"]),
+        ("float32", 3, ["rounded-result recurs"]),
+    ],
+    ids=["what the wider dtype rounds elsewhere", "the same, one line on", "the same line"],
+)
+def test_what_a_wider_dtype_rounds_on_another_line_speaks_against_no_edit(
+    dtype: str, line: int, objections: list[str]
+) -> None:
+    """It was there before, below what the edit mends; what has only moved was not mended."""
+    trace = trained()
+    rounded = RoundedUse(
+        use="decision", op="aten.argmin.default", source="train.py:12", made_by="aten.sub.Tensor", made_at=f"train.py:{line}",
+        dtype=dtype, value="1", exact="2", changed=90, of=100,
+    )  # fmt: skip
+    trace.add(Observed(n=trace.n(), step=1, call=1, phase="forward", fqn=None, what=rounded))
+    finding = replace(FINDING, id="rounded-result", severity=Severity.WARNING, dtype="float16", source="train.py:3")
+    assert list(_remaining(finding, {"rounded-result"}, run(trace))) == objections
