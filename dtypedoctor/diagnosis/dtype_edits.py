@@ -3,7 +3,7 @@
 import ast
 import builtins
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from dtypedoctor.diagnosis import spec_of
@@ -400,12 +400,14 @@ def whole_program(scene: Scene, narrow: str, wide: str) -> Changes | None:
 
 def whole_file(source: Source, narrow: str, wide: str) -> list[Change]:
     """The same in a file; not in what is written to a checkpoint, which is cast again where it is loaded."""
-    saves = [call for call in source.every(ast.Call) if ast.unparse(call.func) == "torch.save"]
-    saved = {id(node) for call in saves for node in ast.walk(call)}
-    used = (node for node in ast.walk(source.tree) if id(node) not in saved)
-    changes = list(dict.fromkeys(change for node in used for change in in_place_of(source, node, narrow, wide)))
-    needless = scalers(source) if changes and narrow == "float16" else []
-    return changes + [change for call in needless for change in with_keyword(source, call, "enabled=False")]
+    saves = (call for call in source.every(ast.Call) if ast.unparse(call.func) == "torch.save")
+    saved = {node for call in saves for node in ast.walk(call)}
+    changes: list[Change] = []
+    for node in ast.walk(source.tree):
+        changes += in_place_of(source, node, narrow, wide) if node not in saved else []
+    for call in scalers(source) if changes and narrow == "float16" else ():
+        changes += with_keyword(source, call, "enabled=False")
+    return list(dict.fromkeys(changes))
 
 
 _METHODS = {"float16": "half", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
@@ -430,23 +432,31 @@ def in_place_of(source: Source, node: ast.AST, narrow: str, wide: str) -> list[C
 
 def _other_option(source: Source, option: ast.keyword, value: ast.Constant, narrow: str, wide: str) -> list[Change]:
     """``dtype="float16"``, ``mixed_precision="fp16"``, ``fp16=True``; not ``variant="fp16"``, which names a file."""
-    name, given, short = option.arg or "", value.value, _PRECISIONS[narrow]
-    if given == narrow and "dtype" in name:
+    name, short, other = option.arg or "", _PRECISIONS[narrow], _PRECISIONS[wide]
+    if name == short and value.value is True:
+        return _other_switch(source, option, value, other)
+    if value.value == narrow and "dtype" in name:
         return [source.instead(value, repr(wide))]
-    if any(one.value == given and isinstance(source.parents[one], ast.Dict) for one in source.every(ast.Constant)):
-        return []  # the key of a table of the program's own
-    if "precision" in name and given == short:
-        return [source.instead(value, repr(_PRECISIONS[wide]))]
-    if "precision" in name and str(given).startswith(f"{short.removeprefix('fp')}-"):
-        return [source.instead(value, repr("32-true" if wide == "float32" else f"bf16-{str(given)[3:]}"))]
-    if name != short or given is not True:
+    return _other_precision(source, value, short, other) if "precision" in name else []
+
+
+def _other_precision(source: Source, value: ast.Constant, short: str, other: str) -> list[Change]:
+    """``"fp16"``, or Lightning's ``"16-mixed"``; not the key of a table of the program's own."""
+    given, bits = str(value.value), f"{short.removeprefix('fp')}-"
+    keys = {key.value for table in source.every(ast.Dict) for key in table.keys if isinstance(key, ast.Constant)}
+    if given in keys or not (given == short or given.startswith(bits)):
         return []
-    call = source.parents[option]
-    other = [one.value for one in getattr(call, "keywords", []) if one.arg == _PRECISIONS[wide]]
-    if other or wide == "float32":
-        return [source.instead(value, "False"), *(source.instead(one, "True") for one in other)]
+    lightning = "32-true" if other == _PRECISIONS["float32"] else other + given[len(bits) - 1 :]
+    return [source.instead(value, repr(other if given == short else lightning))]
+
+
+def _other_switch(source: Source, option: ast.keyword, value: ast.Constant, other: str) -> list[Change]:
+    """``fp16=True``, which becomes ``bf16=True``; or ``fp16=False`` where there is such an option already, or none."""
+    given = [one.value for one in getattr(source.parents[option], "keywords", []) if one.arg == other]
+    if given or other == _PRECISIONS["float32"]:
+        return [source.instead(value, "False"), *(source.instead(one, "True") for one in given)]
     start = source.at(option.lineno, option.col_offset)
-    return [(start, start + len(short), _PRECISIONS[wide].encode())]
+    return [(start, start + len(option.arg or ""), other.encode())]
 
 
 def half_in_float32(source: Source, node: ast.AST) -> list[Change]:
@@ -481,10 +491,14 @@ def in_wider_dtype(scene: Scene) -> list[Changes]:
     narrow, is_undefined = scene.finding.dtype, scene.finding.id == "domain-error"
     if narrow in (None, "float64") or (is_undefined and not is_beyond_float32(scene)):
         return []
+    return [way for source, line in _rounding_lines(scene) for way in _line_in_wider_dtype(scene, source, line)]
+
+
+def _rounding_lines(scene: Scene) -> list[tuple[Source, int]]:
+    """The line that the finding names, then those that use what it has rounded."""
     of_cause = (seen.what for seen in scene.trace.observed(RoundedUse) if seen.what.made_at == scene.finding.source)
     places = [scene.finding.source or "", *(line for what in of_cause for line in (what.source, what.used_at))]
-    lines = [at for place in dict.fromkeys(places) if (at := scene.line_at(place)) is not None]
-    return [way for source, line in lines for way in _line_in_wider_dtype(scene, source, line)]
+    return [at for place in dict.fromkeys(places) if (at := scene.line_at(place)) is not None]
 
 
 def _line_in_wider_dtype(scene: Scene, source: Source, line: int) -> list[Changes]:
@@ -596,20 +610,23 @@ def _is_operand(source: Source, node: ast.expr) -> bool:
     What is written to, or goes to a function of the program that may write to it, is none: the write would go to the copy, and be lost. What a module or a
     function of the program returns is one, what torch computes from others is none itself.
     """
+    parent = source.parents.get(node)
     is_made = isinstance(node, ast.Call) and _is_of_the_program(node.func)
-    is_kept = isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Load)
-    is_other = names_a_module(node) or _NO_TENSOR.search(ast.unparse(node)) or _is_number(source, node)
-    if not is_made and (not is_kept or is_other):
+    if not is_made and not _may_be_tensor(source, node):
         return False
-    match parent := source.parents.get(node):
-        case ast.Attribute():
-            return _is_read_by_methods(source, node)
-        case ast.Call():
-            is_function = names_a_module(parent.func) and not source.text(parent.func).endswith("_")
-            return is_function and node in parent.args
-        case ast.BinOp() | ast.UnaryOp():
-            return True
-    return not is_made and isinstance(parent, ast.Return | ast.Assign | ast.AugAssign | ast.Tuple | ast.List)
+    if isinstance(parent, ast.Attribute):
+        return _is_read_by_methods(source, node)
+    if isinstance(parent, ast.Call):
+        is_function = names_a_module(parent.func) and not source.text(parent.func).endswith("_")
+        return is_function and node in parent.args
+    goes_on = ast.Return | ast.Assign | ast.AugAssign | ast.Tuple | ast.List
+    return isinstance(parent, ast.BinOp | ast.UnaryOp) or (not is_made and isinstance(parent, goes_on))
+
+
+def _may_be_tensor(source: Source, node: ast.expr) -> bool:
+    """Whether a variable, an attribute or an element is read that may be one: no namespace, dtype or index."""
+    is_read = isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Load)
+    return is_read and not (names_a_module(node) or _NO_TENSOR.search(ast.unparse(node)) or _is_number(source, node))
 
 
 def _is_number(source: Source, node: ast.expr) -> bool:
@@ -797,16 +814,18 @@ def shard_apart(scene: Scene) -> list[Changes]:
     """Shards the modules of the odd dtype by themselves, before the module that they are in: a change for each call that shards."""
     inside = _inside(scene).items()
     odd = [name for name, note in inside if note.dtype == scene.finding.dtype and not note.buffer]
-    ways: list[Changes] = []
-    for source in scene.program_files():
-        for statement in source.every(ast.Expr):
-            call = statement.value
-            if isinstance(call, ast.Call) and source.text(call.func).endswith("fully_shard") and call.args:
-                unit, rest = (
-                    source.text(call.args[0]),
-                    source.data[source.end(call.args[0]) : source.end(call)].decode(),
-                )
-                modules = dict.fromkeys(f"{unit}.{name.rpartition('.')[0]}" for name in odd)
-                lines = [f"{source.text(call.func)}({module}{rest}" for module in modules]
-                ways.append((source, source.before(statement, *lines)))
-    return ways
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in odd)
+    sharding = ((source, one) for source in scene.program_files() for one in source.every(ast.Expr))
+    ways = ((source, source.before(one, *_sharded(source, one.value, modules))) for source, one in sharding)
+    return [way for way in ways if way[1]]
+
+
+def _sharded(source: Source, call: ast.expr, modules: Iterable[str]) -> Iterator[str]:
+    """The same call for modules inside of what is sharded; none where a call does something else."""
+    if isinstance(call, ast.Call) and source.text(call.func).endswith("fully_shard") and call.args:
+        unit = call.args[0]
+        begin, rest = (
+            source.data[source.start(call) : source.end(unit)],
+            source.data[source.end(unit) : source.end(call)],
+        )
+        yield from (f"{begin.decode()}.{module}{rest.decode()}" for module in modules)

@@ -70,11 +70,11 @@ def _advice(scene: Scene, *, own_files: bool) -> Advice:
 
 def _way(scene: Scene, edits: tuple[Edit, ...], name: str) -> Advice:
     """One way to mend it, in words, and by edits where there are some."""
-    finding, spec, maker = scene.finding, spec_of(scene.finding.id), MAKERS.get(name)
-    sentence = maker.sentence_for(finding.id) if maker is not None else ""
-    sentence = sentence or (spec.without_edit(finding) if spec.without_edit and not edits else "")
+    finding, spec, maker = scene.finding, spec_of(scene.finding.id), MAKERS.get(name, NO_MAKER)
+    instead = maker.of.get(finding.id, maker.instead)
+    sentence = instead or (spec.without_edit(finding) if spec.without_edit and not edits else "")
     plain = _text(spec, scene, sentence)
-    text = f"{plain} {maker.remark if maker is not None else ''}".rstrip()
+    text = f"{plain} {maker.remark}".rstrip()
     return Advice(finding=finding.id, text=text, edits=edits, maker=name if edits else "", of_a_part=plain)
 
 
@@ -407,9 +407,9 @@ class Maker:
     of_weights: bool = False
     elsewhere: Callable[[Source], list[Change]] | None = None
 
-    def sentence_for(self, finding: str) -> str:
-        """What to do, as a sentence; empty where that of the finding stands."""
-        return self.of.get(finding, self.instead)
+
+NO_MAKER = Maker(lambda _: None)
+"""What is said where there is no edit: the sentence of the finding."""
 
 
 def _whole_program(narrow: str, wide: str, tried_as: str | None = None) -> Maker:

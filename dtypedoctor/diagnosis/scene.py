@@ -135,7 +135,7 @@ class Source:
         begin = self.at(statement.lineno, 0)
         indent = self.data[begin : self.start(statement)]
         text = b"".join(indent + line.encode() + b"\n" for line in lines)
-        return [(begin, begin, text)] if not indent.strip() else []
+        return [(begin, begin, text)] if text and not indent.strip() else []
 
     def indented(self, statement: ast.stmt, line: str) -> list[Change]:
         """``line`` before a statement, which stands below it, further to the right."""

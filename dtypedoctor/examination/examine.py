@@ -18,7 +18,7 @@ from dtypedoctor.analysis import analysis_of, ending_of, said_of_caught, with_ca
 from dtypedoctor.diagnosis import preflight, spec_of
 from dtypedoctor.diagnosis.checkpoint import Intent, is_checkpoint, read_checkpoint
 from dtypedoctor.diagnosis.distributed import across_ranks
-from dtypedoctor.diagnosis.edits import MAKERS, advise
+from dtypedoctor.diagnosis.edits import MAKERS, NO_MAKER, advise
 from dtypedoctor.diagnosis.nonfinite_origin import is_unsettled
 from dtypedoctor.diagnosis.rule import SILENT, Advice, Confidence, Edit, Excerpt, Finding, Severity
 from dtypedoctor.diagnosis.wording import class_of_named, named_in
@@ -160,8 +160,8 @@ class EditTrials:
 
     def _call(self, finding: Finding, maker: str) -> tuple[str | None, str]:
         """How what the edit does was tried without it (None: not at all), and why it does not help."""
-        made_by = MAKERS.get(maker)
-        fix = made_by.tried_as if made_by is not None else None
+        made_by = MAKERS.get(maker, NO_MAKER)
+        fix = made_by.tried_as
         for trial in filter(_was_tried, self.trials):
             if trial.remedy == fix:
                 return "run", _why_not(trial)
@@ -171,7 +171,7 @@ class EditTrials:
                 return "call", _why_not(row)
 
         # The operator alone was made again with what the edit does: that is what proves the finding
-        is_proven = made_by is not None and made_by.on_operator and finding.proven_by is not None
+        is_proven = made_by.on_operator and finding.proven_by is not None
         return ("call" if is_proven else None), ""
 
 
