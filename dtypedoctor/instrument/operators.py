@@ -38,7 +38,7 @@ from dtypedoctor._torch_private import (
     version_of,
     with_keys,
 )
-from dtypedoctor.instrument.statistics import HALF, measurable
+from dtypedoctor.instrument.statistics import HALF, holds_whole_numbers, measurable, real_of
 from dtypedoctor.interruptions import contained, noticing
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -252,16 +252,18 @@ def in_wider(
             return stand_ins[id(value)]
         if measurable(value):
             return value.to(dtype) if value.dtype in narrow else value.clone()
+        if real_of(value) is not value:  # its parts are numbers of a narrow dtype, too
+            return value.to(dtype.to_complex()) if value.dtype.to_real() in narrow else value.clone()
         return dtype if isinstance(value, torch.dtype) and value in narrow else value
 
     def made_real(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) else value
+        return value.to(dtype) if holds_whole_numbers(value) else value
 
     args, kwargs = for_wider(func, tree_map(widened, arguments))
     with contained():
         results = tensors_of(func(*args, **kwargs))
         operands = tensors_of((args, kwargs))
-        if results and results[0].dtype in narrow and not any(map(measurable, operands)):
+        if results and results[0].dtype in narrow and not any(map(measurable, map(real_of, operands))):
             # made of numbers or of whole numbers, in the default dtype, which is one for all threads
             takes = {"dtype": dtype} if any(a.name == "dtype" for a in schema_of(func).arguments) else {}
             args, kwargs = tree_map(made_real, (args, kwargs))

@@ -93,8 +93,8 @@ def holds_whole_numbers(value: Any) -> bool:
     return value.layout is torch.strided and not value.is_meta and not has_no_memory(value)
 
 
-def real_of(tensor: Tensor) -> Tensor:
-    """Real and imaginary parts of a dense complex tensor, side by side; any other tensor, and one that may not be read, as it is."""
+def real_of(tensor: Any) -> Any:
+    """Real and imaginary parts of a dense complex tensor, side by side; anything else, and a tensor that may not be read, as it is."""
     if type(tensor) not in _DENSE_TYPES or is_wrapped(tensor) or not tensor.is_complex():
         return tensor
     if tensor.layout is not torch.strided or tensor.is_meta or has_no_memory(tensor):

@@ -12,6 +12,7 @@ from watched import watched
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument import recorders
 from dtypedoctor.instrument.instruments import Instruments
+from dtypedoctor.instrument.operators import in_wider
 from dtypedoctor.instrument.replay import note_replay, replay_wider
 from dtypedoctor.instrument.statistics import extent_of
 from dtypedoctor.trace.events import Coverage, Op, Replay
@@ -174,3 +175,18 @@ def test_a_result_that_cannot_be_measured_is_not_said_to_be_finite(tmp_path: Pat
     wider, equal = replays_of(tmp_path, run)
     assert (wider.finite, bool(wider.note)) == (False, True)
     assert (equal.finite, equal.note) == (True, "")
+
+
+@pytest.mark.parametrize(
+    "func", [torch.ops.aten.abs.default, torch.ops.aten.angle.default, torch.ops.aten.view_as_real.default]
+)
+def test_real_numbers_of_complex_ones_are_made_of_both_parts_in_a_wider_dtype(
+    func: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    spectrum = torch.fft.rfft(torch.linspace(-1, 2, 32))
+
+    (exact,) = in_wider(func, ((spectrum,), {}), torch.float64, (torch.float32,), {})
+
+    assert exact.dtype is torch.float64
+    torch.testing.assert_close(exact, func(spectrum).double(), rtol=1e-4, atol=1e-4)
+    assert not recwarn.list
