@@ -322,14 +322,14 @@ def measured() -> None:
         (state_of_an_optimizer, "update-stall", 'state["v"].mul_(0.999)'),
         (buffer_anew, "update-stall", "self.mean = 0.9995 * self.mean"),
         (average_with_out, "update-stall", "torch.lerp(average"),
-        (through_float32, "update-stall", "wide = average.float()"),
+        (through_float32, "update-stall", "average.copy_(wide)"),
         (merge, "update-stall", "model.weight += (low @ high)"),
         (by_hand, "update-stall", "weight -= 1e-5 * weight.grad"),
         (rounded_number, "update-stall", 'state["v"].mul_(state["beta"])'),
         (steps_counted, "rounded-sum", "optimizer.step()"),
         (running_statistics, "rounded-result", "norm((torch.randn(32, 8) * 3 + 5)"),
-        (narrow_state, "update-stall", "wide = mean.float()"),
-        (flushed_state, "update-stall", "wide = mean.float()"),
+        (narrow_state, "update-stall", "wide.to(mean.dtype)"),
+        (flushed_state, "update-stall", "wide.to(mean.dtype)"),
         (half_of_the_way, "update-stall", "average.lerp_(weights"),
         (running_average, "rounded-result", "total *= (number - 1)"),
         (histogram, "update-stall", "counts[torch.tensor"),
@@ -442,10 +442,26 @@ def narrow_and_moving() -> None:
                 p.grad = None
 
 
-@pytest.mark.release(all_but=3)
+def compensation_in_place() -> None:
+    """A step by hand in a loop, and what each parameter loses by it in a tensor beside it."""
+    model = nn.Linear(16, 8).to(HALF)
+    lost = {parameter: torch.zeros_like(parameter) for parameter in model.parameters()}
+    for _ in range(8):
+        model(torch.randn(8, 16).to(HALF)).float().square().mean().backward()
+        with torch.no_grad():
+            for parameter, rest in lost.items():
+                change = -1e-4 * parameter.grad - rest  # type: ignore[operator]
+                moved = parameter + change
+                rest.copy_((moved - parameter) - change)
+                parameter.copy_(moved)
+                parameter.grad = None  # type: ignore[assignment]
+
+
+@pytest.mark.release(all_but=4)
 @pytest.mark.parametrize(
     "work",
     [
+        compensation_in_place,
         converges,
         merges_that_arrive,
         narrow_and_moving,

@@ -1028,7 +1028,7 @@ class StateCheck(Observer):
             self._tell_sums_of_once()
 
     def _tell_sums_of_once(self) -> None:
-        known = {state.home for state in self._followed.values() if state.line in self._told}
+        known = {state.home for state in self._followed.values() if state.judged or state.line in self._told}
         once = [state for state in self._merges if state.sums == 1 and state.home not in known]
         for line in {state.line for state in once} - set(self._told):
             self._tell_merges(line, [state for state in once if state.line == line])
