@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import dtypedoctor, report_of
+from command import forked, report_of
 
 PARALLEL = """
     import torch, torch.distributed as dist
@@ -70,7 +70,7 @@ KEPT = """
 
 def rows_of(folder: Path, source: str, *options: str, arguments: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     (folder / "train.py").write_text(textwrap.dedent(source))
-    dtypedoctor("exec", "--once", "--out", "run", *options, "train.py", *arguments, cwd=folder, OMP_NUM_THREADS="1")
+    forked("exec", "--once", "--out", "run", *options, "train.py", *arguments, cwd=folder, OMP_NUM_THREADS="1")
     rows: list[dict[str, Any]] = report_of(folder / "run")["precisions"]
     return rows
 
