@@ -588,13 +588,27 @@ def _computed_in(source: Source, function: ast.FunctionDef, wide: str, back: str
     """Casts the arguments of a function that have no default where it begins, and what it returns back."""
     arguments = [*function.args.posonlyargs, *function.args.args]
     names = [one.arg for one in arguments[: len(arguments) - len(function.args.defaults)]]
-    given = [name for name in names if name not in ("self", "cls")]
+    given = [name for name in names if name not in ("self", "cls") and _is_only_read(source, function, name)]
     casts = [f"{name} = {name}{wide}" for name in given]
     if given and "torch." not in back:
         casts.insert(0, f"dtype_before = {given[0]}.dtype")
         back = ".to(dtype_before)"
     body = function.body[ast.get_docstring(function) is not None :]
     return [*source.before(body[0], *casts), *returned(source, function, back)] if casts and body else []
+
+
+def _is_only_read(source: Source, function: ast.FunctionDef, name: str) -> bool:
+    """Whether a function neither writes to an argument in place nor gives it to a function that may: what is written to a copy is lost."""
+    for node in ast.walk(function):
+        parent = source.parents.get(node) if isinstance(node, ast.Name) and node.id == name else None
+        writes = isinstance(parent, ast.Attribute) and parent.attr.endswith("_") and not parent.attr.endswith("__")
+        stores = isinstance(parent, ast.Subscript) and not isinstance(parent.ctx, ast.Load)
+        is_given = (
+            isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name) and not names_a_module(parent.func)
+        )
+        if writes or stores or is_given or (isinstance(parent, ast.AugAssign) and parent.target is node):
+            return False
+    return True
 
 
 def returned(source: Source, function: ast.FunctionDef, narrow: str) -> list[Change]:

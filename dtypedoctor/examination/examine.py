@@ -6,7 +6,7 @@ operator as the edit would is its trial. An edit that was not tried, or does not
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -76,6 +76,7 @@ class EditTrials:
         why_not: why the program is not run again, where it is not.
         shown: what the last of them has shown, as a sentence.
         moved: whether it failed, and otherwise than the program as it is.
+        partial: the first advice after which only other findings are left that the program as it is has, too; None where there is none.
     """
 
     before: Run
@@ -87,6 +88,7 @@ class EditTrials:
     why_not: str = "the program is not run again from here"
     shown: str = ""
     moved: bool = False
+    partial: Advice | None = None
 
     def judged(self, finding: Finding, advice: Advice) -> Advice:
         """The advice: its edits with how they were tried, or without edits, in words, with the reason."""
@@ -102,6 +104,8 @@ class EditTrials:
         if how is None:
             return replace(advice, text=f"{advice.text} Not tried at {places}: {verdict}.", edits=(), waits=True)
         if verdict:
+            if isinstance(verdict, _Left) and self.partial is None:
+                self.partial = replace(advice, text=f"{advice.text}{self.shown} {verdict}.", tried=how)
             text = f"Tried {_WHERE[how]} ({places}), where it does not help: {verdict}."
             return replace(advice, text=text, edits=(), tried=how, waits=self.moved)
         if how == "call":
@@ -144,11 +148,12 @@ class EditTrials:
         if run.exit.timed_out and run.trace.steps_done <= max(finding.step or 0, self.before.trace.steps_done):
             return None, f"in {seconds} s the program does not come to where it fails"
         self.moved = all(left.id != finding.id or left.source != finding.source for left in findings_of(run))
-        for process in run.processes:
-            for objection in _objections(finding, self.before, process):
-                return "run", objection
+        objections = [one for process in run.processes for one in _objections(finding, self.before, process)]
         changed = changed_loss(finding, self.before, run)
-        return "run", changed if changed and self._repeats(finding, files, seconds) else ""
+        if changed and not objections and self._repeats(finding, files, seconds):
+            objections.append(changed)
+        objections.sort(key=lambda one: isinstance(one, _Left))
+        return "run", next(iter(objections), "")
 
     def _repeats(self, finding: Finding, files: Mapping[str, str], seconds: int) -> bool:
         """Whether another run of the program as it is has the same first loss: where nothing seeds its random numbers, an edit does not change it."""
@@ -199,11 +204,15 @@ def judge_edits(findings: Sequence[Finding], advice: Sequence[Advice], trials: E
     judged: list[Advice] = []
     for finding, first in zip(findings, advice, strict=True):
         ways: list[Advice] = []
+        trials = replace(trials, partial=None)
         for way in (first, *first.others):
             ways.append(trials.judged(finding, replace(way, others=())))
             if ways[-1].edits:
-                trials = replace(trials, attempt=None, why_not=_LATER)
                 break
+        if trials.partial is not None and not ways[-1].edits:
+            ways.append(trials.partial)
+        if ways[-1].edits:
+            trials = replace(trials, attempt=None, why_not=_LATER)
         trials = replace(trials, capsule=None)  # the call of the capsule fails as the first finding says
         judged.append(ways[-1] if ways[-1].edits else _in_words(finding, ways))
     return tuple(judged)
@@ -247,21 +256,29 @@ def _objections(finding: Finding, before: Run, run: Run) -> Iterator[str]:
     if ending.raised is not None or (run.died and not run.exit.timed_out):
         yield ending.words
 
-    known = {old.id for old in analysis_of(before.trace).findings}
+    known = analysis_of(before.trace).findings
     yield from _remaining(finding, known, run)
-    if ROUNDED_RESULT not in known:
+    if all(old.id != ROUNDED_RESULT for old in known):
         yield from _rounded_losses(run)
     yield from insane_losses(finding, before, run)
     yield from _steps_left_out(before, run)
 
 
-def _remaining(finding: Finding, known: Collection[str], run: Run) -> Iterator[str]:
+class _Left(str):
+    """That another finding is left which was there before: it has an advice of its own."""
+
+    __slots__ = ()
+
+
+def _remaining(finding: Finding, known: Sequence[Finding], run: Run) -> Iterator[str]:
     """The finding again, unless it is a note now, and what was not there before: errors, and dtypes or a scaler that do not fit each other, which an edit of a part leaves."""
     milder = {Severity.INFO} - {finding.severity}
+    others = {(old.id, old.source) for old in known if old.source != finding.source}
     for left in analysis_of(run.trace).findings:
         if left.id == finding.id and left.severity not in milder and not _is_finer(left, finding):
-            yield f"{left.id} recurs"
-        elif left.id not in known and (left.severity is Severity.ERROR or _is_left_half_done(left)):
+            is_other = spec_of(left.id).family is SILENT and (left.id, left.source) in others
+            yield _Left(f"{left.id} at {left.source} is left") if is_other else f"{left.id} recurs"
+        elif left.id not in {old.id for old in known} and (left.severity is Severity.ERROR or _is_left_half_done(left)):
             yield f"{left.id} occurs"
 
 

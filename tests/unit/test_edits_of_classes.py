@@ -686,3 +686,13 @@ def test_what_is_said_of_an_edit_to_float32_does_not_say_bfloat16(
     (advice,), _ = advise((read.finding,), read.trace, "train.py", began=0.0, own_files=True)
     said = {way.maker: "bfloat16" in way.text for way in (advice, *advice.others)}
     assert said == {"half-to-bfloat16": True, "half-to-float32": False}
+
+
+@pytest.mark.parametrize("written", ["x.uniform_(0, 1)", "x[0] = 1", "x += 1", "fill(x)"])
+def test_no_copy_takes_the_place_of_an_argument_that_a_function_writes_to(written: str, tmp_path: Path) -> None:
+    """What is written would be lost with it, and with it what the finding is about."""
+    text = f"def made(x, y):\n    {written}\n    z = x - y\n    return z"
+    read = program(tmp_path, text, id="rounded-result", dtype="bfloat16", source="train.py:4")
+    ways = ["\n".join(edit.new for edit in edits) for edits, _ in edits_for(read, ("in-wider-dtype",))]
+    assert any("y = y.to(torch.float32)" in way for way in ways)
+    assert not any("x = x.to(" in way for way in ways)

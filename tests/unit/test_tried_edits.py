@@ -18,7 +18,7 @@ from dtypedoctor.replay.capsule import Capsule
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Coverage, Metric, Observation, Observed
 from dtypedoctor.trace.records.execution import Unscaled
-from dtypedoctor.trace.records.silent import RoundedUse
+from dtypedoctor.trace.records.silent import RoundedSum, RoundedUse
 
 EDIT = Edit(file="train.py", line=3, old="m = m.half()", new="m = m.bfloat16()")
 OTHER = replace(EDIT, new="m = m.float()")
@@ -312,4 +312,35 @@ def test_what_a_wider_dtype_rounds_on_another_line_speaks_against_no_edit(
     )  # fmt: skip
     trace.add(Observed(n=trace.n(), step=1, call=1, phase="forward", fqn=None, what=rounded))
     finding = replace(FINDING, id="rounded-result", severity=Severity.WARNING, dtype="float16", source="train.py:3")
-    assert list(_remaining(finding, {"rounded-result"}, run(trace))) == objections
+    assert list(_remaining(finding, [finding], run(trace))) == objections
+    other = replace(finding, source="train.py:9")
+    left = ["rounded-result at train.py:9 is left"] if dtype == "float16" else objections
+    assert list(_remaining(finding, [finding, other], run(trace))) == left
+
+
+def test_an_edit_that_leaves_what_is_told_of_elsewhere_is_shown_where_no_other_helps() -> None:
+    """Two sums are rounded, and each line is a finding of its own; an edit that mends both comes first."""
+
+    def sums(*lines: int) -> Run:
+        trace = trained()
+        for line in lines:
+            what = RoundedSum(source=f"train.py:{line}", dtype="bfloat16", added=99, exact=9.0, value=4.0, error=5.0)
+            trace.add(Observed(n=trace.n(), step=1, call=1, phase="forward", fqn=None, what=what))
+        return run(trace)
+
+    def shown(after: dict[str, Run | str]) -> Advice:
+        finding = replace(FINDING, id="rounded-sum", severity=Severity.WARNING, dtype="bfloat16", source="train.py:3")
+        other = Advice(finding=finding.id, text="Whole.", edits=(OTHER,), maker="bfloat16-to-float32")
+        advice = Advice(finding=finding.id, text="Do it.", edits=(EDIT,), maker="in-wider-dtype", others=(other,))
+
+        def attempt(label: str, edited: dict[str, str], seconds: int) -> Run | str:
+            (text,) = edited.values()
+            return after[text.splitlines()[2]]
+
+        (one,) = judge_edits([finding], [advice], EditTrials(sums(3, 5), attempt=attempt))
+        return one
+
+    assert shown({EDIT.new: sums(5), OTHER.new: sums()}).edits == (OTHER,)
+    partly = shown({EDIT.new: sums(5), OTHER.new: sums(3)})
+    assert partly.edits == (EDIT,)
+    assert "rounded-sum at train.py:5 is left" in partly.text
