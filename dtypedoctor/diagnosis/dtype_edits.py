@@ -459,11 +459,6 @@ def _other_switch(source: Source, option: ast.keyword, value: ast.Constant, othe
     return [(start, start + len(option.arg or ""), other.encode())]
 
 
-def half_in_float32(source: Source, node: ast.AST) -> list[Change]:
-    """float32 in the place of a half-precision dtype that a node names."""
-    return [change for narrow in ("bfloat16", "float16") for change in in_place_of(source, node, narrow, "float32")]
-
-
 def _other_dtype(source: Source, node: ast.Attribute, dtype: str) -> list[Change]:
     """Another dtype in the place of one that is named; of a table of precisions, which is right, the key of the other where the program gives that of this one."""
     table = source.parents.get(node)
@@ -511,7 +506,7 @@ def _line_in_wider_dtype(scene: Scene, source: Source, line: int) -> list[Change
     narrow, wide = scene.finding.dtype or "", wider(scene)
     nodes = [node for node in ast.walk(source.tree) if getattr(node, "lineno", 0) == line]
     expressions = [node for node in nodes if isinstance(node, ast.expr)]
-    named = [change for node in nodes for change in _in_place_of_dtype(source, node, wide)]
+    named = [change for node in nodes for change in in_place_of_dtype(source, node, wide)]
     if narrow not in DTYPES:  # an integer dtype, in which fractions are cut off: what is cast on from it is as it was
         return [(source, [change]) for change in named]
     operands: dict[str, list[ast.expr]] = {}
@@ -681,15 +676,16 @@ def _is_read_by_methods(source: Source, node: ast.AST) -> bool:
     while isinstance(method := source.parents.get(node), ast.Attribute):
         call = source.parents.get(method)
         writes = method.attr.endswith("_") and not method.attr.endswith("__")
-        if not isinstance(call, ast.Call) or writes or _in_place_of_dtype(source, call, "float32"):
+        if not isinstance(call, ast.Call) or writes or in_place_of_dtype(source, call, "float32"):
             return False
         node = call
     return True
 
 
-def _in_place_of_dtype(source: Source, node: ast.AST, wide: str) -> list[Change]:
+def in_place_of_dtype(source: Source, node: ast.AST, wide: str) -> list[Change]:
     """A wider dtype in the place of one that a node names, or takes from a variable or from another tensor."""
-    named = half_in_float32(source, node) if wide == "float32" else []
+    halves = ("bfloat16", "float16") if wide == "float32" else ()
+    named = [change for narrow in halves for change in in_place_of(source, node, narrow, wide)]
     if named or not isinstance(node, ast.Call):
         return named
     method = source.text(node.func).rpartition(".")[2]

@@ -5,13 +5,14 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
-from dtypedoctor.diagnosis.dtype_edits import half_in_float32
+from dtypedoctor.diagnosis.dtype_edits import in_place_of_dtype, wider
 from dtypedoctor.diagnosis.ops import MASKING, graph_of, mask_before, overload_free
 from dtypedoctor.diagnosis.scene import (
     Change,
     Changes,
     Scene,
     Source,
+    cast,
     has_torch,
     in_calls,
     names_a_module,
@@ -397,13 +398,13 @@ def _steps_by_hand(scene: Scene) -> bool:
 
 
 def updated_in_float32(scene: Scene) -> Changes | None:
-    """Half precision becomes float32 where the tensors are made that the finding's line updates, and on that line."""
+    """A wider dtype where the tensors are made that the finding's line updates, and on that line: float32, or float64 in the place of float32."""
     at = _updating(scene)
     if at is None:
         return None
-    source, statement, holder = at
-    made = [change for value in _made(source, holder) for change in _in_float32(source, value)]
-    return some(source, [*made, *_in_place_of_half(source, statement), *_swapped_in(source, holder)] if made else [])
+    (source, statement, holder), wide = at, wider(scene)
+    made = [change for value in _made(source, holder) for change in _made_wider(source, value, wide)]
+    return some(source, [*made, *_line_wider(source, statement, wide), *_swapped_in(source, holder)] if made else [])
 
 
 def _updating(scene: Scene) -> tuple[Source, ast.stmt, str] | None:
@@ -480,29 +481,29 @@ def _assigned(source: Source) -> Iterator[tuple[ast.expr, ast.expr]]:
             yield target, value
 
 
-def _in_float32(source: Source, value: ast.expr) -> list[Change]:
-    """The dtypes that an expression names become float32; where it names none, each tensor that it makes is cast."""
-    named = [change for node in ast.walk(value) for change in half_in_float32(source, node)]
+def _made_wider(source: Source, value: ast.expr, wide: str) -> list[Change]:
+    """The dtypes that an expression names become wider; where it names none, each tensor that it makes is cast."""
+    named = [change for node in ast.walk(value) for change in in_place_of_dtype(source, node, wide)]
     made = value
     while isinstance(made, ast.DictComp | ast.ListComp):
         made = made.value if isinstance(made, ast.DictComp) else made.elt
     # An empty list, say, is no tensor; what torch makes without a dtype is in that of another tensor, or in the default one
     module, _, called = ast.unparse(made.func).rpartition(".") if isinstance(made, ast.Call) else ("", "", "")
     makes = module == "torch" or called in ("clone", "deepcopy")
-    return named or (list(source.after(made, ".float()")) if makes else [])
+    return named or (list(source.after(made, cast(wide))) if makes else [])
 
 
-def _in_place_of_half(source: Source, statement: ast.stmt) -> list[Change]:
-    """The line itself: what it casts to half precision is float32, and ``lerp_``, which takes one dtype only, gets that of what it writes to."""
-    changes = [change for node in ast.walk(statement) for change in half_in_float32(source, node)]
+def _line_wider(source: Source, statement: ast.stmt, wide: str) -> list[Change]:
+    """The line itself: what it casts is wider, and ``lerp_``, which takes one dtype only, gets that of what it writes to."""
+    changes = [change for node in ast.walk(statement) for change in in_place_of_dtype(source, node, wide)]
     calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
-    return changes or [change for call in calls for change in _lerp(source, call, ast.unparse(call.func))]
+    return changes or [change for call in calls for change in _lerp(source, call, ast.unparse(call.func), wide)]
 
 
-def _lerp(source: Source, call: ast.Call, function: str) -> list[Change]:
+def _lerp(source: Source, call: ast.Call, function: str, wide: str) -> list[Change]:
     if function.endswith("._foreach_lerp_") and len(call.args) > 1:
-        return [source.instead(call.args[1], f"[t.float() for t in {source.text(call.args[1])}]")]
-    return source.after(call.args[0], ".float()") if function.endswith(".lerp_") and call.args else []
+        return [source.instead(call.args[1], f"[t{cast(wide)} for t in {source.text(call.args[1])}]")]
+    return source.after(call.args[0], cast(wide)) if function.endswith(".lerp_") and call.args else []
 
 
 def _swapped_in(source: Source, holder: str) -> Iterator[Change]:

@@ -114,9 +114,9 @@ class EditTrials:
         return replace(smallest, text=smallest.text + self.shown, tried=how)
 
     def _part(self, finding: Finding, advice: Advice) -> Advice:
-        """The advice with one line of an edit that passed, where this passes alone; else as it is."""
-        shown = self.shown
-        for edit in advice.edits if 1 < len(advice.edits) <= PARTS else ():
+        """The advice with one line of an edit that passed, where this passes alone; else as it is, and where it has lines that name what others use."""
+        shown, has_more_lines = self.shown, any("\n" in edit.new for edit in advice.edits)
+        for edit in advice.edits if 1 < len(advice.edits) <= PARTS and not has_more_lines else ():
             if self._run(finding, (edit,)) == ("run", ""):
                 return replace(advice, edits=(edit,), text=advice.of_a_part or advice.text)
         self.shown = shown

@@ -119,8 +119,8 @@ AVERAGE = """
 """
 UPDATES = [
     ("self.shadow[n].mul_(0.99).add_(p.to(torch.bfloat16), alpha=0.01)", "self.shadow[n].mul_(0.99).add_(p.to(torch.float32), alpha=0.01)"),
-    ("torch._foreach_lerp_([self.shadow[n]], [p], 0.01)", "torch._foreach_lerp_([self.shadow[n]], [t.float() for t in [p]], 0.01)"),
-    ("self.shadow[n].lerp_(p, 0.01)", "self.shadow[n].lerp_(p.float(), 0.01)"),
+    ("torch._foreach_lerp_([self.shadow[n]], [p], 0.01)", "torch._foreach_lerp_([self.shadow[n]], [t.to(torch.float32) for t in [p]], 0.01)"),
+    ("self.shadow[n].lerp_(p, 0.01)", "self.shadow[n].lerp_(p.to(torch.float32), 0.01)"),
 ]  # fmt: skip
 
 
@@ -145,12 +145,12 @@ def _stalled(tmp_path: Path, text: str) -> Any:
 @pytest.mark.parametrize(
     ("made", "after", "update"),
     [
-        ("shadow = [p.detach().clone() for p in model.parameters()]", "shadow = [p.detach().clone().float() for p in model.parameters()]",
+        ("shadow = [p.detach().clone() for p in model.parameters()]", "shadow = [p.detach().clone().to(torch.float32) for p in model.parameters()]",
          "for s, p in zip(shadow, model.parameters()):\n    s.mul_(0.99).add_(p, alpha=0.01)"),
         ("shadow = [p.bfloat16() for p in model.parameters()]", "shadow = [p.float().clone() for p in model.parameters()]",
          "torch._foreach_lerp_(shadow, [p.float() for p in model.parameters()], 0.01)"),
         ("shadow = torch.zeros(2, dtype=torch.bfloat16)", "shadow = torch.zeros(2, dtype=torch.float32)", "shadow = 0.99 * shadow + 0.01 * x"),
-        ("shadow = torch.tensor(0.0)", "shadow = torch.tensor(0.0).float()", "shadow += 0.01"),
+        ("shadow = torch.tensor(0.0)", "shadow = torch.tensor(0.0).to(torch.float32)", "shadow += 0.01"),
     ],
 )  # fmt: skip
 def test_what_a_line_updates_is_found(made: str, after: str, update: str, tmp_path: Path) -> None:
@@ -174,3 +174,14 @@ def test_only_numbers_are_taken_for_those_of_a_mask(value: str, masks: bool, tmp
     assert source is not None
     node = next(source.every(ast.Assign)).value
     assert _masks(source, node) is masks
+
+
+def test_what_float32_is_too_narrow_for_is_made_in_float64(tmp_path: Path) -> None:
+    """A count beyond 2**24; what names no dtype is cast, as float32 is the default."""
+    text = "hits = torch.zeros(3)\nfor x in batches:\n    hits += (x > 0).to(torch.float32)"
+    read = program(tmp_path, text, id="rounded-sum", source="train.py:4", dtype="float32")
+    assert edited(read, "updated-in-float32").splitlines() == [
+        "hits = torch.zeros(3).to(torch.float64)",
+        "for x in batches:",
+        "    hits += (x > 0).to(torch.float64)",
+    ]

@@ -696,3 +696,13 @@ def test_no_copy_takes_the_place_of_an_argument_that_a_function_writes_to(writte
     ways = ["\n".join(edit.new for edit in edits) for edits, _ in edits_for(read, ("in-wider-dtype",))]
     assert any("y = y.to(torch.float32)" in way for way in ways)
     assert not any("x = x.to(" in way for way in ways)
+
+
+def test_no_wider_dtype_is_advised_for_an_imaginary_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """float64 cuts it off as float32 does."""
+    monkeypatch.chdir(tmp_path)
+    cut = "the cast at train.py:2 rounds to float32: it cuts the imaginary part off, for 4 of 4 results"
+    read = program(tmp_path, "y = z.to(torch.float32)", id="rounded-result", summary=cut)
+    (advice,), _ = advise((read.finding,), read.trace, "train.py", began=0.0, own_files=True)
+    assert "complex" in advice.text
+    assert not advice.edits

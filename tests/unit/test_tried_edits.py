@@ -11,12 +11,14 @@ from compared import OK
 from test_judge import raised, run, trained
 from traces import TraceBuilder
 
+from dtypedoctor.cli.scripts import _as_seen
 from dtypedoctor.diagnosis.rule import Advice, Confidence, Edit, Finding, Severity
 from dtypedoctor.examination.examine import SECONDS, EditTrials, _remaining, edited_files, insane_losses, judge_edits
 from dtypedoctor.examination.results import Outcome, Trial
 from dtypedoctor.replay.capsule import Capsule
+from dtypedoctor.runner.command import Program
 from dtypedoctor.runner.run import Run
-from dtypedoctor.trace.events import Coverage, Metric, Observation, Observed
+from dtypedoctor.trace.events import UNLESS_ALL, Coverage, Metric, NotWatched, Observation, Observed
 from dtypedoctor.trace.records.execution import Unscaled
 from dtypedoctor.trace.records.silent import RoundedSum, RoundedUse
 
@@ -344,3 +346,23 @@ def test_an_edit_that_leaves_what_is_told_of_elsewhere_is_shown_where_no_other_h
     partly = shown({EDIT.new: sums(5), OTHER.new: sums(3)})
     assert partly.edits == (EDIT,)
     assert "rounded-sum at train.py:5 is left" in partly.text
+
+
+def test_an_edit_with_lines_that_name_what_others_use_is_shown_whole() -> None:
+    """A part of it may pass, and leave a name that nothing uses, or a result in another dtype."""
+    named = replace(EDIT, new="before = m.dtype\nm = m.float()")
+    used = replace(EDIT, line=1, old="import torch", new="import torch as t")
+    advice = Advice(finding=FINDING.id, text="Do it.", edits=(named, used), maker="in-wider-dtype")
+    made = EditTrials(BEFORE, attempt=lambda label, edited, seconds: run(trained()))
+    (one,) = judge_edits([FINDING], [advice], made)
+    assert one.edits == (named, used)
+
+
+@pytest.mark.parametrize("left_out", [False, True])
+def test_a_trial_looks_at_all_steps_where_the_first_run_did(left_out: bool) -> None:
+    """How many a share of the time pays for differs from run to run: a failure that was not looked at is not gone."""
+    trace = trained()
+    if left_out:
+        trace.add(NotWatched(what="the inside of 9 outermost calls", why=f"9 of 99 steps were looked at. {UNLESS_ALL}"))
+    again = _as_seen(Program(name="train", path="train.py", overhead_budget="auto"), run(trace))
+    assert again.overhead_budget == ("auto" if left_out else "off")

@@ -359,6 +359,13 @@ def _of_float32(finding: Finding) -> str:
     )
 
 
+def _of_imaginary_part(finding: Finding) -> str:
+    """What to do where it is no rounding that is lost; empty for all else."""
+    if _CHANGES["imaginary"] not in finding.summary:
+        return ""
+    return "Keep the complex dtype, or say which part is meant: `.real`, `.abs()`. No wider real dtype holds the imaginary part."
+
+
 ROUNDED_RESULT = FindingSpec(
     id="rounded-result",
     title="Rounding changes what the program decides, indexes or keeps",
@@ -369,6 +376,7 @@ ROUNDED_RESULT = FindingSpec(
         "https://github.com/huggingface/trl/issues/6688",
     ),
     do_this="Compute what is decided by (positions, schedules, distances, counts) in {wider}, from the line that first rounds it on.",
+    instead=_of_imaginary_part,
     without_edit=_of_float32,
     edits=("in-wider-dtype", "half-to-float32", "bfloat16-to-float32"),
 )

@@ -353,7 +353,7 @@ ROUNDED_SUM = FindingSpec(
         "`total = total + x.float()`; a cast of what is added changes nothing where the sum is a half-precision tensor that is written to."
     ),
     instead=_of_gradients,
-    edits=("updated-in-float32", "in-wider-dtype"),
+    edits=("updated-in-float32", "in-wider-dtype", "half-to-float32", "bfloat16-to-float32"),
 )
 
 
