@@ -594,16 +594,19 @@ def _computed_in(source: Source, function: ast.FunctionDef, wide: str, back: str
 
 def _is_only_read(source: Source, function: ast.FunctionDef, name: str) -> bool:
     """Whether a function neither writes to an argument in place nor gives it to a function that may: what is written to a copy is lost."""
-    for node in ast.walk(function):
-        parent = source.parents.get(node) if isinstance(node, ast.Name) and node.id == name else None
-        writes = isinstance(parent, ast.Attribute) and parent.attr.endswith("_") and not parent.attr.endswith("__")
-        stores = isinstance(parent, ast.Subscript) and not isinstance(parent.ctx, ast.Load)
-        is_given = (
-            isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name) and not names_a_module(parent.func)
-        )
-        if writes or stores or is_given or (isinstance(parent, ast.AugAssign) and parent.target is node):
-            return False
-    return True
+    uses = (node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name)
+    return not any(_may_write(node, source.parents.get(node)) for node in uses)
+
+
+def _may_write(node: ast.Name, parent: ast.AST | None) -> bool:
+    match parent:
+        case ast.Attribute(attr=method):
+            return method.endswith("_") and not method.endswith("__")
+        case ast.Subscript(value=value, ctx=context):
+            return value is node and not isinstance(context, ast.Load)
+        case ast.Call(func=function):
+            return isinstance(function, ast.Name) and not names_a_module(function)
+    return isinstance(parent, ast.AugAssign) and parent.target is node
 
 
 def returned(source: Source, function: ast.FunctionDef, narrow: str) -> list[Change]:

@@ -273,13 +273,19 @@ class _Left(str):
 def _remaining(finding: Finding, known: Sequence[Finding], run: Run) -> Iterator[str]:
     """The finding again, unless it is a note now, and what was not there before: errors, and dtypes or a scaler that do not fit each other, which an edit of a part leaves."""
     milder = {Severity.INFO} - {finding.severity}
-    others = {(old.id, old.source) for old in known if old.source != finding.source}
     for left in analysis_of(run.trace).findings:
         if left.id == finding.id and left.severity not in milder and not _is_finer(left, finding):
-            is_other = spec_of(left.id).family is SILENT and (left.id, left.source) in others
-            yield _Left(f"{left.id} at {left.source} is left") if is_other else f"{left.id} recurs"
-        elif left.id not in {old.id for old in known} and (left.severity is Severity.ERROR or _is_left_half_done(left)):
+            yield _again(left, finding, known)
+        elif all(old.id != left.id for old in known) and (left.severity is Severity.ERROR or _is_left_half_done(left)):
             yield f"{left.id} occurs"
+
+
+def _again(left: Finding, finding: Finding, known: Sequence[Finding]) -> str:
+    """That a finding is there again, or that another of its kind is left."""
+    is_silent = spec_of(left.id).family is SILENT and left.source != finding.source
+    if is_silent and any((old.id, old.source) == (left.id, left.source) for old in known):
+        return _Left(f"{left.id} at {left.source} is left")
+    return f"{left.id} recurs"
 
 
 def _is_finer(left: Finding, finding: Finding) -> bool:
