@@ -45,8 +45,7 @@ from dtypedoctor.trace.events import (
     Stopped,
 )
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.execution import NonfiniteReached, OptimizerSteps
-from dtypedoctor.trace.records.silent import IdleSteps
+from dtypedoctor.trace.records.execution import NonfiniteReached, OptimizerSteps, ParameterEnds
 
 _COUNTED_AS = {"output": "module_calls", "grad": "gradients", "loss": "losses"}
 """What stands for the counts in a trace without them: it is older, or the process left without ending it."""
@@ -451,12 +450,14 @@ def _standstill(trace: Trace) -> str:
 
 
 def _idle(trace: Trace) -> str:
-    """From when on an optimizer's steps change nothing; one step or two of a warm-up or at the end are ordinary."""
-    last = {record.what.number: record for record in trace.observed(IdleSteps)}
-    for record in last.values():
-        if record.what.is_idle and trace.steps_done - record.step >= 2:
-            what = record.what
-            return f"{what.optimizer} has changed no parameter from {trace.moment(record.step)} on, where looked at: {what.reason}"
+    """That an optimizer has moved nothing of what is followed; one step or two of a warm-up are ordinary."""
+    for ends in (seen.what for seen in trace.observed(ParameterEnds)):
+        if ends.steps > 2 and ends.moved and not any(ends.moved):
+            followed = counted(sum(ends.sampled), "element")
+            return (
+                f"none of {followed} of parameters that are followed has changed in {counted(ends.steps, 'step')} of an optimizer: "
+                "no gradient reaches them, or its learning rate is 0"
+            )
     return ""
 
 

@@ -220,6 +220,18 @@ def test_a_run_that_has_no_gradient_any_more_says_since_when(gradients: tuple[fl
     assert bool(said) is ("exactly 0" in report.headline)
 
 
+@pytest.mark.parametrize(("steps", "moved", "said"), [(6, [0, 0], True), (6, [0, 3], False), (2, [0, 0], False)])
+def test_a_run_whose_optimizer_moves_nothing_says_so(steps: int, moved: list[int], said: bool) -> None:
+    """For whatever reason: gradients of copies, a learning rate of 0; two steps may be a warm-up."""
+    values = {"steps": steps, "names": ["a", "b"], "dtypes": ["float32"] * 2, "sampled": [8, 2], "moved": moved,
+              "distance": [0.0, 0.0], "norm": [1.0, 1.0]}  # fmt: skip
+    ends = Observation(n=60, step=7, call=7, phase="optimizer", kind="parameter-ends", fqn=None, values=values)
+    report = report_on(TraceBuilder().sample("head", 1.0).add(ends).build())
+    assert (
+        f"none of 10 elements of parameters that are followed has changed in {steps} steps" in report.headline
+    ) is said
+
+
 @pytest.mark.parametrize(
     ("losses", "said"),
     [

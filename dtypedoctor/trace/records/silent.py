@@ -734,25 +734,6 @@ class Updates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IdleSteps:
-    """An optimizer begins or ends to step without a change of its parameters.
-
-    Attributes:
-        optimizer: its class.
-        number: which of the program's optimizers it is.
-        is_idle: whether it begins.
-        reason: why nothing changes, in words.
-    """
-
-    KIND: ClassVar[str] = "idle-steps"
-
-    optimizer: str
-    number: int
-    is_idle: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalState:
     """A setting of the whole process that is another one than at the call before.
 
