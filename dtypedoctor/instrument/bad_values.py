@@ -533,7 +533,7 @@ class BadValues:
         if str(ran.func) in _ASKS or first in others:  # isfinite compares a number with itself
             self.reached(ASKED, about, ran.source)
         # isfinite compares a magnitude with inf
-        if str(ran.func) in _ASKS_FOR_INF or any(text.lstrip("-") == "inf" for text in scalars(ran.arguments)):
+        if str(ran.func) in _ASKS_FOR_INF or _names_infinity(ran.arguments):
             about.used = True
         elif about.kind != "nan" and not any(bad.says is not None for bad in ran.sources):
             return
@@ -625,7 +625,7 @@ class BadValues:
             return
         if ran.operands and sum(t.numel() for t in ran.operands) <= REPLAYED:
             replay_wider(self._session.writer, n, ran.func, *ran.arguments)
-            if not any(text.lstrip("-") == "inf" for text in scalars(ran.arguments)):  # it was not asked for
+            if not _names_infinity(ran.arguments):  # it was not asked for
                 self.kept(ran)
 
     def _write(self, ran: Ran, inputs: list[TensorNote], outputs: list[TensorNote]) -> int:
@@ -659,6 +659,11 @@ def _line_of_program() -> str | None:
     """The program's own line that is at work; None where only libraries are."""
     statement = own_statement(sys._getframe())
     return None if statement is None else statement.source
+
+
+def _names_infinity(arguments: Arguments) -> bool:
+    """Whether an infinity is among the numbers that an operator was given."""
+    return any(text.lstrip("-") == "inf" for text in scalars(arguments))
 
 
 def _memory(tensor: Tensor) -> StorageWeakRef:

@@ -221,7 +221,7 @@ def test_what_a_program_does_around_steps_is_no_overshoot(
 
 
 def test_zeros_in_float16_gradients_are_counted(tmp_path: Path) -> None:
-    """Of a model with a small loss."""
+    """Of a model with a small loss; none is left of the gradient of its output."""
     net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)).half()
 
     def work(_: object) -> None:
@@ -229,8 +229,14 @@ def test_zeros_in_float16_gradients_are_counted(tmp_path: Path) -> None:
         (net(torch.ones(2, 4).half()).float().sum() * 1e-9).backward()
         optimizer.step()
 
-    (zeros,) = observed(tmp_path, "gradient-zeros", work)
+    trace = watched(tmp_path, work)
+    (zeros,) = on_disk(trace, "gradient-zeros")
     assert zeros.values["parameters"]["0.weight"] == {"zeros": 32, "elements": 32}
+    # no call that is made again has another gradient: it is 0 where the first one gets it
+    (found,) = [finding for finding in diagnose(trace) if finding.id == "gradient-underflow"]
+    assert found.summary.startswith(
+        "All gradients are zero: what comes back from the loss, up to 1e-09, is flushed to zero in float16"
+    )
 
 
 def folder(parent: Path, name: str) -> Path:
