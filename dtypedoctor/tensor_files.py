@@ -53,12 +53,12 @@ class Entry:
             file.seek(self.begin)
             return file.read(self.end - self.begin)
 
-    def outside_float16(self) -> tuple[int, int]:
-        """How many of its elements, bfloat16 or float32, become inf in float16 (65,536 and more, and NaN), and how many become 0.
+    def outside_float16(self) -> tuple[int, int, int]:
+        """How many of its elements, bfloat16 or float32, become inf in float16 (65,520 and more), how many become 0, and how many are inf or NaN already.
 
         The bytes with sign and exponent are counted by ``bytes.translate``, about a second for each GiB. No more than a chunk is in memory.
         """
-        size, beyond, vanishing = {"bfloat16": 2, "float32": 4}[self.dtype], 0, 0
+        size, beyond, vanishing, nonfinite = {"bfloat16": 2, "float32": 4}[self.dtype], 0, 0, 0
         with open_file(self.file, follow=True) as file:
             file.seek(self.begin)
             for left in range(self.end - self.begin, 0, -_CHUNK):
@@ -66,9 +66,13 @@ class Entry:
                 high, low = data[size - 1 :: size], data[size - 2 :: size]
                 beyond += _counted(high, _BEYOND)
                 vanishing += _counted(high, _VANISHING)
-                if _counted(high, _AT_THE_BORDER):
-                    beyond += sum(l >= 0x80 for h, l in zip(high, low, strict=True) if h & 0x7F == 0x47)
-        return beyond, vanishing
+                if _counted(high, _AT_A_BORDER):
+                    third = data[1::4] if size == 4 else bytes(len(high))
+                    beyond += sum(
+                        l << 8 | t >= 0x7FF0 for h, l, t in zip(high, low, third, strict=True) if h & 0x7F == 0x47
+                    )
+                    nonfinite += sum(l >= 0x80 for h, l in zip(high, low, strict=True) if h & 0x7F == 0x7F)
+        return beyond - nonfinite, vanishing, nonfinite
 
     @property
     def is_whole(self) -> bool:
@@ -84,8 +88,9 @@ class Entry:
 
 _CHUNK = 1 << 24
 _BEYOND = bytes(byte for byte in range(256) if byte & 0x7F > 0x47)
-_AT_THE_BORDER = b"\x47\xc7"
-"""Bytes in which sign and exponent of bfloat16 and float32 begin: of 131,072 and more; of 32,768 to 131,072, where the next byte tells."""
+_AT_A_BORDER = b"\x47\xc7\x7f\xff"
+"""Bytes in which sign and exponent of bfloat16 and float32 begin: of 131,072 and more; of 32,768 to 131,072, and of 2^127 and more with inf and NaN, where
+the next bytes tell."""
 _VANISHING = bytes(byte for byte in range(256) if 0 < byte & 0x7F < 0x33)
 """The same of what is less than half of float16's smallest number, 6e-8; what is below 1e-37 is not told from 0."""
 

@@ -100,8 +100,8 @@ class Subject:
         loaded: whether the dtypes are those in memory; False for those in files.
         gaps: what could not be looked at, and why.
         partial: whether weights are missing: no file has any, one that the index names is not there, or ends before they do. Headers alone say what the dtypes are.
-        outside_float16: by tensor, where the weights are to be loaded in float16, how many of its elements become inf, and how many 0;
-            tensors of which none does are left out.
+        outside_float16: by tensor, where the weights are to be loaded in float16, how many of its elements become inf, how many 0, and how
+            many are inf or NaN already; tensors of which none does or is are left out.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Subject:
     intent: Intent = field(default_factory=Intent)
     gaps: tuple[str, ...] = ()
     partial: bool = False
-    outside_float16: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    outside_float16: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
 
     @property
     def floating(self) -> tuple[StaticTensor, ...]:

@@ -201,10 +201,19 @@ def check_configured(subject: Subject) -> Iterator[Finding]:
                 severity=Severity.INFO,
                 proven_by=None,
             )
-    beyond = {name: large for name, (large, _) in subject.outside_float16.items() if large}
+    beyond = {name: large for name, (large, *_) in subject.outside_float16.items() if large}
+    nonfinite = {name: bad for name, (*_, bad) in subject.outside_float16.items() if bad}
+    if nonfinite:
+        yield _finding(
+            f"{counted(sum(nonfinite.values()), 'weight')} of the files are inf or NaN: {listed(list(nonfinite))}.",
+            "They were stored so: no dtype that the checkpoint is loaded in makes them finite.",
+            (f"Stored: {counts}.",),
+            stored,
+            proven_by="the values in the files were read",
+        )
     if subject.intent.dtype == "float16" and (stored == NATIVE_RANGE or beyond):
         lost = f"{counted(sum(beyond.values()), 'weight')} beyond float16's range: {listed(list(beyond))}"
-        small = sum(small for _, small in subject.outside_float16.values())
+        small = sum(small for _, small, _ in subject.outside_float16.values())
         yield _finding(
             f"{lost}; the checkpoint is {stored}."
             if beyond

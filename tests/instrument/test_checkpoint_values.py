@@ -16,16 +16,20 @@ def test_weights_outside_of_float16_are_counted_as_its_cast_makes_them(dtype: to
     generator = torch.Generator().manual_seed(0)
     spread = (10 ** (torch.rand(40_000, generator=generator) * 24 - 12) * (-1) ** torch.arange(40_000)).to(dtype)
     spread[::7] = 0
-    # what rounds to the borders is not told apart
-    spread[(spread.abs() >= 65_504) & (spread.abs() < 65_536) | (spread.abs() == 2**-25)] = 1
+    spread[spread.abs() == 2**-25] = 1  # what rounds to this border is not told apart
+    border = torch.tensor([65_519.0, 65_520.0, -65_520.0, 65_535.0, 65_280.0, 1.8e38, 3e38, -3e38])
+    bad = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    spread[1:12] = torch.cat([border, bad]).to(dtype)
     tame = torch.linspace(-1, 1, 64).to(dtype)
     save_file({"wide.weight": spread, "tame.weight": tame}, tmp_path / "model.safetensors")
     subject = read_checkpoint(tmp_path, Intent(dtype="float16"))
     cast = spread.half()
+    became_inf = (cast.isinf() & spread.isfinite()).sum().item()
     became_zero = ((cast == 0) & (spread != 0)).sum().item()
-    assert subject.outside_float16 == {"wide.weight": (cast.isinf().sum().item(), became_zero)}
-    finding = preflight(subject)[0]
-    assert finding.summary.startswith(f"{cast.isinf().sum().item():,} weights beyond float16's range: wide.weight")
+    assert subject.outside_float16 == {"wide.weight": (became_inf, became_zero, 3)}
+    nonfinite, beyond = preflight(subject)
+    assert nonfinite.summary == "3 weights of the files are inf or NaN: wide.weight."
+    assert beyond.summary.startswith(f"{became_inf:,} weights beyond float16's range: wide.weight")
 
 
 def test_values_are_read_only_where_float16_is_asked_for(tmp_path: Path) -> None:
