@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.instrument.silent.rounding import _rounded
 
 FREQUENCIES = 10000 ** (-torch.arange(0, 32, 2) / 32)
 BFLOAT16, HALF = torch.bfloat16, torch.float16
@@ -128,3 +129,12 @@ def test_timesteps_that_are_cast_before_the_call_are_found(
 def test_sines_of_exact_angles_are_no_finding(tmp_path: Path, healthy: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Casts that lose nothing, angles too small to matter, and numbers of which nobody takes a sine."""
     assert evidence(tmp_path, Apply(healthy), TIMES) == []
+
+
+@pytest.mark.parametrize("size", [16, 64, 128])
+def test_the_error_of_a_rounded_table_is_that_of_the_frequencies_that_it_was_made_of(size: int) -> None:
+    """Also where the last of its values is rounded as much as any."""
+    exact = 10_000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    table = _rounded("inv_freq", exact.half(), 4096)
+    assert table is not None
+    assert table.told.angle_error == pytest.approx(float((exact.half() - exact).abs().max()) * 4096, rel=0.03)

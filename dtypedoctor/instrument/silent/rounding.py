@@ -249,11 +249,12 @@ def _rounded(name: str, buffer: Tensor, position: int) -> _Table | None:
     values = buffer.double().tolist() if rounded_to is not None else []
     if rounded_to is None or not _is_geometric(values):
         return None
-    # The largest relative and absolute deviation from the geometric progression between the first and last value. For a table
-    # that bends, a deviation below bfloat16's spacing is assumed: what half of the last place amounts to.
-    count = len(values) - 1
-    factor = (values[-1] / values[0]) ** (1.0 / count)
-    exact = [values[0] * factor**i for i in range(count + 1)]
+    # The largest relative and absolute deviation from the geometric progression that goes on from the first value, which is 1 in most tables, as near to
+    # all others as it can: each is rounded, the last one too. For a table that bends, a deviation below bfloat16's spacing is assumed: what half of the
+    # last place amounts to.
+    places = range(len(values))
+    slope = sum(i * math.log(v / values[0]) for i, v in enumerate(values)) / sum(i * i for i in places)
+    exact = [values[0] * math.exp(slope * i) for i in places]
     relative = max(abs(v / e - 1.0) for v, e in zip(values, exact, strict=True))
     if relative > TOLERANCE:
         deviation, error = 2.0**-9, max(values) * 2.0**-9

@@ -231,7 +231,7 @@ def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
             ),
             summary=(
                 f"The frequencies {short(what.name)} are rounded to {what.rounded_to}: at position "
-                f"{at:,.0f}{', the last of this run,' if what.used is not None else ''} an angle is off by {error:.2g} rad."
+                f"{at:,.0f}{', the last of this run,' if what.used is not None else ''} an angle is off by about {error:.2g} rad."
             ),
             cause=(
                 f"{what.name} {was} holds {what.rounded_to} values. Casting a whole model casts its buffers too{cast}. The error "
@@ -243,8 +243,8 @@ def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
                     f"rounding to {what.rounded_to}."
                 ),
                 (
-                    f"They are up to {percent(what.deviation)} off the geometric progression through the first and the "
-                    "last, which a table in float32 follows."
+                    f"They are up to {percent(what.deviation)} off the geometric progression that is nearest to "
+                    "them, which a table in float32 follows."
                 ),
                 *((_little(what.rounded_to),) if small else ()),
                 *(
