@@ -224,6 +224,19 @@ def _autocast_off() -> Iterator[None]:
         yield
 
 
+_with_functions_disabled: Any = _optional(
+    "_C._disabled_torch_function_impl", None, lambda func, _, args, kwargs: func(*args, **kwargs)
+)
+
+
+def with_own_warnings(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls an operator; what it warns of is told before this returns, and not when the program's call around it does.
+
+    torch collects warnings for the outermost function of its Python interface, and an operator is none; what is called here is one.
+    """
+    return _with_functions_disabled(func, (), args, kwargs)
+
+
 without_autocast: Callable[[], AbstractContextManager[Any]] = _optional("_C._DisableAutocast", None, _autocast_off)
 """Inside, nothing is autocast. Without it by regions that are off, for CPU and CUDA."""
 

@@ -601,5 +601,5 @@ def _moment_of(replays: Sequence[ReplayedCall]) -> str:
         return "once the failure was known, with copies of the parameters"
     if all(replay.why == "packed" for replay in replays):
         return "after the call"
-    is_failure = any(replay.why in (*_RAISED, "value") for replay in replays)
+    is_failure = any(replay.why in _RAISED for replay in replays)  # inf that is seen may be meant
     return "at the moment of the failure" if is_failure else "at the moment it was seen"

@@ -4,6 +4,7 @@ that an experiment with them may take, and how a mode stays out of the compiler'
 
 import ctypes
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -37,6 +38,7 @@ from dtypedoctor._torch_private import (
     uncompiled,
     version_of,
     with_keys,
+    with_own_warnings,
 )
 from dtypedoctor.instrument.statistics import HALF, holds_whole_numbers, measurable, real_of
 from dtypedoctor.interruptions import contained, noticing
@@ -261,15 +263,33 @@ def in_wider(
 
     args, kwargs = for_wider(func, tree_map(widened, arguments))
     with contained():
-        results = tensors_of(func(*args, **kwargs))
+        results = tensors_of(unheard(func, args, kwargs))
         operands = tensors_of((args, kwargs))
         if results and results[0].dtype in narrow and not any(map(measurable, map(real_of, operands))):
             # made of numbers or of whole numbers, in the default dtype, which is one for all threads
             takes = {"dtype": dtype} if any(a.name == "dtype" for a in schema_of(func).arguments) else {}
             args, kwargs = tree_map(made_real, (args, kwargs))
-            results = tensors_of(func(*args, **{**kwargs, **takes}))
+            results = tensors_of(unheard(func, args, {**kwargs, **takes}))
         return results or written(func, (args, kwargs))
     return []
+
+
+def unheard(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls an operator that warns nobody, and leaves to the program what torch warns of once in a process.
+
+    The list of filters is swapped, since ``catch_warnings`` makes Python forget which warnings the program has shown already.
+    """
+    filters, always = warnings.filters, torch.is_warn_always_enabled()
+    warnings.filters = _IGNORE_ALL
+    torch.set_warn_always(True)
+    try:
+        return with_own_warnings(func, args, kwargs)
+    finally:
+        torch.set_warn_always(always)
+        warnings.filters = filters
+
+
+_IGNORE_ALL: Any = [("ignore", None, Warning, None, 0)]
 
 
 def keep_written(func: Any, arguments: Arguments) -> Arguments:

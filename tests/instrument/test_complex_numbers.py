@@ -1,5 +1,7 @@
 """Complex tensors are measured wherever real ones are: parameters, gradients, operands and what an operator gives in a wider dtype."""
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
@@ -190,3 +193,27 @@ def test_real_numbers_of_complex_ones_are_made_of_both_parts_in_a_wider_dtype(
     assert exact.dtype is torch.float64
     torch.testing.assert_close(exact, func(spectrum).double(), rtol=1e-4, atol=1e-4)
     assert not recwarn.list
+
+
+class InWider(TorchDispatchMode):
+    """Computes each operator in float64 as well, inside of the program's call."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        in_wider(func, (args, kwargs or {}), torch.float64, (torch.float32,), {})
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "warns", [lambda x: torch.complex(x, x).to(torch.float32), lambda x: x[:1].std(0)], ids=["once", "each-time"]
+)
+def test_an_operator_in_a_wider_dtype_warns_nobody(warns: Callable[[Tensor], Tensor]) -> None:
+    """Nor takes away what torch warns of once in a process: the program hears of its own call, once."""
+    x, filters = torch.linspace(-1, 2, 32), warnings.filters
+
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        with InWider():
+            warns(x)
+
+    assert len(heard) == 1
+    assert warnings.filters is filters

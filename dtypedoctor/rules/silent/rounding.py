@@ -283,7 +283,7 @@ def _angles(what: RoundedAngles, fqn: str | None) -> Statement:
         proven = f"the same numbers in float64 are up to {what.apart:g} apart from those that are used"
     else:
         summary = f"{short(fqn)} takes the sine of angles up to {what.largest:,.0f} rad, rounded to {what.dtype}."
-        evidence = f"The same operators in float64 give angles that are up to {what.error:.2g} rad apart from these."
+        evidence = f"In this call the same operators in float64 give angles that are up to {what.error:.2g} rad apart from these."
         proven = f"the same operators in float64 give angles that are up to {what.error:.2g} rad apart"
     return Statement(
         id="rounded-rotary-buffer",
@@ -350,6 +350,16 @@ def _survives_float16(value: float) -> bool:
         return False
 
 
+_PARTS_READ = "the parts of the numbers that are cast were read"
+
+
+def _of_complex(finding: Finding) -> str:
+    """What to do about an imaginary part that is cut off; empty for what is rounded."""
+    if finding.proven_by != _PARTS_READ:
+        return ""
+    return "Write what is meant: `.real`, `.abs()` for magnitudes, or `torch.view_as_real` to keep both parts."
+
+
 def _of_float32(finding: Finding) -> str:
     """What to do where float32 is not enough; empty for half precision."""
     if finding.dtype != "float32":
@@ -378,6 +388,7 @@ ROUNDED_RESULT = FindingSpec(
     do_this="Compute what is decided by (positions, schedules, distances, counts) in {wider}, from the line that first rounds it on.",
     instead=_of_imaginary_part,
     without_edit=_of_float32,
+    instead=_of_complex,
     edits=("in-wider-dtype", "half-to-float32", "bfloat16-to-float32"),
 )
 
@@ -513,7 +524,27 @@ def _is_meant(what: RoundedUse) -> bool:
     return (what.difference or value == 0) and not is_hidden and not what.is_off()
 
 
+def _cut_off(what: RoundedUse) -> Statement:
+    """What is said of a cast of complex numbers to real ones."""
+    elements = what.elements or what.of
+    at = at_line(what.source) if what.source else ""
+    return Statement(
+        id="rounded-result",
+        severity=Severity.WARNING,
+        proven_by=_PARTS_READ,
+        summary=f"{short_op(what.op)}{at} {_CHANGES[what.use]}, for {what.changed:,} of {elements:,} numbers: {what.value} of {what.exact}.",
+        cause=(
+            f"A cast of complex numbers to {what.dtype} keeps their real parts alone. torch warns of it once in a process."
+        ),
+        evidence=(
+            f"{what.changed:,} of {elements:,} numbers lose more than a rounding ({percent(what.changed / elements)}).",
+        ),
+    )
+
+
 def _statement(what: RoundedUse) -> Statement:
+    if what.use == "imaginary":
+        return _cut_off(what)
     maker = f"{short_op(what.made_by)} at {what.made_at or what.source or 'a line outside of modules'}"
     elements = what.elements or what.of
     if what.use in _LOST:
