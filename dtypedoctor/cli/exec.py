@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dtypedoctor.cli.output import NprocPerNode, OpenPage, Out, OverheadBudget, ScriptArgument, announce
+from dtypedoctor.cli.output import EveryNSteps, NprocPerNode, OpenPage, Out, OverheadBudget, ScriptArgument, announce
 from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import say
 
@@ -71,6 +71,7 @@ Fix = Annotated[
     bool,
     typer.Option("--fix", help="Edit a copy of the program and run it, until it is healthy or no edit helps."),
 ]
+InPlace = Annotated[bool, typer.Option("--in-place", help="With --fix: edit the files of a clean git work tree.")]
 Verify = Annotated[
     bool,
     typer.Option(
@@ -99,9 +100,11 @@ def execute(
     once: Once = False,
     error_budget: Budget = False,
     fix: Fix = False,
+    in_place: InPlace = False,
     verify_uninstrumented: Verify = False,
     nproc_per_node: NprocPerNode = None,
     overhead_budget: OverheadBudget = None,
+    every_n_steps: EveryNSteps = None,
     capsule_limit: Annotated[
         int, typer.Option("--capsule-limit", help="Largest capsule of the failing call.", metavar="MIB", min=1)
     ] = 64,
@@ -128,7 +131,7 @@ def execute(
         name=name_of(target),
         **target,
         time_limit=time_limit,
-        overhead_budget=_budget(overhead_budget or "auto"),
+        overhead_budget=_budget(overhead_budget or (f"1/{every_n_steps}" if every_n_steps else "auto")),
         processes=nproc_per_node or 0,
         fixes=_fixes(ablate or [], attempt or []),
         error_budget=error_budget,
@@ -148,9 +151,9 @@ def execute(
             "--rerun, --try, --ablate and --verify-uninstrumented: this job has several machines, and one alone cannot start it again",
             "Leave them out, or start the job on one machine.",
         )
+    _require_to_edit_files(fix, in_place, alone=is_whole and not (runs_again or once or text or script == "-"))
     if fix:
-        _require_to_edit_files(alone=is_whole and not (runs_again or once or text or script == "-"))
-        return _fix(program, out, capsule_limit=capsule_limit << 20)
+        return _fix(program, out, in_place=in_place, capsule_limit=capsule_limit << 20)
 
     def record(folder: "RecordFolder") -> "tuple[Report, int]":
         limit, option = capsule_limit << 20, "--rerun" if is_whole else "--nproc-per-node N --rerun"
@@ -202,22 +205,24 @@ def _tell_of_misplaced(arguments: list[str]) -> None:
             say(f"dtypedoctor: {word} stands behind the script, which gets it; options of exec stand before it")
 
 
-def _fix(program: "Program", out: Path | None, *, capsule_limit: int) -> int:
+def _fix(program: "Program", out: Path | None, *, in_place: bool, capsule_limit: int) -> int:
     """Mends a program, and exits 0 where it is healthy then."""
     from dtypedoctor.errors import ExitCode
     from dtypedoctor.lab.cli.fixing import fix_script, print_fixed
     from dtypedoctor.runner.directories import new_record
 
     folder = new_record(out, program.name, program.folder)
-    report, _, fixed = fix_script(program, folder, capsule_limit=capsule_limit)
+    report, _, fixed = fix_script(program, folder, in_place=in_place, capsule_limit=capsule_limit)
     _show(report, folder.directory, is_first=True, open_page=False)
     print_fixed(fixed)
     return int(ExitCode.OK if fixed.healthy else ExitCode.FINDINGS)
 
 
-def _require_to_edit_files(*, alone: bool) -> None:
-    """Rejects ``--fix`` beside what else runs the program again."""
-    if not alone:
+def _require_to_edit_files(fix: bool, in_place: bool, *, alone: bool) -> None:
+    """Rejects ``--fix`` beside what else runs the program again, and where no files are edited."""
+    if in_place and not fix:
+        raise UsageError("--in-place: without --fix no file is edited", "Add --fix.")
+    if fix and not alone:
         raise UsageError(
             "--fix runs a program of files by itself, on one machine",
             "Leave out --rerun, --try, --ablate, --once, --verify-uninstrumented and the launcher's other machines.",

@@ -48,6 +48,10 @@ NprocPerNode = Annotated[
     ),
 ]
 
+EveryNSteps = Annotated[
+    int | None,
+    typer.Option("--every-n-steps", help="Look at every Nth step: --overhead-budget 1/N.", metavar="N", min=1),
+]
 OverheadBudget = Annotated[
     str | None,
     typer.Option(

@@ -38,7 +38,9 @@ def exit_code(report: Report) -> int:
     return int(next(code for _, holds, code in ENDINGS if holds(report)))
 
 
-def reported(treatment: Treatment, directory: Path, shown: Path | None = None, *, patch: str = "") -> Report:
+def reported(
+    treatment: Treatment, directory: Path, shown: Path | None = None, *, patch: str = "", applied: bool = False
+) -> Report:
     """The report of a finished treatment, which is also written into ``directory``.
 
     Args:
@@ -46,6 +48,7 @@ def reported(treatment: Treatment, directory: Path, shown: Path | None = None, *
         directory: of the run.
         shown: what the report names in its place, since the directory is going to be moved there.
         patch: the file in it that has the edits already; empty for one that is written with the report.
+        applied: whether the program has the edits already.
     """
     shown = directory if shown is None else shown
     files = {"report": REPORT_JSON, "markdown": REPORT_MD, "before": "before"}
@@ -65,7 +68,7 @@ def reported(treatment: Treatment, directory: Path, shown: Path | None = None, *
     )
     following = _next_of_script(report, shown, treatment.rerun, fixed=bool(patch)) or report.next_command
     following = as_typed_here(following)
-    if report.asks_for_edit and report.do_this[0].edits and "dtypedoctor exec " in following:
+    if report.asks_for_edit and report.do_this[0].edits and not applied and "dtypedoctor exec " in following:
         following = f"patch -p0 < {shlex.quote(str(shown / (patch or PATCH)))} && {following}"
     return kept(directory, replace(report, next_command=following))
 
@@ -93,7 +96,7 @@ def _next_of_script(report: Report, directory: Path, rerun: str = "", *, fixed: 
         return ""
     words, options = _without_out(shlex.split(report.command), directory), rerun.partition(": ")[0]
     # After --fix nothing is left that it would try, and before it --once is the only option that does not go with it
-    for option in ("--fix",) if fixed else ("--once",) if options == "--fix" else ():
+    for option in ("--fix", "--in-place") if fixed else ("--once",) if options == "--fix" else ():
         if option in words:
             words.remove(option)
     if report.asks_for_edit:

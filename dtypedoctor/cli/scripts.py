@@ -174,7 +174,9 @@ def _measured_anything(run: "Run") -> bool:
     return bool(unseen) or any(trace.last(Raised) for trace in traces) or measured_in(traces).ran
 
 
-def finished(treatment: "Treatment", folder: RecordFolder, *, patch: str = "") -> "tuple[Report, int]":
+def finished(
+    treatment: "Treatment", folder: RecordFolder, *, patch: str = "", applied: bool = False
+) -> "tuple[Report, int]":
     """The report, which is written into the folder, and the program's own exit status as a shell would give it; see :func:`reported`."""
     from dtypedoctor.cli.reported import reported
 
@@ -182,7 +184,7 @@ def finished(treatment: "Treatment", folder: RecordFolder, *, patch: str = "") -
     if isinstance(treatment.capsule, Capsule):
         mark_as_own(treatment.capsule.directory)
     folder.reserve()
-    report = reported(treatment, folder.private, shown=folder.directory, patch=patch)
+    report = reported(treatment, folder.private, shown=folder.directory, patch=patch, applied=applied)
     return report, code if code >= 0 else 128 - code
 
 

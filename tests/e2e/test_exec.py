@@ -394,7 +394,7 @@ def test_a_checkpoint_that_the_script_itself_writes_is_not_one_that_it_has_loade
 
 
 @pytest.mark.parametrize(
-    "options", ["--overhead-budget 0%", "--overhead-budget 0.0%", "--capsule-limit 0"]
+    "options", ["--overhead-budget 0%", "--overhead-budget 0.0%", "--every-n-steps -1", "--capsule-limit 0"]
 )  # fmt: skip
 def test_a_wrong_option_is_refused_before_the_script_runs(options: str, tmp_path: Path) -> None:
     """Nothing of it has run, and no directory is left."""

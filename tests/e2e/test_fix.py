@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command import dtypedoctor, forked
+from command import dtypedoctor
 
 TWO_IN_A_ROW = """\
 import pathlib
@@ -55,7 +55,7 @@ def test_two_mistakes_in_a_row_are_mended_in_a_copy(tmp_path: Path) -> None:
     assert story["healthy"]
     assert [one["where"] for one in story["tries"] if one["kept"]] == [["train.py:9"], ["train.py:10"]]
     assert not (tmp_path / "run" / "do-this.patch").exists()
-    brief = json.loads(forked("report", "run", "--format", "json", "--brief", cwd=tmp_path).out)
+    brief = json.loads(dtypedoctor("report", "run", "--format", "json", "--brief", cwd=tmp_path).out)
     assert brief["do_this"].startswith("FIXED: with 2 edits the program runs without a finding.")
     assert all(cast in brief["edit"] for cast in ("+h = net(x.to(torch.bfloat16))", "+loss = head("))
     follows, _, again = brief["next"].partition(" && ")
@@ -104,10 +104,29 @@ def test_a_program_that_no_edit_helps_is_left_as_it_is(tmp_path: Path) -> None:
     assert script.read_text() == NO_EDIT
 
 
+@pytest.mark.release
+def test_files_are_edited_in_place_in_a_clean_work_tree_alone(tmp_path: Path) -> None:
+    """What is not committed could not be told from the edits."""
+    script = written(tmp_path, TWO_IN_A_ROW)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    command = ("exec", "--fix", "--in-place", "--out", str(tmp_path.parent / f"{tmp_path.name}-run"), "train.py")
+    refused = dtypedoctor(*command, cwd=tmp_path)
+    assert refused.code == 2
+    assert "not committed" in refused.err
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "one"], check=True)
+    done = dtypedoctor(*command, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "patch -p0" not in done.err, "the files have the edits already"
+    assert "net(x.to(torch.bfloat16))" in script.read_text()
+
+
 @pytest.mark.release(all_but=1)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("exec", "--in-place", "train.py"), "--in-place: without --fix no file is edited"),
         (("exec", "--fix", "--rerun", "train.py"), "--fix runs a program of files by itself"),
         (("exec", "--fix", "-c", "pass"), "--fix runs a program of files by itself"),
     ],

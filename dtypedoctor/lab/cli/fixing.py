@@ -10,6 +10,7 @@ import json
 import math
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,7 +106,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """Where a program is edited: a copy of its files.
+    """Where a program is edited: a copy of its files, or these themselves.
 
     Attributes:
         program: as it is started there.
@@ -150,21 +151,24 @@ class Tree:
         return tuple(edits)
 
 
-def fix_script(program: Program, folder: RecordFolder, *, capsule_limit: int) -> tuple[Report, int, Fixed]:
+def fix_script(
+    program: Program, folder: RecordFolder, *, in_place: bool, capsule_limit: int
+) -> tuple[Report, int, Fixed]:
     """Runs a program, mends what is found, and so on until nothing is found or no edit helps.
 
     Args:
         program: what to run.
         folder: see :func:`dtypedoctor.cli.scripts.record_script`; it holds each run, the patch and what was tried.
+        in_place: whether the files themselves are edited, which are to be a clean work tree of git, and not a copy.
         capsule_limit: bytes that the capsule of the failing call may take.
 
     Returns:
         The report on the first run, the program's own exit status in it, and what became of it.
 
     Raises:
-        UsageError: there is no such script, or the tree is too large to copy.
+        UsageError: there is no such script, the tree is too large to copy, or it is not clean.
     """
-    with guarded(folder) as guardian, _copy_of(program) as tree:
+    with guarded(folder) as guardian, _work_tree(program) if in_place else _copy_of(program) as tree:
         request = tree.program.request(capsule_limit)
         lead = Leading()
         first = lead(first_run(tree.program, request, folder, guardian))
@@ -191,7 +195,7 @@ def fix_script(program: Program, folder: RecordFolder, *, capsule_limit: int) ->
             treatment = replace(treatment, advice=(first_advice, *treatment.advice[1:]), rerun="")
         write_file(folder.private / PATCH, fixed.patch)
         write_file(folder.private / STORY, json.dumps(_story(fixed), indent=1))
-        report, status = finished(treatment, folder, patch=PATCH if fixed.patch else "")
+        report, status = finished(treatment, folder, patch=PATCH if fixed.patch else "", applied=in_place)
         return report, status, fixed
 
 
@@ -351,6 +355,28 @@ def _story(fixed: Fixed) -> dict[str, object]:
 
 
 @contextmanager
+def _work_tree(program: Program) -> Iterator[Tree]:
+    """The files of a program themselves.
+
+    Raises:
+        UsageError: they are not in a work tree of git, or something in it is not committed.
+    """
+    place = program.folder or Path.cwd()
+    asked = subprocess.run(
+        ["git", "-C", str(place), "rev-parse", "--show-toplevel"], capture_output=True, text=True, check=False
+    )
+    if asked.returncode:
+        raise UsageError(f"--in-place: {place} is in no work tree of git", "Leave it out: a copy is edited then.")
+    root = Path(asked.stdout.rstrip("\n"))
+    changed = subprocess.run(
+        ["git", "-C", str(root), "status", "--porcelain"], capture_output=True, text=True, check=False
+    )
+    if changed.returncode or changed.stdout:
+        raise UsageError(f"--in-place: {root} has changes that are not committed", "Commit or stash them first.")
+    yield Tree(program=program, root=root)
+
+
+@contextmanager
 def _copy_of(program: Program) -> Iterator[Tree]:
     """A copy of the folder that the program lies in, which is the working directory meanwhile if that one was inside of it.
 
@@ -410,7 +436,7 @@ def _require_small(root: Path) -> None:
         if files > MOST_FILES or size > MOST_BYTES:
             raise UsageError(
                 f"--fix: {root} holds more than {MOST_FILES:,} files or {MOST_BYTES >> 30} GiB, too much to copy",
-                "Start it in the folder of the program alone.",
+                "Start it in the folder of the program alone, or with --in-place in a clean work tree of git.",
             )
 
 
