@@ -350,16 +350,6 @@ def _survives_float16(value: float) -> bool:
         return False
 
 
-_PARTS_READ = "the parts of the numbers that are cast were read"
-
-
-def _of_complex(finding: Finding) -> str:
-    """What to do about an imaginary part that is cut off; empty for what is rounded."""
-    if finding.proven_by != _PARTS_READ:
-        return ""
-    return "Write what is meant: `.real`, `.abs()` for magnitudes, or `torch.view_as_real` to keep both parts."
-
-
 def _of_float32(finding: Finding) -> str:
     """What to do where float32 is not enough; empty for half precision."""
     if finding.dtype != "float32":
@@ -388,7 +378,6 @@ ROUNDED_RESULT = FindingSpec(
     do_this="Compute what is decided by (positions, schedules, distances, counts) in {wider}, from the line that first rounds it on.",
     instead=_of_imaginary_part,
     without_edit=_of_float32,
-    instead=_of_complex,
     edits=("in-wider-dtype", "half-to-float32", "bfloat16-to-float32"),
 )
 
@@ -531,7 +520,7 @@ def _cut_off(what: RoundedUse) -> Statement:
     return Statement(
         id="rounded-result",
         severity=Severity.WARNING,
-        proven_by=_PARTS_READ,
+        proven_by="the parts of the numbers that are cast were read",
         summary=f"{short_op(what.op)}{at} {_CHANGES[what.use]}, for {what.changed:,} of {elements:,} numbers: {what.value} of {what.exact}.",
         cause=(
             f"A cast of complex numbers to {what.dtype} keeps their real parts alone. torch warns of it once in a process."
