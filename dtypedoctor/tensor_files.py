@@ -118,13 +118,26 @@ def read_entries(path: Path, *, follow: bool = True, largest: int = LARGEST_HEAD
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             header = parse_json(file.read(length))
         data = (8 + length, size)
-        return [_entry(path, data, name, one) for name, one in header.items() if name != "__metadata__"]
+        entries = [_entry(path, data, name, one) for name, one in header.items() if name != "__metadata__"]
+        _check_as_the_library_does(header.get("__metadata__", {}), entries, 8 + length)
+        return entries
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({reason(error)})", "Download it again.") from error
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"{path}: not a safetensors file ({reason(error)})", "Download it again; it may be cut short."
         ) from error
+
+
+def _check_as_the_library_does(metadata: Any, entries: list[Entry], first: int) -> None:
+    """Refuses what the safetensors library refuses: then nobody can load the file, whatever its dtypes are."""
+    if not isinstance(metadata, dict) or not all(isinstance(word, str) for word in metadata.values()):
+        raise TypeError("__metadata__ has to map strings to strings")
+    following = first
+    for entry in sorted(entries, key=lambda one: (one.begin, one.end)):
+        if entry.begin != following:
+            raise ValueError(f"{entry.name[:100]!r} does not begin where the tensor before it ends")
+        following = entry.end
 
 
 def _entry(path: Path, data: tuple[int, int], name: str, described: Mapping[str, Any]) -> Entry:

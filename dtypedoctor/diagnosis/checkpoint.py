@@ -20,7 +20,7 @@ from typing import Any
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file, reason
-from dtypedoctor.tensor_files import Entry, read_entries
+from dtypedoctor.tensor_files import DTYPES, Entry, read_entries
 from dtypedoctor.text import memory
 from dtypedoctor.trace.events import ParameterNote
 from dtypedoctor.trace.model import Trace
@@ -274,8 +274,9 @@ def read_checkpoint(path: Path, intent: Intent | None = None) -> Subject:
     parts = {f"{name}{part}" for name in quantized for part in STATE_PARTS}
     wide = [entry for entry in entries if entry.dtype in ("bfloat16", "float32") and entry.is_whole and not entry.cut]
     read = _first(wide, LARGEST_READ) if intent is not None and intent.dtype == "float16" else []
-    unread = [f"values of {len(wide) - len(read)} tensors: {memory(LARGEST_READ)} of weights are read at most"]
+    unread = f"values of {len(wide) - len(read)} tensors: {memory(LARGEST_READ)} of weights are read at most"
     counts = {entry.name: entry.outside_float16() for entry in read}
+    strange = sorted({entry.dtype for entry in entries} - set(DTYPES.values()))
     missing = sorted(_shards(folder / INDEX) - {file.name for file in files})
     return Subject(
         name=str(path),
@@ -285,7 +286,12 @@ def read_checkpoint(path: Path, intent: Intent | None = None) -> Subject:
         adapter=_json(folder / ADAPTER) if (folder / ADAPTER).is_file() else None,
         keep_in_fp32=kept_in_float32(config),
         intent=intent or Intent(),
-        gaps=(*_gaps(folder, files, missing), *_cut(entries), *(unread if read and len(read) < len(wide) else [])),
+        gaps=(
+            *_gaps(folder, files, missing),
+            *_cut(entries),
+            *([unread] if read and len(read) < len(wide) else []),
+            *(f"tensors in {dtype}, which is not known here" for dtype in strange),
+        ),
         partial=not entries or bool(missing) or any(entry.cut for entry in entries),
         outside_float16={name: count for name, count in counts.items() if any(count)},
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from saved_corpus import CASES, QUERY, Case, llama, saved, small_net
 from torch import nn
 
@@ -103,6 +104,14 @@ def test_a_pickle_that_would_run_code_is_not_loaded(tmp_path: Path) -> None:
         True,
     )
     assert not (tmp_path / "harm").exists()
+
+
+def test_a_config_of_another_kind_of_model_builds_none_of_the_usual_size(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "strange", "architectures": ["Strange"]}')
+    save_file({"w": torch.zeros(4)}, tmp_path / "model.safetensors")
+    result = verify_saved(tmp_path, llama())
+    assert result.verdict == "unknown"
+    assert "is of a model 'strange'" in result.unknown[0]
 
 
 def test_what_is_not_there_is_a_usage_error(tmp_path: Path) -> None:

@@ -322,6 +322,8 @@ BROKEN: dict[str, dict[str, bytes | None]] = {
         b"", b"1234567", struct.pack("<Q", 2**63), struct.pack("<Q", 100) + b"{", header(NESTED.encode()), header([]), header("x"),
         header({"w": 7}), header({"w": {}}), tensor(data_offsets=[0]), tensor(data_offsets="ab"), tensor(data_offsets=[4, 0]),
         tensor(data_offsets=[0, 2**70]), tensor(data_offsets=[-8, 0]), tensor(data_offsets=[0.5, 4]), tensor(shape=[2**70]),
+        header({"__metadata__": ["pt"]}), header({"__metadata__": {"format": 7}}), tensor(data_offsets=[4, 8]),
+        header({name: {"dtype": "F32", "shape": [2], "data_offsets": at} for name, at in (("a", [0, 8]), ("b", [4, 12]))}) + bytes(12),
         tensor(shape="12"), tensor(shape=[-1]), tensor(dtype=7), tensor(dtype=["F32"]), header(b"\xff\xfe"), header(b"{\"w\": NaN"),
         header({"inv_freq": {"dtype": "F32", "shape": [1], "data_offsets": [0, 3]}}) + bytes(3),
         header({"w.quant_state.bitsandbytes__nf4": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}) + b"{x}",

@@ -15,6 +15,7 @@ TOP_LEVEL = {
     "a key with a dot": ("a.b: 1", "7:1: 'a.b': unknown key"),
     "yes instead of a number": ("seed: yes", "7:1: seed: Input should be a valid integer, got 'yes'"),
     "a number of thousands of digits": ("seed: " + "9" * 5000, "7:1: seed: this number is too large"),
+    "no number": ("seed: .nan", "7:1: seed: inf and NaN are not accepted"),
     "a number instead of a text": ("references: [1]", "7:14: references[0]: Input should be a valid string, got 1"),
     "a misspelt choice": (
         "device: cdua",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dtypedoctor.errors import DoctorError, UsageError, require_installed
 from dtypedoctor.foreign_files import write_file
+from dtypedoctor.lab.models.loading_errors import CANNOT_LOAD
 from dtypedoctor.lab.parity.rollouts import DTYPE, PADDING, SAMPLING, SHIFT, WEIGHTS, Change, Gap, Parity, Rollout
 
 LEFT, POSITIONS, RIGHT, ALONE = "left", "positions", "right", "alone"
@@ -52,8 +53,6 @@ _WORTH = 0.75
 """Share of the mean difference that a change leaves at most to be made for good."""
 _NEARLY = 1.1
 """What leaves less than this times the least is as good, and the first of those is taken."""
-_LOADING = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ImportError, AssertionError)
-"""What libraries raise for a folder that they cannot load, or tokens that they cannot take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +158,7 @@ class Scorer:
         inputs = {name: each.to(model.device) if isinstance(each, Tensor) else each for name, each in inputs.items()}
         try:
             logits = model(**inputs, use_cache=False).logits[:, -keep:]
-        except _LOADING as error:
+        except CANNOT_LOAD as error:
             lines = f"lines {rows[0].line} to {rows[-1].line}"
             raise UsageError(
                 f"{self.name}: {lines}: the model raises {type(error).__name__}: {str(error)[:200]}"
@@ -180,7 +179,7 @@ def _load(folder: str, dtype: str, device: str) -> Any:
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
         return model.to(device).eval() if device != "cpu" else model.eval()
-    except _LOADING as error:
+    except CANNOT_LOAD as error:
         lines = str(error).strip().splitlines() or [""]
         raise UsageError(f"{folder}: {type(error).__name__}: {lines[0][:300]}", "Give a folder that save_pretrained wrote.") from error  # fmt: skip
 

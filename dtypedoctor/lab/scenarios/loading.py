@@ -236,7 +236,9 @@ def _read_scalar(node: yaml.Node) -> str | int | float | bool | None:
         case "int" if len(word) <= 19:
             return int(word)
         case "int" | "float":
-            number = math.inf if word[-1].isalpha() else float(word)  # only `.inf` and `.nan` end with a letter
+            if word[-1].isalpha():  # `.inf` and `.nan`
+                raise ValueError("inf and NaN are not accepted")
+            number = float(word)
             if not math.isfinite(number) or node.tag.endswith("int"):
                 raise ValueError("this number is too large")
             return number

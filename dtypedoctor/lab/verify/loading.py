@@ -5,24 +5,20 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from dtypedoctor.errors import UsageError, require_installed
 from dtypedoctor.foreign_files import parse_json, read_file
+from dtypedoctor.lab.models.loading_errors import CANNOT_LOAD
 from dtypedoctor.lab.verify.weights import NotComparableError, Weight, weights_of
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _OPTIMIZER = ("optimizer", "scheduler", "rng_state", "training_args", "scaler")
 """How files of a checkpoint begin that hold no model."""
-CANNOT_LOAD = (
-    OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ImportError, AssertionError, UnpicklingError, SafetensorError,
-)  # fmt: skip
-"""What libraries raise for a folder that they cannot load."""
 
 Stored = Mapping[str, Tensor]
 
@@ -151,6 +147,13 @@ def _load_pretrained(folder: Path, live: nn.Module | None, **options: Any) -> Lo
     if kind is None:
         raise UsageError(
             f"{folder}: transformers has no class {names[0]}", "Compare it with a live model of its class."
+        )
+    family, own = described.get("model_type"), kind.config_class.model_type
+    if (
+        family is not None and own and family != own
+    ):  # else what the file does not name would be of the class's usual size, and may fill the memory
+        raise NotComparableError(
+            f"{folder.name} cannot be loaded: its config.json is of a model {family!r}, and {kind.__name__} is of {own!r}"
         )
     here = {"local_files_only": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
     model, info = kind.from_pretrained(folder, **here, **options)

@@ -19,7 +19,8 @@ from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.foreign_files import write_file
 from dtypedoctor.instrument.live_call import tensors_of
 from dtypedoctor.instrument.module_tree import mapped
-from dtypedoctor.lab.verify.loading import CANNOT_LOAD, Loaded, load
+from dtypedoctor.lab.models.loading_errors import CANNOT_LOAD
+from dtypedoctor.lab.verify.loading import Loaded, load
 from dtypedoctor.lab.verify.verdicts import (
     CAST,
     DECLARED,
