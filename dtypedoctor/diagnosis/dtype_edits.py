@@ -525,7 +525,9 @@ def _line_in_wider_dtype(scene: Scene, source: Source, line: int) -> list[Change
     alone = list(operands.values()) if not named and 1 < len(operands) <= MOST_OPERANDS else []
     here = [[*widened(nodes), *_narrowed(source, nodes, back)] for nodes in (everything, *alone)]
     first = named or widened(everything)
-    ways = [first, *map(widened, alone), [*named, *widened(everything)]]
+    if isinstance(function, ast.FunctionDef) and (at_beginning := _argument_wider(source, function, named, wide)):
+        first = at_beginning  # what the function makes beside it is in the dtype of the same argument
+    ways = [first, named, *map(widened, alone), [*named, *widened(everything)]]
     last: list[Change] = []
     if isinstance(function, ast.FunctionDef) and (at_return := returned(source, function, back)):
         ways.insert(1, [*first, *at_return])
@@ -534,6 +536,15 @@ def _line_in_wider_dtype(scene: Scene, source: Source, line: int) -> list[Change
     is_rounded = spec_of(scene.finding.id).family is SILENT
     ways = [*ways, *(here if not named else []), last] if is_rounded else [*here, *ways, last]
     return [(source, list(dict.fromkeys(changes))) for changes in ways if changes and first]
+
+
+def _argument_wider(source: Source, function: ast.FunctionDef, named: Sequence[Change], wide: str) -> list[Change]:
+    """A wider dtype at the beginning of a function for its argument that a line takes its dtype from; none where it takes it from elsewhere."""
+    given = {source.data[begin:end].decode() for begin, end, _ in named}
+    arguments = {one.arg for one in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}
+    body = function.body[ast.get_docstring(function) is not None :]
+    names = sorted(given & arguments) if body else []
+    return source.before(body[0], *(f"{name} = torch.{wide}" for name in names)) if names else []
 
 
 def _narrowed(source: Source, nodes: Sequence[ast.expr], back: str) -> list[Change]:

@@ -706,3 +706,18 @@ def test_no_wider_dtype_is_advised_for_an_imaginary_part(tmp_path: Path, monkeyp
     (advice,), _ = advise((read.finding,), read.trace, "train.py", began=0.0, own_files=True)
     assert "complex" in advice.text
     assert not advice.edits
+
+
+def test_a_dtype_that_a_function_is_given_becomes_wider_for_all_that_it_makes(tmp_path: Path) -> None:
+    """Of two tables of the same dtype the other would be rounded as before."""
+    text = """
+        def kernel(width, dtype=None):
+            '''A table.'''
+            at = torch.arange(width, dtype=dtype) / width
+            return at + torch.arange(2, dtype=dtype)[:, None]
+    """
+    read = program(tmp_path, text, id="rounded-result", dtype="float16", source="train.py:4")
+    (edits, _), *_ = edits_for(read, ("in-wider-dtype",))
+    assert [edit.new.strip() for edit in edits] == [
+        "dtype = torch.float32\n    at = torch.arange(width, dtype=dtype) / width"
+    ]
