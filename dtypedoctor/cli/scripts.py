@@ -27,7 +27,7 @@ from dtypedoctor.replay.own import mark_as_own
 from dtypedoctor.runner.command import Program
 from dtypedoctor.runner.directories import RecordFolder, make_directory, removed_if_refused
 from dtypedoctor.runner.process import Guardian, outliving, run_script
-from dtypedoctor.trace.events import NOT_HERE, UNLESS_ALL, WORKED_ELSEWHERE, NotWatched, Raised
+from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE, Coverage, NotWatched, Raised
 from dtypedoctor.trace.ranks import BEFORE, LAUNCHERS, NODE, node_directories
 
 if TYPE_CHECKING:
@@ -77,9 +77,10 @@ def record_script(
 
 
 def _as_seen(program: Program, run: "Run") -> Program:
-    """The program, whose steps are all looked at again if they all were: how many its time pays for differs from run to run, and what is not seen is no cure."""
-    is_left_out = any(note.why.endswith(UNLESS_ALL) for note in run.trace.all(NotWatched))
-    return program if is_left_out else replace(program, overhead_budget="off")
+    """The program, whose steps are all looked at again if at least half of them were: which ones the time pays for differs from run to run, and what is not seen is no cure."""
+    counted = run.trace.last(Coverage) or Coverage()
+    seen, skipped = counted.module_calls + counted.gradients, counted.module_calls_skipped + counted.gradients_skipped
+    return program if skipped > seen else replace(program, overhead_budget="off")
 
 
 def edited_runs(program: Program, folder: RecordFolder, guardian: Guardian) -> "Attempt":

@@ -465,8 +465,6 @@ NO_PYTHON = "no Python process that takes PYTHONPATH from the command was starte
 """Why no process of a command could be watched."""
 REPLAY_OF_FAILURES = "replay of what fails"
 """What is not watched where a failing call cannot be made again."""
-UNLESS_ALL = "With --overhead-budget off all are"
-"""How ``why`` ends of steps that were not looked at."""
 COMPILED_OUTSIDE = "the inside of compiled functions that were called outside of modules"
 """What is not watched where a program compiles its own functions: an optimizer's step, it may be."""
 NOT_SEEN = "not seen:"
