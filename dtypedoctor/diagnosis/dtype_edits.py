@@ -486,7 +486,9 @@ def in_wider_dtype(scene: Scene) -> list[Changes]:
     narrow, is_undefined = scene.finding.dtype, scene.finding.id == "domain-error"
     if narrow in (None, "float64") or (is_undefined and not is_beyond_float32(scene)):
         return []
-    return [way for source, line in _rounding_lines(scene) for way in _line_in_wider_dtype(scene, source, line)]
+    ways = [_line_in_wider_dtype(scene, source, line) for source, line in _rounding_lines(scene)]
+    first, *others = ways or [[]]
+    return [*first, *(way for of_use in others for way in of_use[:2])][:MOST_WAYS]
 
 
 def _rounding_lines(scene: Scene) -> list[tuple[Source, int]]:
@@ -568,6 +570,8 @@ def _computed_from(source: Source, node: ast.expr) -> ast.expr:
     return _computed_from(source, parent) if goes_on and isinstance(parent, ast.expr) else node
 
 
+MOST_WAYS = 9
+"""Ways to compute in a wider dtype: more would leave no trials for what other makers change."""
 MOST_OPERANDS = 3
 """Operands of a line that are cast one by one."""
 
