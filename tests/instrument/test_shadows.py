@@ -397,6 +397,11 @@ def expert() -> None:
     scores.softmax(-1).to(HALF).topk(1, -1)
 
 
+def two_experts() -> None:
+    """The two best of many experts of nearly the same probability: for one row of four another one is among them."""
+    (0.05 * torch.randn(400, 64)).softmax(-1).to(HALF).topk(2, -1)
+
+
 def drawn() -> None:
     """Tokens that a filter has taken out: in float16 the noise that they are drawn by is 0 for one of a hundred million."""
     torch.manual_seed(20)
@@ -454,7 +459,7 @@ def estimates() -> None:
 
 def accepted() -> None:
     """Drafts that are very unlikely, of which some are accepted: a random number in bfloat16 is 0 once in 256 times."""
-    for _ in range(20):
+    for _ in range(40):
         ratio = torch.exp(-12 * torch.rand(512)).to(HALF)
         (torch.rand_like(ratio) < ratio).sum()
 
@@ -600,7 +605,8 @@ def similarity() -> None:
         (stored_moments, "rounded-result", "buffer.copy_(squares)", "to 0 which a scale would keep"),
         (mesh, "rounded-result", "torch.linspace(0, size - 1", "add at "),
         (looked_up, "rounded-result", "torch.cumprod(1 - torch.linspace(1e-4", "neighboring entries are equal"),
-        (expert, "rounded-result", ".to(HALF).topk(1", "by their order"),
+        (expert, "rounded-result", ".to(HALF).topk(1", "as often as not"),
+        (two_experts, "rounded-result", ".to(HALF).topk(2", "by their order"),
         (drawn, "rounded-result", "torch.multinomial(chances, 1)", "has the probability 0"),
         (bins, "rounded-result", "torch.bucketize(places.to(HALF)", "fewer different whole numbers"),
         (discounted, "rounded-result", "decay = torch.tensor(0.999", "torch.tensor at "),
@@ -755,6 +761,7 @@ def sampled() -> None:
     scores = (torch.randn(200, 1000).to(HALF) * 1.01 + 0.003).softmax(-1)
     torch.multinomial(scores, 1)
     scores.argmax(-1), scores.sort(-1), scores.topk(5, -1)
+    (torch.randn(30, 30_000).to(HALF) / 0.8).topk(50, -1)
     kept = (nn.functional.dropout(scores, 0.3) > 0).to(HALF)
     kept[:, :200].cumsum(-1).long()
 

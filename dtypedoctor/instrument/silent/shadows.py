@@ -1004,21 +1004,18 @@ class Shadows(Observer):
             self._used("decision", call, far, real, exact, _beside(far, exact))
             if call.origin.dtype in NARROW:
                 self._used("choice", call, near, real, exact)
-            # One of each row, chosen by the order of values that are equal only here. They are as near to the float64 ones as their
-            # dtype allows, or its spacing is not why.
+            # Chosen by the order of values that are equal only here; each of them is as near to its float64 value as the dtype allows, or its
+            # spacing is not why. Of several the set counts, so that of a whole order nothing does.
             scores, dim = call.operands[0][0], call.argument("dim")
-            values = call.values[id(scores)]
-            if dim is None or not torch.equal(values.to(scores.dtype), scores):
+            if dim is None:
                 return
+            values = call.values[id(scores)]
             at, other = (index if index.dim() == scores.dim() else index.unsqueeze(dim) for index in (real, exact))
-            if at.size(dim) != 1:
-                return  # of a whole order, a part always is
-            picked = scores.gather(dim, at)
-            is_tie = (
-                picked == scores.gather(dim, other)
-            ) & picked.isfinite()  # what is inf has lost more than its last bits
-            apart = values.gather(dim, at) != values.gather(dim, other)
-            self._used("tie", call, is_tie & apart, at, other)
+            picked, wanted = (values.gather(dim, index).sort(dim).values for index in (at, other))
+            here, there = (scores.gather(dim, index).sort(dim).values for index in (at, other))
+            is_tie = (here == there) & (picked.to(scores.dtype) == here) & (wanted.to(scores.dtype) == here)
+            is_tie &= here.isfinite() & (picked != wanted)  # what is inf has lost more than its last bits
+            self._used("tie", call, is_tie, at, other)
 
     def _judge_root(self, call: _Call) -> None:
         """Roots of differences of near numbers that are mostly rounding: of a variance as a mean of squares less the square of a mean."""
@@ -1192,7 +1189,8 @@ class Shadows(Observer):
             apart = (sides[0] == sides[0].round()) & (sides[1] == sides[1].round())
         else:
             apart = _coarser(sides[0], call.origin.dtype) != _coarser(sides[1], call.origin.dtype)
-            if call.known and all(map(_is_rounded_number, call.known.values())):
+            lossy = [memory for memory in call.known.values() if memory.origin.is_lossy]
+            if lossy and all(map(_is_rounded_number, lossy)):
                 apart = torch.ones_like(apart)  # the data is what it is
             elif call.narrowed and not any(memory.origin.op == _DRAWN for memory in call.known.values()):
                 apart |= real != call.in_float64(exact=()).bool()

@@ -383,7 +383,7 @@ ROUNDED_RESULT = FindingSpec(
 
 FEWEST = 0.05
 """Share of the results of a line that have to differ. Below it they may be scores that are nearly equal, or fractions close to a whole number."""
-SETTLING = 8
+SETTLING = 7
 """Uses, the first of those below, of which each line is told."""
 ROOTS = 1 / 4
 """Share of roots of which more than half is rounding; a few numbers may be near each other by chance."""
@@ -403,7 +403,6 @@ _CHANGES = {
     "restored": "takes away what was added before and does not get back what was there",
     "decision": "takes another decision than the same operators do in float64",
     "factor": "multiplies by 0, which it would not be in float64",
-    "tie": "chooses by their order between values that are equal only after rounding",
     "step": "makes a step of 0 between two entries of a grid, which are apart in float64",
     "fraction": "takes the fraction of numbers that are off by a quarter of what it is a fraction of",
     "root": "takes the root of a difference of near numbers, which is off by half of itself or more",
@@ -412,6 +411,7 @@ _CHANGES = {
     "mask": "makes another mask than the same operators do in float64",
     "condition": "decides a condition otherwise than the same operators do in float64",
     "choice": "chooses others than the same operators do in float64, as often as not",
+    "tie": "chooses by their order between values that are equal only after rounding",
     "schedule": "uses a schedule of which neighboring entries are equal, and differ in float64",
     "series": "reads one number after another that rises or falls in float64, and is the same as the one before here",
     "distinct": "leaves fewer different whole numbers than the same operators do in float64",
