@@ -542,6 +542,25 @@ def spreads() -> None:
     nn.Linear(2, 4)((rows - mean) / (spread + 1e-7))
 
 
+def running_moments() -> None:
+    """Moments of ticks and of shares over 40 batches in float32: the variance of the ticks is what two numbers near 1e8 differ by."""
+    mean, squares = torch.zeros(2), torch.zeros(2)
+    for number in range(1, 41):
+        rows = torch.tensor([10_000, 0.5]) + torch.tensor([0.8, 0.1]) * torch.randn(200, 2)
+        mean += (rows.mean(0) - mean) / number
+        squares += ((rows**2).mean(0) - squares) / number
+    variance = squares - mean**2
+    variance.clamp(min=0).sqrt()
+
+
+def frames() -> None:
+    """Times of frames in microseconds, each of which becomes float32 by itself."""
+    stamps = 1_550_083_467_346_370 + 100_000 * torch.arange(20)
+    for number in range(19):
+        now, before = (stamps[at].to(torch.float32) for at in (number + 1, number))
+        (now - before) * 1e-6
+
+
 def lengths_of_differences() -> None:
     """A norm of rows with a large mean, by squares that are less the square of it, in half precision; only the largest number is read."""
     rows = (torch.randn(4, 64) + 100).half()
@@ -598,7 +617,9 @@ def similarity() -> None:
         (gumbel, "rounded-result", "torch.rand_like(scores)", "another decision"),
         (initialized, "rounded-result", "layer.weight.uniform_(-1, 1)", "a layer takes it"),
         (similarity, "rounded-result", "pairs = nn.functional.conv2d", "Python reads it"),
-        (spreads, "rounded-result", "squares = rows.mean(0), ", "takes the root"),
+        (spreads, "rounded-result", "spread = (squares - mean**2)", "takes the root"),
+        (running_moments, "rounded-result", "variance = squares - mean**2", "takes the root"),
+        (frames, "rounded-result", "stamps[at].to(torch.float32)", "a step of 0"),
         (lengths_of_differences, "rounded-result", "rows.mean(-1, keepdim=True)", "takes the root"),
         (divergence, "rounded-result", ".log_softmax(-1).gather", "Python reads it"),
         (rows_kept, "rounded-result", "torch.rand_like(rows", "another mask"),
@@ -835,6 +856,17 @@ def in_float32() -> None:
         nn.functional.normalize(rows).sum(-1).argsort(), rows.softmax(-1).cumsum(-1).argmax(-1)
 
 
+def running_spread() -> None:
+    """The same of what is centered, and a spread that is updated by deviations, in float32."""
+    mean, spread = torch.zeros(2), torch.zeros(2)
+    for number in range(1, 41):
+        rows = torch.tensor([10_000, 0.5]) + torch.tensor([0.8, 0.1]) * torch.randn(200, 2)
+        apart = rows.mean(0) - mean
+        mean += apart / number
+        spread += (rows.var(0) - spread) / number + apart**2 * (number - 1) / number**2
+    spread.sqrt().tolist(), mean.tolist()
+
+
 def large_numbers() -> None:
     """Numbers beyond 24 bits that stay numbers: seconds, sizes, what is drawn at random."""
     seconds = torch.arange(1_700_000_000, 1_700_000_600, 7)
@@ -1030,6 +1062,7 @@ def centered_spreads() -> None:
         exact,
         negligible,
         in_float32,
+        running_spread,
         large_numbers,
         averages_inside,
         learned,

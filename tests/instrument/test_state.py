@@ -247,6 +247,15 @@ def layer() -> nn.Linear:
     return model
 
 
+def merge_first() -> None:
+    """A merge before the model is called for the first time."""
+    model = nn.Linear(64, 64).to(HALF)
+    with torch.no_grad():
+        model.weight.uniform_(1.0, 2.0)
+        model.weight.data += delta().to(HALF)
+        model(torch.randn(2, 64).to(HALF))
+
+
 def merge_anew() -> None:
     """The sum takes the place of the weight."""
     model = layer()
@@ -333,6 +342,7 @@ def measured() -> None:
         (half_of_the_way, "update-stall", "average.lerp_(weights"),
         (running_average, "rounded-result", "total *= (number - 1)"),
         (histogram, "update-stall", "counts[torch.tensor"),
+        (merge_first, "update-stall", "model.weight.data += delta()"),
         (merge_anew, "update-stall", "model.weight.data + delta()"),
         (merge_wide, "update-stall", "model.weight = nn.Parameter(wide"),
         (merge_loaded, "update-stall", 'state["weight"] + delta()'),
@@ -426,6 +436,7 @@ def merges_that_arrive() -> None:
     rows = model(torch.randn(64, 64).to(HALF)).detach() + 1
     for _ in range(4):
         rows = rows + delta(0.01).to(HALF)
+    rows += delta(0.01).to(HALF)
     model(rows)
 
 

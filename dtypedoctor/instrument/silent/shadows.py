@@ -150,6 +150,7 @@ class Origin:
         whole: whether whole numbers went into it.
         sums: whether more numbers went into it than came out: it has counted.
         largest, apart: of what it has rounded the largest magnitude, and the largest difference from the float64 values.
+        cancels: whether it is a difference of near numbers, which float32 has rounded before.
     """
 
     op: str
@@ -159,11 +160,17 @@ class Origin:
     largest: float = 0.0
     apart: float = 0.0
     sums: bool = False
+    cancels: bool = False
 
     @property
     def is_lossy(self) -> bool:
         """Whether it loses more than each operator in float32 does: numbers that are put into float32 are followed only if they have more digits."""
         return self.dtype in NARROW or self.op in (_LIFTED, "aten._to_copy.default")
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether it has rounded fractions in float32."""
+        return self.dtype is torch.float32 and not (self.whole or self.is_lossy)
 
     @property
     def source(self) -> str:
@@ -289,8 +296,11 @@ class _Call:
         another rounding moves the result several times as far: of a cast and a product with the same spacing the cast is to blame.
         """
         known = [(copy, self.known[id(copy)]) for copy, _ in self.operands if id(copy) in self.known]
+        # All operators of float32 round alike: what has led to a difference of near numbers is not to blame, but the formula that takes it
         if not known:
             return self._own_origin()
+        if self._cancels and all(memory.origin.is_fine for _, memory in known):
+            return replace(self._own_origin(), cancels=True)
         shares = self._shares([copy for copy, _ in known])
         most = max(range(len(known)), key=lambda number: shares[1 + number])
         if shares[0] > BY_FAR * shares[1 + most]:
@@ -338,11 +348,16 @@ class _Call:
     @property
     def terms(self) -> float | None:
         """Of a difference of near numbers, or what is computed from one, how much the largest of these is rounded by; 0 where they are copies; None of all else."""
-        rounded = [copy for copy, _ in self.operands if id(copy) in self.known]
-        before = max((_relative(copy, self.values[id(copy)]) for copy in rounded), default=0.0)
-        if self.name in _DIFFERENCES and _relative(self.results[0], self.exact[0]) > AMPLIFIED * before > 0:
+        if self._cancels:
             return self._terms_of_difference()
         return max((m.terms for m in self.known.values() if m.terms is not None), default=None)
+
+    @cached_property
+    def _cancels(self) -> bool:
+        """Whether it is a difference of near numbers."""
+        rounded = [copy for copy, _ in self.operands if id(copy) in self.known]
+        before = max((_relative(copy, self.values[id(copy)]) for copy in rounded), default=0.0)
+        return self.name in _DIFFERENCES and _relative(self.results[0], self.exact[0]) > AMPLIFIED * before > 0
 
     def _own_origin(self) -> Origin:
         tensors, real, exact = [copy for copy, _ in self.operands], self.results[0], self.exact[0]
@@ -783,7 +798,7 @@ class Shadows(Observer):
         """Whether an operator is run in float64 once more; a sum has to be followed from its first term to the last. In float32 the first calls at a line are."""
         self._at_line[func, line] += 1
         if not self._is_of_half(operands, results):
-            return self._is_among_first(self._at_line[func, line])
+            return self._is_among_first(self._at_line[func, line], results[0].numel() <= RECURRENT)
         is_sum = _name(func) in _ADDS and results[0].numel() <= SUM
         may_run = is_sum or self._at_line[func, line] <= AT_ONE_LINE
         if not may_run and self._at_line[func, line] <= AT_ONE_RECURRENCE and results[0].numel() <= RECURRENT:
@@ -791,8 +806,8 @@ class Shadows(Observer):
         self._operators[is_sum] += may_run * (1 + results[0].numel() // UNIT)
         return may_run and self._operators[is_sum] <= ALLOWANCE
 
-    def _is_among_first(self, calls: int) -> bool:
-        is_first = self._first_ones > 0 and calls <= AT_ONE_LINE_IN_FLOAT32
+    def _is_among_first(self, calls: int, is_small: bool) -> bool:
+        is_first = self._first_ones > 0 and calls <= (SUM if is_small else AT_ONE_LINE_IN_FLOAT32)
         self._first_ones -= is_first
         return is_first
 
@@ -1160,15 +1175,21 @@ class Shadows(Observer):
             self._used("imaginary", call, cut, real, operand)
 
     def _judge_step(self, call: _Call) -> None:
-        """Steps between entries of a grid that coincide."""
+        """Steps between entries of a grid that coincide, or between two whole numbers."""
         sides = list(call.known.values())
-        if call.name == "sub" and len(sides) == len(call.operands) == 2 and sides[0] is sides[1]:
-            real, exact = call.results[0], call.exact[0]
+        if call.name != "sub" or not len(sides) == len(call.operands) == 2:
+            return
+        real, exact = call.results[0], call.exact[0]
+        changed, of = (real == 0) & (exact != 0), real.numel()
+        if sides[0] is sides[1]:
             entries = [call.values[id(copy)] for copy, _ in call.operands]
-            if _is_grid(sides[0].exact) or all(one.dim() == 1 and _is_grid(one) for one in entries):
-                neighbors = 2 * max(len(sides[0].exact), *(one.numel() for one in entries))  # also of all pairs
-                changed = (real == 0) & (exact != 0)
-                self._used("step", call, changed, real, exact, min(real.numel(), max(neighbors, int(changed.sum()))))
+            if not (_is_grid(sides[0].exact) or all(map(_is_grid, entries))):
+                return
+            neighbors = 2 * max(len(sides[0].exact), *(one.numel() for one in entries))  # also of all pairs
+            of = min(of, max(neighbors, int(changed.sum())))
+        elif not all(side.origin.whole for side in sides):
+            return
+        self._used("step", call, changed, real, exact, of)
 
     def _judge_factor(self, call: _Call) -> None:
         """A factor that is 0 only because a number of the program was rounded: 1 - 0.999."""
@@ -1335,6 +1356,7 @@ class Shadows(Observer):
                 of=known.of if known is not None else 0,
                 elements=known.elements if known is not None else 0,
                 nonfinite=nonfinite,
+                difference=origin.cancels,
             )
         of = changed.numel() if of is None else of
         before = (0, 0, 0) if last else (known.changed, known.of, known.elements)
@@ -1444,8 +1466,10 @@ def _are_near(values: Tensor, whole: Tensor) -> bool:
 
 def _is_grid(values: Tensor) -> bool:
     """Whether each value is larger than the one before, or each is smaller."""
+    if values.dim() != 1 or len(values) < 3:
+        return False
     steps = values.diff()
-    return len(steps) > 1 and bool((steps > 0).all() | (steps < 0).all())
+    return bool((steps > 0).all() | (steps < 0).all())
 
 
 def _coarser(values: Tensor, dtype: torch.dtype) -> Tensor:

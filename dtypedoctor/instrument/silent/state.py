@@ -75,8 +75,8 @@ ALLOWANCE, FOLLOWED, PERIOD = 16_384, 4_096, 65_536
 """Operators outside of steps that are all followed, 0.1 ms each; after them so many of so many."""
 ROUNDS, FEWEST, MOST_ANCESTORS = 3, 16, 4
 """Rounds without a movement from which on state stands still, those from which on it has drifted, and states that a value is known to come from."""
-LOST, MOSTLY, NOISY = 0.95, 0.5, 0.5
-"""Shares of the elements which move in float64 that have to stay; in a step of an optimizer, to be told of, and of what state moves by as a whole; and of the energy of a merge that has to be rounding."""
+LOST, MOSTLY, NOISY = 0.95, 0.5, 0.25
+"""Shares of the elements which move in float64 that have to stay; in a step of an optimizer, to be told of, and of what state moves by as a whole; and of the energy of a merge that has to be rounding: an error half as large as what is merged."""
 SHARE = 0.05
 """Share of what a line changes that has to stand still for it to be told of: gains near 1 beside matrices that move are a part of a training, too."""
 EACH, MORE = 4, 8
@@ -576,6 +576,8 @@ class StateCheck(Observer):
         self._followed: dict[int, _State] = {}
         """State that has been through enough rounds to be judged."""
         self._merges: list[_State] = []
+        self._added_to: set[_State] = set()
+        """State to which something was added before the next outermost call, which may show that it is a parameter."""
         self._statements: dict[tuple[int, Line], _Statement] = {}
         self._results: OrderedDict[_Key, _Value] = OrderedDict()
         """What is computed from state, and may become a parameter."""
@@ -832,20 +834,24 @@ class StateCheck(Observer):
             state.line, state.is_new = began, False
         if _name(call.func) in _ADDING and len(operands) > 1 and all(one.is_whole for one in operands):
             state.sums += 1
-            if state.sums == 1 and len(self._merges) < MOST and self._is_parameter(state):
-                self._merges.append(state)
+            if state.sums == 1 and len(self._merges) + len(self._added_to) < MOST:
+                self._merges.append(state) if self._is_parameter(state) else self._added_to.add(state)
         self._look_at_each_call()
 
     def before_call(self, module: nn.Module) -> None:
         """An outermost module is called, with parameters that may have been computed from others; calls before it may not have been looked at."""
         self._gaps += self.position.call > self._last_call + 1
         self._last_call = self.position.call
-        for parameter in parameters_in(module) if self._results else ():
+        for parameter in parameters_in(module) if self._results or self._added_to else ():
             if _is_in_half(parameter):
                 self._is_taken(_key(parameter), parameter)
+        self._added_to.clear()
 
     def _is_taken(self, key: _Key, parameter: Tensor) -> None:
         """What lies here has become a parameter: what it was computed from was merged with something."""
+        home = self._values.get(key)
+        if home is not None and not home.held.expired() and _is_home(home):
+            self._merges += self._added_to & {home.come_from[0].state}
         value = self._results.pop(key, None)
         if value is None or value.held.expired() or len(self._merges) >= MOST:
             return

@@ -403,7 +403,7 @@ _CHANGES = {
     "restored": "takes away what was added before and does not get back what was there",
     "decision": "takes another decision than the same operators do in float64",
     "factor": "multiplies by 0, which it would not be in float64",
-    "step": "makes a step of 0 between two entries of a grid, which are apart in float64",
+    "step": "makes a step of 0 between two numbers that are apart in float64",
     "fraction": "takes the fraction of numbers that are off by a quarter of what it is a fraction of",
     "root": "takes the root of a difference of near numbers, which is off by half of itself or more",
     "compared": "compares whole numbers that are others in float64",
@@ -428,6 +428,7 @@ _LOST = {
 }
 """How a value is used of which half of the digits are lost; told where nothing above is."""
 _ORDER = (*_CHANGES, *_LOST)
+_DIFFERENCES = frozenset({"add", "sub", "rsub"})
 _WEAK = frozenset({"schedule", "series", "drift", *_LOST})
 """Uses that say no more than what rounded sums, counts and angles are told of by."""
 
@@ -535,14 +536,16 @@ def _statement(what: RoundedUse) -> Statement:
     if what.use == "imaginary":
         return _cut_off(what)
     maker = f"{short_op(what.made_by)} at {what.made_at or what.source or 'a line outside of modules'}"
+    cancels = what.dtype == "float32" and what.difference and short_op(what.made_by).rstrip("_") in _DIFFERENCES
+    maker += f" takes a difference of near {what.dtype} numbers" if cancels else f" rounds to {what.dtype}"
     elements = what.elements or what.of
     if what.use in _LOST:
         used_at = at_line(what.used_at) if what.used_at != what.made_at else ""
-        summary = f"{maker} rounds to {what.dtype}, and what comes of it loses most of its digits ({what.value} instead of {what.exact}): {_LOST[what.use]}{used_at}."
+        summary = f"{maker}, and what comes of it loses most of its digits ({what.value} instead of {what.exact}): {_LOST[what.use]}{used_at}."
     else:
         at = at_line(what.source) if what.made_at and what.made_at != what.source else ""
         summary = (
-            f"{maker} rounds to {what.dtype}: {short_op(what.op)}{at} {_CHANGES[what.use]}, for {what.changed:,} of {elements:,} results: "
+            f"{maker}: {short_op(what.op)}{at} {_CHANGES[what.use]}, for {what.changed:,} of {elements:,} results: "
             f"{what.value} instead of {what.exact}."
         )
     return Statement(
@@ -556,7 +559,9 @@ def _statement(what: RoundedUse) -> Statement:
         ),
         evidence=(
             f"{what.changed:,} of {elements:,} results differ ({percent(what.changed / elements)}).",
-            f"Of the operators before, the rounding of {what.made_by} moves them most.",
+            f"What {what.made_by} is given was rounded before, which is much beside the difference."
+            if cancels
+            else f"Of the operators before, the rounding of {what.made_by} moves them most.",
         ),
     )
 
