@@ -247,6 +247,27 @@ def layer() -> nn.Linear:
     return model
 
 
+def decayed() -> None:
+    """Weights that decay by two thousandths a step, which is rounded away, and are rounded at random in the rest of the step."""
+    weight = 1 + torch.rand(64).to(HALF)
+    for _ in range(60):
+        weight.mul_(1 - 0.0018)
+        wide = (weight.float() - 1e-4 * torch.randn(64)).view(torch.int32)
+        weight.copy_(((wide + torch.randint(0, 1 << 16, wide.shape, dtype=torch.int32)) & -65536).view(torch.float32))
+
+
+def decayed_by_optimizer() -> None:
+    """Weights of which a half has no gradient: the decay of an optimizer of torch is to make these small."""
+    model = nn.Linear(16, 8, bias=False).to(HALF)
+    nn.init.uniform_(model.weight, 0.5, 1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    for _ in range(120):
+        rows = torch.cat([torch.randn(32, 8), torch.zeros(32, 8)], 1)
+        optimizer.zero_grad()
+        (model(rows.to(HALF)).float() - 2 * rows[:, :8]).square().mean().backward()
+        optimizer.step()
+
+
 def merge_first() -> None:
     """A merge before the model is called for the first time."""
     model = nn.Linear(64, 64).to(HALF)
@@ -342,6 +363,8 @@ def measured() -> None:
         (half_of_the_way, "update-stall", "average.lerp_(weights"),
         (running_average, "rounded-result", "total *= (number - 1)"),
         (histogram, "update-stall", "counts[torch.tensor"),
+        (decayed, "update-stall", "weight.mul_(1 - 0.0018)"),
+        (decayed_by_optimizer, "update-stall", "optimizer.step()"),
         (merge_first, "update-stall", "model.weight.data += delta()"),
         (merge_anew, "update-stall", "model.weight.data + delta()"),
         (merge_wide, "update-stall", "model.weight = nn.Parameter(wide"),
@@ -375,6 +398,14 @@ def at_random() -> None:
         spacing = torch.ldexp(torch.ones(64, 8), torch.frexp(weights[1].float())[1] - 8)
         noise = (torch.rand(64, 8) - 0.5) * spacing
         weights[1].copy_(weights[1].float() - 1e-4 * torch.randn(64, 8) + noise)
+
+
+def barely_moved() -> None:
+    """A bound and a small number that are added in place again and again to what has just been computed, and change nothing."""
+    scale = torch.ones(64).to(HALF)
+    for _ in range(40):
+        scale.copy_(1 + torch.rand(64))
+        scale.add_(1e-6).clamp_(max=4)
 
 
 def error_feedback() -> None:
@@ -479,6 +510,7 @@ def compensation_in_place() -> None:
         running_statistics_that_arrive,
         useful_rate,
         at_random,
+        barely_moved,
         error_feedback,
         wider,
         temporaries,

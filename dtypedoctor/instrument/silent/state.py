@@ -77,6 +77,8 @@ ROUNDS, FEWEST, MOST_ANCESTORS = 3, 16, 4
 """Rounds without a movement from which on state stands still, those from which on it has drifted, and states that a value is known to come from."""
 LOST, MOSTLY, NOISY = 0.95, 0.5, 0.25
 """Shares of the elements which move in float64 that have to stay; in a step of an optimizer, to be told of, and of what state moves by as a whole; and of the energy of a merge that has to be rounding: an error half as large as what is merged."""
+LASTING = 0.1
+"""Share of its size by which a statement has to move state in all to be told of where it is a part of torch's own steps, or of none."""
 SHARE = 0.05
 """Share of what a line changes that has to stand still for it to be told of: gains near 1 beside matrices that move are a part of a training, too."""
 EACH, MORE = 4, 8
@@ -136,7 +138,8 @@ class _State(Uncollected):
         source: memory of float32 values that were copied into it.
         turns: rounds that are over; ``unseen_after`` of these something has changed it that was not seen, and it began anew (0 for never);
             ``compared_at`` when it was compared last, ``judged`` how often float64 had moved it then.
-        still: rounds since it has last moved; ``wanted`` and ``lost`` elements in these, ``absmax`` and ``change`` the largest and their largest movement.
+        still: rounds since it has last moved; ``wanted`` and ``lost`` elements in these, ``absmax`` and ``change`` the largest and their largest movement,
+            ``net`` how far they go in float64 in all, beside themselves and to one side.
         is_off: whether float64 is further away by now than one rounding, in most of what moves.
         step, gaps: in which it was met last, and how often calls had gone by by then that were not looked at; ``number`` of its optimizer's step.
         peak, way: largest magnitude, and how far each element has been from where the round began, in float64.
@@ -171,6 +174,7 @@ class _State(Uncollected):
     lost: int = 0
     absmax: float = 0.0
     change: float = 0.0
+    net: float = 0.0
     peak: float = 0.0
     way: Tensor | None = None
     base: Tensor | None = None
@@ -235,7 +239,7 @@ class _State(Uncollected):
     def compared(self, numbers: Sequence[float], least: float) -> None:
         """Takes note of what :func:`_differences` says of a round."""
         (wanted, lost, absmax, change, self.off, peak, went, left_over, far, others, most) = numbers[:11]
-        is_short, wrong, apart_once, whole, gone_far, stuck = numbers[11:]
+        is_short, wrong, apart_once, whole, gone_far, stuck, net = numbers[11:]
         rounds, elements = self.turns - self.compared_at, self.last[0].numel()
         self.peak, self.went, self.is_rest = max(self.peak, peak), max(self.went, went), peak <= NOISE * self.peak
         self.counts = self.counts and bool(whole)
@@ -244,8 +248,9 @@ class _State(Uncollected):
         if has_settled or (wanted and lost < least * wanted and not is_short):
             self.still = self.wanted = self.lost = 0
             self.is_off = False
-            self.absmax = self.change = 0.0
+            self.absmax = self.change = self.net = 0.0
         elif wanted:
+            self.net += net
             self.since = self.since if self.still else self.began
             self.still, self.wanted, self.lost = self.still + rounds, self.wanted + int(wanted), self.lost + int(lost)
             self.absmax, self.change = max(self.absmax, absmax), max(self.change, change)
@@ -345,6 +350,7 @@ def _differences(states: Sequence[_State]) -> Tensor:
         is_whole.all(1),
         gone.sum(1),
         (gone & (now == first)).sum(1),
+        (moved * exact.sign()).sum(1) / size.sum(1).clamp(min=info.tiny),
     )
     return torch.stack([number.double() for number in numbers], 1)
 
@@ -503,20 +509,24 @@ class _Parameter:
 
 @dataclass(slots=True)
 class _Statement:
-    """What a line of the program does to a parameter that an optimizer trains, beside the rest of its step: a decay, a constraint.
+    """What an operator at a line does to state beside all else that changes it: a decay, a constraint.
 
     Attributes:
+        is_torchs: whether it is a part of the step of an optimizer of torch.
         signs: sums of the signs of the movements.
+        way: how far it moves the state in all, beside its size.
     """
 
     state: _State
     line: Line
+    is_torchs: bool
     signs: Tensor
     rounds: int = 0
     wanted: int = 0
     lost: int = 0
     absmax: float = 0.0
     change: float = 0.0
+    way: float = 0.0
 
     def add(self, before: _Pair, after: _Pair) -> None:
         """Adds one round."""
@@ -526,13 +536,27 @@ class _Statement:
         self.lost += int((moves & (after[0] == before[0])).sum())
         self.signs += torch.where(moves, moved.sign(), 0.0)
         self.absmax = max(self.absmax, float(size.max()))
+        self.way += float(
+            torch.where(moves, moved.abs(), 0.0).sum() / size.sum().clamp(min=torch.finfo(size.dtype).tiny)
+        )
         self.change = max(self.change, float(torch.where(moves, moved.abs(), 0.0).max()))
 
     @property
     def is_without_effect(self) -> bool:
-        """Whether nearly nothing is left of it, although it moves most elements, each to the same side each time: what only takes back a step does not."""
-        most, steady = MOSTLY * self.rounds * self.signs.numel(), float(self.signs.abs().sum())
-        return self.rounds >= ROUNDS and self.wanted >= most and min(self.lost, steady) >= LOST * self.wanted
+        """Whether nearly nothing is left of it, although it moves most elements, each to the same side each time: what only takes back a step does not.
+
+        Beside a step each counts; as a part of torch's own, or of none, it has to come to something.
+        """
+        most, steady, steps = (
+            MOSTLY * self.rounds * self.signs.numel(),
+            float(self.signs.abs().sum()),
+            self.state.in_step,
+        )
+        if self.rounds < ROUNDS or self.wanted < most or min(self.lost, steady) < LOST * self.wanted:
+            return False
+        if steps is None or self.is_torchs:
+            return self.way * (steps.number / self.rounds if steps else 1) >= LASTING
+        return True
 
 
 @dataclass(slots=True)
@@ -578,7 +602,7 @@ class StateCheck(Observer):
         self._merges: list[_State] = []
         self._added_to: set[_State] = set()
         """State to which something was added before the next outermost call, which may show that it is a parameter."""
-        self._statements: dict[tuple[int, Line], _Statement] = {}
+        self._statements: dict[tuple[int, Any, Line], _Statement] = {}
         self._results: OrderedDict[_Key, _Value] = OrderedDict()
         """What is computed from state, and may become a parameter."""
         self._told: dict[Line | None, int] = {}
@@ -820,7 +844,7 @@ class StateCheck(Observer):
             began = came.line if is_narrow and came is not None else call.line
             if call.operands[1].tensor.dtype not in HALF:
                 state.source = StorageWeakRef(call.operands[1].tensor.untyped_storage())
-        if state.is_parameter:
+        if state.is_parameter or not state.in_step:
             self._note_statement(call, value, state)
         state.becomes(value.now, value.exact)
         self._note_apart(state, value.made)
@@ -962,6 +986,7 @@ class StateCheck(Observer):
                 in_place=worst.in_place,
                 optimizer=worst.in_step.of if worst.in_step else "",
                 narrower=worst.in_step is not None and (not worst.in_step.is_half or worst.home[-1] not in HALF),
+                way=abs(worst.net) / max(worst.still, 1) * worst.in_step.number if worst.in_step else 0.0,
             ),
             phase=worst.since[2],
             at=worst.since[:2],
@@ -1032,6 +1057,8 @@ class StateCheck(Observer):
             for line in self._told:
                 self._tell_lost(line)
             self._tell_sums_of_once()
+            for steps in {id(one.state.in_step): one.state.in_step for one in self._statements.values()}.values():
+                self._tell_statements(steps)
 
     def _tell_sums_of_once(self) -> None:
         known = {state.home for state in self._followed.values() if state.judged or state.line in self._told}
@@ -1154,31 +1181,33 @@ class StateCheck(Observer):
         return parameter
 
     def _note_statement(self, call: _Call, value: _Value, state: _State) -> None:
-        """A line has changed a parameter; what torch's own optimizers do is judged as a whole."""
-        is_torchs = self._optimizer is not None and self._optimizer.is_torchs
-        if call.line is None or is_torchs or not self.session.readings.affords(value.now):
+        """An operator at a line has changed a parameter, or what no optimizer steps."""
+        if call.line is None or not self.session.readings.affords(value.now):
             return
-        key, target = (id(state), call.line), call.operands[0]
+        key, target = (id(state), call.func, call.line), call.operands[0]
         if key not in self._statements and len(self._statements) < MOST:
             signs = uncollected(torch.zeros_like(value.exact))
-            self._statements[key] = _Statement(state, call.line, signs)
+            is_torchs = self._optimizer is not None and self._optimizer.is_torchs
+            self._statements[key] = _Statement(state, call.line, is_torchs, signs)
         statement = self._statements.get(key)
         if statement is not None and target.now.shape == value.now.shape:
             statement.add((target.now, target.exact), (value.now, value.exact))
 
-    def _tell_statements(self, steps: _Steps) -> None:
-        """Tells of lines whose changes of most parameters are lost, although these move."""
-        still = {one.name for one in steps.parameters.values() if one.lost >= MOSTLY * one.wanted > 0}
-        if len(still) == len(steps.parameters) and not steps.is_torchs:
+    def _tell_statements(self, steps: _Steps | None) -> None:
+        """Tells of lines whose changes of most parameters, or of what no optimizer steps, are lost, although these move."""
+        totals = steps.parameters.values() if steps else ()
+        if steps and not steps.is_torchs and all(one.lost >= MOSTLY * one.wanted > 0 for one in totals):
             return  # told of as a whole
-        for line in {one.line for one in self._statements.values()}:
-            of_line = [one for one in self._statements.values() if one.line == line and one.state.in_step is steps]
+        for at in {(func, line) for _, func, line in self._statements if steps or line not in self._told}:
+            of_line = [one for key, one in self._statements.items() if key[1:] == at and one.state.in_step is steps]
             lost = [one for one in of_line if one.is_without_effect]
+            relatives = self._relatives(one.state for one in lost) if steps is None else {}
+            lost = [one for one in lost if not self._is_kept(one.state, relatives)]
             if not lost or 2 * len(lost) <= len(of_line):
                 continue
             self.session.emit(
                 LostWrites(
-                    source=_source(line),
+                    source=_source(at[1]),
                     dtype=short_name(lost[0].state.dtype),
                     tensors=len(lost),
                     compared=len(of_line),

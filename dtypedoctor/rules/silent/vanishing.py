@@ -139,6 +139,8 @@ NOISE = 4.0
 """Standard deviations of rounding below which the gradient of a sum is nothing else. Measured on the bias of attention's keys, which
 is zero in exact arithmetic, in float16 and bfloat16: 0.06 to 0.25; on the biases of queries and values 50 and more."""
 
+LASTING = 0.25
+"""Share of itself by which what an optimizer keeps has to be off in the end: in a short training it may stand still."""
 FEW_WEIGHTS = 0.05
 """Share of the trained weights below which those that stand still beside the others, norms' weights for the most part, are a note and no warning."""
 SUMMED, STEADY = 16, 0.75
@@ -293,9 +295,9 @@ def _stall(seen: Observed[Updates], stalled: dict[str, StalledParameter], share:
 def detect_lost_writes(trace: Trace) -> Iterator[Finding]:
     """Lines that update tensors and leave them as they are: a step by hand, a moving average, what an optimizer keeps beside its parameters."""
     seen = trace.observed(LostWrites)
-    first, last = {one.what.source: one for one in reversed(seen)}, {one.what.source: one for one in seen}
-    for source, when in first.items():
-        what = last[source].what
+    first, last = ({(one.what.source, one.what.optimizer): one for one in each} for each in (reversed(seen), seen))
+    for (source, optimizer), when in first.items():
+        what = last[source, optimizer].what
         if not what.tensors:
             continue  # they have moved in the end
         if what.optimizer and (incidents(trace) or trace.observed(Overshoots)):
@@ -309,7 +311,7 @@ def _lost_writes(what: LostWrites) -> Statement:
     where = f" of the state of {what.optimizer}" if what.optimizer else " in place" if what.in_place else ""
     return Statement(
         id="update-stall",
-        severity=Severity.INFO if what.optimizer and not what.narrower else Severity.WARNING,
+        severity=Severity.INFO if what.optimizer and not what.narrower and what.way < LASTING else Severity.WARNING,
         summary=f"{what.source or 'A line outside of modules'} updates {tensors}{where}, and {what.dtype} rounds {percent(what.lost / what.wanted)} of that away.",
         cause=(
             f"Near 1 the spacing of {what.dtype} numbers is {epsilon:.3g}, and in proportion elsewhere. An update below half "
@@ -324,6 +326,11 @@ def _lost_writes(what: LostWrites) -> Statement:
             (
                 f"From one comparison to the next, which may be several updates later, float64 moves {what.wanted:,} of the elements compared, by up to "
                 f"{what.change:.3g}; {what.lost:,} of these did not move."
+            ),
+            *(
+                (f"At that rate all steps would move them by {percent(what.way)} of themselves.",)
+                if what.way >= LASTING
+                else ()
             ),
         ),
     )
