@@ -77,8 +77,8 @@ ROUNDS, FEWEST, MOST_ANCESTORS = 3, 16, 4
 """Rounds without a movement from which on state stands still, those from which on it has drifted, and states that a value is known to come from."""
 LOST, MOSTLY, NOISY = 0.95, 0.5, 0.25
 """Shares of the elements which move in float64 that have to stay; in a step of an optimizer, to be told of, and of what state moves by as a whole; and of the energy of a merge that has to be rounding: an error half as large as what is merged."""
-LASTING = 0.1
-"""Share of its size by which a statement has to move state in all to be told of where it is a part of torch's own steps, or of none."""
+LASTING, MEASURED = 0.1, 64
+"""Share of its size by which a statement has to move state in all to be told of where it is a part of torch's own steps, or of none; calls of one that are measured."""
 SHARE = 0.05
 """Share of what a line changes that has to stand still for it to be told of: gains near 1 beside matrices that move are a part of a training, too."""
 EACH, MORE = 4, 8
@@ -513,6 +513,7 @@ class _Statement:
 
     Attributes:
         is_torchs: whether it is a part of the step of an optimizer of torch.
+        calls: how often, of which so many ``rounds`` were measured.
         signs: sums of the signs of the movements.
         way: how far it moves the state in all, beside its size.
     """
@@ -521,6 +522,7 @@ class _Statement:
     line: Line
     is_torchs: bool
     signs: Tensor
+    calls: int = 0
     rounds: int = 0
     wanted: int = 0
     lost: int = 0
@@ -555,7 +557,7 @@ class _Statement:
         if self.rounds < ROUNDS or self.wanted < most or min(self.lost, steady) < LOST * self.wanted:
             return False
         if steps is None or self.is_torchs:
-            return self.way * (steps.number / self.rounds if steps else 1) >= LASTING
+            return self.way * (steps.number if steps else self.calls) >= LASTING * self.rounds
         return True
 
 
@@ -1190,7 +1192,10 @@ class StateCheck(Observer):
             is_torchs = self._optimizer is not None and self._optimizer.is_torchs
             self._statements[key] = _Statement(state, call.line, is_torchs, signs)
         statement = self._statements.get(key)
-        if statement is not None and target.now.shape == value.now.shape:
+        if statement is None:
+            return
+        statement.calls += 1
+        if statement.rounds < MEASURED and target.now.shape == value.now.shape:
             statement.add((target.now, target.exact), (value.now, value.exact))
 
     def _tell_statements(self, steps: _Steps | None) -> None:
