@@ -29,6 +29,7 @@ from dtypedoctor.instrument.operators import (
     tree_map,
     written,
 )
+from dtypedoctor.instrument.readable import values_of
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import (
     HALF,
@@ -259,9 +260,9 @@ def _replay_whole(writer: TraceWriter, of: int, func: Any, arguments: Arguments,
         run_again(writer, of, how, func, tree_map(cast, arguments))
 
 
-def _dtypes(tensors: Iterable[object]) -> list[torch.dtype]:
-    """The dtypes of those that can be measured, each once and in order."""
-    return list(dict.fromkeys(t.dtype for t in tensors if isinstance(t, Tensor) and measurable(t)))
+def _dtypes(tensors: Iterable[Any]) -> list[torch.dtype]:
+    """The dtypes of those that can be cast, each once and in order."""
+    return list(dict.fromkeys(t.dtype for t in tensors if _can_be_cast(t)))
 
 
 def replay_promotion(writer: TraceWriter, of: int, func: Any, arguments: Arguments, outputs: list[Tensor]) -> bool:
@@ -287,7 +288,14 @@ def replay_promotion(writer: TraceWriter, of: int, func: Any, arguments: Argumen
 
 def _cast(arguments: Arguments, dtype: torch.dtype) -> Arguments:
     """The arguments with every floating tensor copied, so that an op that writes to one changes nothing of the user's."""
-    return tree_map(lambda v: v.detach().to(dtype, copy=True) if measurable(v) else v, arguments)
+    return tree_map(lambda v: v.detach().to(dtype, copy=True) if _can_be_cast(v) else v, arguments)
+
+
+def _can_be_cast(value: Any) -> bool:
+    """Whether ``value`` is a floating-point tensor whose values are there, dense or sparse."""
+    if type(value) is not Tensor or value.layout is torch.strided:
+        return measurable(value)
+    return value.is_floating_point() and values_of(value) is not None
 
 
 MAX_BETWEEN = 24

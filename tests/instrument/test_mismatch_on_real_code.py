@@ -142,6 +142,7 @@ class Half(nn.Module):
 @pytest.mark.parametrize(
     ("does", "expected"),
     [
+        (lambda w: torch.sparse.mm(torch.eye(4).to_sparse_csr(), w), ["unsupported-dtype"]),
         (torch.linalg.qr, ["unsupported-dtype"]),
         (torch.linalg.cholesky, ["unsupported-dtype"]),
         (lambda w: torch.cdist(w, w), ["unsupported-dtype"]),
@@ -152,7 +153,18 @@ class Half(nn.Module):
         (lambda w: w.half().masked_fill(w > 0, -1e9), ["float16-overflow"]),
         (lambda w: w @ w.float(), ["operand-dtype-mismatch"]),
     ],
-    ids=["qr", "cholesky", "cdist", "float16", "not-definite", "shapes", "view", "constant", "two-dtypes"],
+    ids=[
+        "sparse-beside-it",
+        "qr",
+        "cholesky",
+        "cdist",
+        "float16",
+        "not-definite",
+        "shapes",
+        "view",
+        "constant",
+        "two-dtypes",
+    ],
 )
 def test_an_operator_that_half_precision_lacks_is_told_from_one_that_fails_in_any(
     does: Callable[[Tensor], object], expected: list[str], tmp_path: Path

@@ -132,6 +132,11 @@ class Case:
         replay = self.graph.replay(self.op, how)
         return replay is not None and not replay.note
 
+    def raised_as(self, how: str) -> bool:
+        """Whether the op, replayed in the given way, raised."""
+        replay = self.graph.replay(self.op, how)
+        return replay is not None and bool(replay.note)
+
 
 _SAYS_LITTLE = frozenset({Reason.ELSEWHERE, Reason.CAST, Reason.AUTOCAST_LIST, Reason.FACTORY})
 

@@ -39,14 +39,15 @@ OF_THE_OWNER = frozenset({
 
 
 def without_implementation(case: Case) -> Verdict | None:
-    """An op rejects a dtype, in which all its operands are, and takes the same numbers in float32 or as real ones."""
+    """An op rejects a dtype, in which all its operands are or may be, and takes the same numbers in float32 or as real ones."""
     if "without overflow" in (case.op.error or ""):
         return None  # the dtype has the operator, and not the number that is to be written
     dtype, cause, operand = "", _NO_HALF, next(iter(case.operands), None)
+    narrow = [dtype for dtype in case.dtypes if dtype in DTYPES and DTYPES[dtype].bits < FLOAT32_BITS]
     if not case.dtypes and is_dtype_error(case.raised):
         dtype, cause = next((t.dtype for t in case.op.inputs if t.dtype in WHOLE), ""), _NO_WHOLE
-    elif len(case.dtypes) == 1 and case.dtypes[0] in DTYPES and DTYPES[case.dtypes[0]].bits < FLOAT32_BITS:
-        dtype = case.dtypes[0]
+    elif len(narrow) == 1 and (len(case.dtypes) == 1 or case.raised_as(f"all-as-{narrow[0]}")):
+        dtype = narrow[0]
     way, proven = "in float32", ran_in(case, "float32") if dtype else None
     if proven is None and case.ran("as-real"):
         dtype = next(tensor.dtype for tensor in case.op.inputs if tensor.dtype.startswith("complex"))

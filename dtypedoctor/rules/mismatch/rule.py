@@ -304,14 +304,14 @@ CHECKS: tuple[Callable[[Case], Verdict | None], ...] = (
     dequantized_to_another_dtype,
     cache_of_another_dtype,
     custom_function,
+    without_implementation,
     autocast_bypass,
     merged_features,
     wrong_device,
     attention_operands,
     by_origin,
-    without_implementation,
 )
-"""In this order: what is wrong with the operand itself, then what the region did or did not do, then where it came from."""
+"""In this order: what is wrong with the operand itself or with each dtype that it may have, then what the region did or did not do, then where it came from."""
 
 WITH_WHOLE = (packed_weight_used_as_dense, by_origin)
 """What may be wrong where whole numbers meet floating-point ones: autocast casts neither of them to the other."""
