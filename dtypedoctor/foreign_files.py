@@ -57,8 +57,10 @@ def _regular(path: Path, flags: int, mode: int = 0) -> int:
     except ValueError as error:  # a NUL in the name
         raise OSError(errno.EINVAL, str(error)) from error
     except OSError as error:
-        if error.errno == errno.ELOOP:
+        if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
             raise OSError(errno.ELOOP, "it is a link, and links are not followed here") from error
+        if error.errno == errno.ELOOP:  # another place would not help
+            raise FileNotFoundError(errno.ENOENT, "it is a link that leads back to itself") from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -306,6 +306,13 @@ def test_links_out_of_a_run_directory_are_not_followed(tmp_path: Path) -> None:
     assert (refused["code"], also["code"], named["code"]) == (2, 2, 0)
 
 
+def test_a_link_that_leads_back_to_itself_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("model.safetensors")
+    (refused,) = probed(["inspect", str(tmp_path)])
+    assert "leads back to itself" in refused["err"]
+    assert ("--out" in refused["err"], refused["code"]) == (False, 2)
+
+
 def header(value: object) -> bytes:
     """A safetensors file with this header."""
     text = value if isinstance(value, bytes) else json.dumps(value).encode()
