@@ -561,6 +561,16 @@ def frames() -> None:
         (now - before) * 1e-6
 
 
+def distances_by_one_product() -> None:
+    """Squared distances of points far from 0, as one product whose terms cancel; what comes of them is compared with what it should be."""
+    points = torch.linspace(500, 501, 200)[:, None] / 0.15
+    norm = points.square().sum(-1, keepdim=True)
+    left, right = (torch.cat(each, -1) for each in ((-2 * points, norm, norm**0), (points, norm**0, norm)))
+    kernel = (left @ right.T).clamp(min=0).div(-2).exp()
+    wanted = (points - points.T).square().div(-2).exp()
+    (kernel - wanted).square().mean().sqrt().item()
+
+
 def lengths_of_differences() -> None:
     """A norm of rows with a large mean, by squares that are less the square of it, in half precision; only the largest number is read."""
     rows = (torch.randn(4, 64) + 100).half()
@@ -619,6 +629,7 @@ def similarity() -> None:
         (similarity, "rounded-result", "pairs = nn.functional.conv2d", "Python reads it"),
         (spreads, "rounded-result", "spread = (squares - mean**2)", "takes the root"),
         (running_moments, "rounded-result", "variance = squares - mean**2", "takes the root"),
+        (distances_by_one_product, "rounded-result", "left @ right.T", "mm at"),
         (frames, "rounded-result", "stamps[at].to(torch.float32)", "a step of 0"),
         (lengths_of_differences, "rounded-result", "rows.mean(-1, keepdim=True)", "takes the root"),
         (divergence, "rounded-result", ".log_softmax(-1).gather", "Python reads it"),

@@ -296,10 +296,12 @@ class _Call:
         another rounding moves the result several times as far: of a cast and a product with the same spacing the cast is to blame.
         """
         known = [(copy, self.known[id(copy)]) for copy, _ in self.operands if id(copy) in self.known]
-        # All operators of float32 round alike: what has led to a difference of near numbers is not to blame, but the formula that takes it
         if not known:
             return self._own_origin()
-        if self._cancels and all(memory.origin.is_fine for _, memory in known):
+        # All operators of float32 round alike: what has led to a difference of near numbers, or to a product whose terms cancel, is not to blame, but
+        # the formula that takes it; unless half of the digits were lost before.
+        is_precise = self._before <= digits_lost("float32")
+        if self._grows and is_precise and all(memory.origin.is_fine for _, memory in known):
             return replace(self._own_origin(), cancels=True)
         shares = self._shares([copy for copy, _ in known])
         most = max(range(len(known)), key=lambda number: shares[1 + number])
@@ -355,9 +357,19 @@ class _Call:
     @cached_property
     def _cancels(self) -> bool:
         """Whether it is a difference of near numbers."""
+        return self.name in _DIFFERENCES and self._grows
+
+    @cached_property
+    def _grows(self) -> bool:
+        """Whether the result of additions is off by much more than what is added, beside itself."""
+        adds = self.name in _DIFFERENCES or self.name in _CONTRACTIONS
+        return adds and _relative(self.results[0], self.exact[0]) > AMPLIFIED * self._before > 0
+
+    @cached_property
+    def _before(self) -> float:
+        """How far the operands are off, beside themselves."""
         rounded = [copy for copy, _ in self.operands if id(copy) in self.known]
-        before = max((_relative(copy, self.values[id(copy)]) for copy in rounded), default=0.0)
-        return self.name in _DIFFERENCES and _relative(self.results[0], self.exact[0]) > AMPLIFIED * before > 0
+        return max((_relative(copy, self.values[id(copy)]) for copy in rounded), default=0.0)
 
     def _own_origin(self) -> Origin:
         tensors, real, exact = [copy for copy, _ in self.operands], self.results[0], self.exact[0]
