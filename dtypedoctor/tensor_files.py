@@ -119,7 +119,7 @@ def read_entries(path: Path, *, follow: bool = True, largest: int = LARGEST_HEAD
             header = parse_json(file.read(length))
         data = (8 + length, size)
         entries = [_entry(path, data, name, one) for name, one in header.items() if name != "__metadata__"]
-        _check_as_the_library_does(header.get("__metadata__", {}), entries, 8 + length)
+        _check_header(header.get("__metadata__", {}), entries, 8 + length)
         return entries
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({reason(error)})", "Download it again.") from error
@@ -129,15 +129,15 @@ def read_entries(path: Path, *, follow: bool = True, largest: int = LARGEST_HEAD
         ) from error
 
 
-def _check_as_the_library_does(metadata: Any, entries: list[Entry], first: int) -> None:
-    """Refuses what the safetensors library refuses: then nobody can load the file, whatever its dtypes are."""
+def _check_header(metadata: Any, entries: list[Entry], first: int) -> None:
+    """Rejects a header that the safetensors library rejects: nobody can load such a file."""
     if not isinstance(metadata, dict) or not all(isinstance(word, str) for word in metadata.values()):
         raise TypeError("__metadata__ has to map strings to strings")
-    following = first
+    end = first
     for entry in sorted(entries, key=lambda one: (one.begin, one.end)):
-        if entry.begin != following:
+        if entry.begin != end:
             raise ValueError(f"{entry.name[:100]!r} does not begin where the tensor before it ends")
-        following = entry.end
+        end = entry.end
 
 
 def _entry(path: Path, data: tuple[int, int], name: str, described: Mapping[str, Any]) -> Entry:

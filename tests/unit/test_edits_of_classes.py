@@ -19,6 +19,7 @@ from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Link, Severity
 from dtypedoctor.diagnosis.scene import Scene
 from dtypedoctor.examination.examine import edited_files
 from dtypedoctor.report.build import patch_of
+from dtypedoctor.rules.silent.rounding import PARTS_READ
 from dtypedoctor.trace.events import Observed, ParameterNote, Raised
 from dtypedoctor.trace.records.execution import Unscaled
 from dtypedoctor.trace.records.silent import RoundedUse
@@ -701,8 +702,7 @@ def test_no_copy_takes_the_place_of_an_argument_that_a_function_writes_to(writte
 def test_no_wider_dtype_is_advised_for_an_imaginary_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """float64 cuts it off as float32 does."""
     monkeypatch.chdir(tmp_path)
-    cut = "the cast at train.py:2 rounds to float32: it cuts the imaginary part off, for 4 of 4 results"
-    read = program(tmp_path, "y = z.to(torch.float32)", id="rounded-result", summary=cut)
+    read = program(tmp_path, "y = z.to(torch.float32)", id="rounded-result", proven_by=PARTS_READ)
     (advice,), _ = advise((read.finding,), read.trace, "train.py", began=0.0, own_files=True)
     assert "complex" in advice.text
     assert not advice.edits

@@ -149,9 +149,8 @@ def _load_pretrained(folder: Path, live: nn.Module | None, **options: Any) -> Lo
             f"{folder}: transformers has no class {names[0]}", "Compare it with a live model of its class."
         )
     family, own = described.get("model_type"), kind.config_class.model_type
-    if (
-        family is not None and own and family != own
-    ):  # else what the file does not name would be of the class's usual size, and may fill the memory
+    # Sizes that the config does not name would be the usual ones of the class, and may fill the memory.
+    if family is not None and own and family != own:
         raise NotComparableError(
             f"{folder.name} cannot be loaded: its config.json is of a model {family!r}, and {kind.__name__} is of {own!r}"
         )

@@ -359,9 +359,12 @@ def _of_float32(finding: Finding) -> str:
     )
 
 
+PARTS_READ = "the parts of the numbers that are cast were read"
+
+
 def _of_imaginary_part(finding: Finding) -> str:
     """What to do where it is no rounding that is lost; empty for all else."""
-    if _CHANGES["imaginary"] not in finding.summary:
+    if finding.proven_by != PARTS_READ:
         return ""
     return "Keep the complex dtype, or say which part is meant: `.real`, `.abs()`. No wider real dtype holds the imaginary part."
 
@@ -521,7 +524,7 @@ def _cut_off(what: RoundedUse) -> Statement:
     return Statement(
         id="rounded-result",
         severity=Severity.WARNING,
-        proven_by="the parts of the numbers that are cast were read",
+        proven_by=PARTS_READ,
         summary=f"{short_op(what.op)}{at} {_CHANGES[what.use]}, for {what.changed:,} of {elements:,} numbers: {what.value} of {what.exact}.",
         cause=(
             f"A cast of complex numbers to {what.dtype} keeps their real parts alone. torch warns of it once in a process."
